@@ -32,11 +32,8 @@ from mpiddp.text import escaped
 # sshd refuses some of more than ten logins that arrive at once (MaxStartups), and all pass the jump host.
 _AT_ONCE, _AT_ONCE_BY_JUMP = 32, 8
 _ANSWER_S, _SCAN_S = 60.0, 5
-_PREFERRED = (
-    "ssh-rsa",
-    "ecdsa-sha2-nistp256",
-    "ssh-ed25519",
-)  # of a host's keys the last one is taken
+# Of a host's keys the first one is taken: that of the file to which a person is sent.
+_PREFERRED = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa")
 _PROOF = "mpiddp-reaches"
 
 # The commands of the shell on a host. They hold no input: it comes through stdin. sshd ignores a file of

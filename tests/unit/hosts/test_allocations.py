@@ -17,6 +17,7 @@ from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
 from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
+from mpiddp.hosts.slurm import expand_nodelist
 from tests.support.allocations import (
     AZURE,
     DRY_RUNS,
@@ -106,10 +107,12 @@ IPS = ["10.0.0.4", "10.0.0.5"]
         ({"HYDRA_HOST_FILE": "intel_hostfile"}, "the hostfile of HYDRA_HOST_FILE", PODS, [2, 2]),
         (SKYPILOT, "the SkyPilot task", IPS, [4, 4]),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
+        ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
+         "the SkyPilot task", IPS, [4, 4]),
         (AZURE, "the Azure Batch task", IPS, [None, None]),
         (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
     ],
-)
+)  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
     in_folder: Path, env: Env, source: str, names: list[str], slots: list[int | None]
 ) -> None:
@@ -314,3 +317,13 @@ def test_a_slurm_job_in_pods_is_one_allocation() -> None:
 
 def test_the_page_has_the_dry_run_of_each_environment() -> None:
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
+
+
+@pytest.mark.parametrize("length", [253, 254])
+def test_a_name_of_slurm_is_no_longer_than_a_host_can_have(length: int) -> None:
+    name = "n" * length
+    if length == 253:
+        assert expand_nodelist(f"{name}[1-2]") == [f"{name}1", f"{name}2"]
+        return
+    with pytest.raises(ValueError, match=r"^a name of more than 253 characters$"):
+        expand_nodelist(f"{name}[1-2]")

@@ -6,13 +6,16 @@ python -m pytest tests/unit/hosts/test_fabric.py
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.hosts.cluster.network import differences, report
+from mpiddp.errors import UserError
+from mpiddp.hosts.cluster.network import ask, differences, report
 from mpiddp.hosts.fabric import devices, links, nccl_choice
+from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 
 
@@ -67,6 +70,7 @@ def test_devices_of_a_host(tmp_path: Path) -> None:
         (["lo", "docker0", "eth0", "eth1"], "eth0"),
         (["lo", "eth0", "ib0"], "ib0"),
         (["lo", "docker0"], "docker0"),
+        (["virbr0", "eth0"], "eth0"),
         (["lo"], "lo"),
         ([], "nothing"),
     ],
@@ -119,3 +123,36 @@ def test_what_differs(tmp_path: Path) -> None:
         "node[1-2]: NCCL would take eth0, gloo lo; mpiddp sets eth0"
         in report({"node1": usual, "node2": usual}).splitlines()
     )
+
+
+def test_what_is_not_known_of_a_link_is_a_dash() -> None:
+    link = {"name": "eth1", "address": None, "speed": None, "mtu": None, "state": ""}
+    device = {"name": "mlx5_0:1", "kind": "RoCE", "rate": "", "state": "", "interface": ""}
+    choices = {"nccl": "eth1", "gloo": "lo", "mpiddp": "nothing"}
+    assert report({"node1": {"links": [link], "devices": [device], **choices}}).splitlines() == [
+        "host   link      address  speed  MTU  state",
+        "node1  eth1      -        -      -    -",
+        "node1  mlx5_0:1  -        -      -    -, RoCE",
+        "node1: NCCL would take eth1, gloo lo; mpiddp sets nothing",
+        "nothing differs between the hosts",
+    ]
+
+
+def test_each_host_is_asked_for_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = ask([Host("localhost")])
+    assert found["localhost"].keys() == {"links", "devices", "nccl", "gloo", "mpiddp"}
+    assert report(found).endswith("\nnothing differs between the hosts")
+    python3 = tmp_path / "python3"
+    python3.write_text("#!/bin/sh\necho mpiddp-network; echo worn out >&2; exit 3\n")
+    python3.chmod(0o755)
+    with pytest.raises(UserError) as raised:
+        ask([Host("localhost"), Host("127.0.0.1")])
+    assert str(raised.value) == "\n".join(
+        f"ssh {name} failed: worn out. Try: ssh {name} true" for name in ("localhost", "127.0.0.1")
+    )
+    python3.rename(tmp_path / "python2")
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^localhost: python3 is missing there\.$"):
+        ask([Host("localhost")])

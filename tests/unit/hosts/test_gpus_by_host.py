@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import gpu_addresses, gpu_names
+from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import env_on_host, gpu_table
 from mpiddp.runtime.start.own_gpu import (
@@ -53,6 +53,13 @@ NO_GPU = (
     "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
 )
 
+ASKED = {  # by the commands that print names and addresses
+    "nvidia-smi": ["-L", "--query-gpu=pci.bus_id --format=csv,noheader"],
+    "amd-smi": ["list --json"] * 2,
+    "rocm-smi": ["--showbus"] * 2,
+    "xpu-smi": ["discovery -j"] * 2,
+}
+
 
 @pytest.mark.parametrize(
     ("name", "text", "names", "addresses"),
@@ -66,9 +73,18 @@ NO_GPU = (
 def test_each_vendors_tool(
     tmp_path: Path, name: str, text: str, names: list[str], addresses: list[str]
 ) -> None:
-    path = tool(tmp_path, name, text)
+    path = tool(tmp_path, name, f'echo "$@" >> {tmp_path}/arguments\n{text}')
     assert gpu_names(path) == names
     assert gpu_addresses(path) == addresses
+    assert (tmp_path / "arguments").read_text().splitlines() == ASKED[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"],
+)
+def test_a_variable_that_hides_all_gpus(name: str) -> None:
+    assert [hides_all_gpus({name: value}) for value in ("", "-1", "0")] == [True, True, False]
 
 
 def test_a_tool_without_gpus_and_one_that_hangs(tmp_path: Path) -> None:

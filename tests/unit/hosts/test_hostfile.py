@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts import main
 from mpiddp.hosts.formats import Form, diff, render
-from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile, read_hostfile
+from mpiddp.hosts.hostfile import (
+    Host,
+    Hosts,
+    granted_hosts,
+    parse_host_list,
+    parse_hostfile,
+    read_hostfile,
+)
 from tests.support.patience import PATIENCE_S
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
@@ -74,6 +82,9 @@ def refusal(call: Callable[[], object]) -> str:
         ("[::1]:2", Host("::1", slots=2)),
         ("joe@[::1]", Host("::1", user="joe")),
         ("FE80:0:0::1:2", Host("fe80::1:2")),
+        ("node1 port=1", Host("node1", port=1)),
+        ("node1 port=65535", Host("node1", port=65535)),
+        ("node1 slots=2 max_slots=2", Host("node1", slots=2, max_slots=2)),
     ],
 )
 def test_parse_a_valid_line(line: str, host: Host) -> None:
@@ -94,7 +105,19 @@ def test_parse_a_host_list() -> None:
     assert hosts.hosts[1].ssh_target == "joe@h2"
 
 
-def test_keep_fqdn_allows_names_with_the_same_short_form() -> None:
+def test_a_host_is_the_same_wherever_it_is_written() -> None:
+    first, second = parse("node1 slots=2\n"), parse("# more\nnode1   slots=2 # fast\n")
+    assert first.hosts == second.hosts
+    assert first == replace(second, source="other")
+    assert "fast" not in repr(second)
+
+
+def test_keep_fqdn_allows_names_with_the_same_short_form(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a.x.org\na.y.org\n")
+    assert len(read_hostfile(tmp_path / "hosts", keep_fqdn=True).hosts) == 2
+    with pytest.raises(UserError, match=r"a\.x\.org and a\.y\.org both shorten to"):
+        read_hostfile(tmp_path / "hosts")
+    assert len(granted_hosts([["a.x.org"], ["a.y.org"]], "a list").hosts) == 2
     assert len(parse("a.x.org\na.y.org\n", keep_fqdn=True).hosts) == 2
     assert len(parse_host_list("a.x.org,a.y.org").hosts) == 2
 
@@ -482,3 +505,23 @@ def test_the_hostfiles_of_this_repository(name: str, slots: int) -> None:
     hosts = read_hostfile(HOSTFILES / name)
     assert hosts.total_slots == slots
     assert main.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0
+
+
+def test_names_with_the_same_short_form_need_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a.x.org slots=1\na.y.org slots=1\n")
+    with pytest.raises(UserError, match="--keep-fqdn"):
+        main.main(["check", str(tmp_path / "hosts")])
+    assert main.main(["check", "--keep-fqdn", str(tmp_path / "hosts")]) == 0
+    assert "2 hosts, 2 slots" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["check", "--keep", "f"], ["push", "f", "--dry"], ["convert", "f", "--t", "slurm"]],
+)
+def test_an_option_is_written_out(arguments: list[str]) -> None:
+    with pytest.raises((UserError, SystemExit)) as raised:
+        main.main(arguments)
+    assert "not found" not in str(raised.value)

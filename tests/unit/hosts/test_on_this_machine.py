@@ -19,7 +19,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import fabric, main
-from mpiddp.hosts.cluster import keys
+from mpiddp.hosts.cluster import keys, run_agent
 from mpiddp.hosts.cluster.run import Outcome, _outcome, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface, interfaces
@@ -193,6 +193,42 @@ def test_a_process_and_what_it_has_started() -> None:
         shell.stdout.close()
 
 
+FAMILY = """
+import os, signal, subprocess, sys
+from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end
+adopt_orphans()
+shell = subprocess.run(["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"], capture_output=True, timeout=60)
+orphan = int(shell.stdout)
+status = open(f"/proc/{orphan}/stat").read().rpartition(")")[2].split()
+print(int(status[1]) == os.getpid())
+os.kill(orphan, signal.SIGKILL)
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                         preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM))
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_orphans_are_adopted_and_no_child_outlives_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    is_adopted, pid = done.stdout.split()
+    assert (is_adopted, done.returncode) == ("True", -signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while runs(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether it has not ended. Nobody may have collected it yet."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # --- mpiddp hosts run ---
 
 
@@ -212,8 +248,48 @@ def test_a_command_on_every_host(
     assert capfd.readouterr() == ("localhost: out\n", "localhost: exit code 4\n")
     assert verb(tmp_path, "run", "--", "no-such-program") == 1
     assert "no-such-program: No such file or directory" in capfd.readouterr().err
+    options = ("--timeout", "90s", "--parallel", "1")
+    assert verb(tmp_path, "run", *options, "--", "echo", "--timeout") == 0
+    assert capfd.readouterr() == ("localhost: --timeout\n", "")
     with pytest.raises(UserError, match="no command"):
         verb(tmp_path, "run")
+
+
+def test_the_links_of_every_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verb(tmp_path, "check", "--network") == 0
+    out = capfd.readouterr().out
+    assert out.startswith("host")
+    assert "\nlocalhost: NCCL would take " in out
+    assert out.endswith("\nnothing differs between the hosts\n")
+
+
+AGENT = Path(run_agent.__file__)
+
+
+@pytest.mark.parametrize(
+    ("command", "stdout", "stderr", "code"),
+    [
+        (["pwd"], "{home}\n", "", 0),
+        (["sh", "-c", "kill -9 $$"], "", "", 137),
+        (["sh", "-c", "read line"], "", "", 1),  # stdin has nothing for it
+        (["./no-such-program"], "", "./no-such-program: No such file or directory\n", 127),
+    ],
+)
+def test_a_command_in_the_home_folder(
+    tmp_path: Path, command: list[str], stdout: str, stderr: str, code: int
+) -> None:
+    """Of a host that lacks the folder. The program is what `mpiddp hosts run` sends."""
+    call = f"main('proof', {str(tmp_path / 'none')!r}, {command!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=AGENT.read_text() + call,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.stdout == "proof\n" + stdout.format(home=tmp_path)
+    assert (done.stderr, done.returncode) == (stderr, code)
 
 
 def test_a_command_that_does_not_end(tmp_path: Path) -> None:

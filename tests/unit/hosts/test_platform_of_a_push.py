@@ -6,6 +6,7 @@ python -m pytest tests/unit/hosts/test_platform_of_a_push.py
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import pytest
@@ -16,8 +17,16 @@ from mpiddp.hosts.cluster.transfer import Failed
 HERE = this_platform()
 
 
-def check(*, has_programs: bool = True, **platform: Any) -> None:
-    _check_platform({"platform": HERE | platform, "has_programs": has_programs})
+def check(*, has_programs: bool = True, **other: Any) -> None:
+    _check_platform({"platform": HERE | other, "has_programs": has_programs})
+
+
+def test_the_platform_of_this_machine() -> None:
+    assert HERE["machine"] == platform.machine()
+    library, version = platform.libc_ver()
+    assert HERE["glibc"] == (
+        [int(part) for part in version.split(".")] if library == "glibc" else []
+    )
 
 
 def test_what_runs_here_is_taken() -> None:

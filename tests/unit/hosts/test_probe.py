@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,14 @@ def imports(module: ModuleType) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.add("." * node.level + (node.module or ""))
     return names
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/bin:/usr/bin", "/bin:/usr/bin:/opt/mpi"), ("/opt/mpi:/bin", "/opt/mpi:/bin"),
+     (None, f"{os.defpath}:/opt/mpi")],
+)  # fmt: skip
+def test_the_folder_of_mpirun_is_on_its_path(path: str | None, expected: str) -> None:
+    env = {"A": "1"} if path is None else {"A": "1", "PATH": path}
+    found = probe.with_own_folder(Path("/opt/mpi/mpirun"), env)
+    assert found == {"A": "1", "PATH": expected}

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts import main as hosts_main
 from mpiddp.hosts.cluster import fan_out, push
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
 from mpiddp.hosts.cluster.pull import Source
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
 from mpiddp.hosts.cluster.transfer import START, Failed, Peer
-from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.transport import QRSH
+from mpiddp.launch import main as launch
+from mpiddp.launch.options import parse_options
 from tests.support.patience import PATIENCE_S
 
 HERE = "work/project"  # the same path on every host, whose working folders differ
@@ -188,9 +194,17 @@ def test_from_four_hosts_on_those_that_have_it_pass_it_on(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fan_out, "TREE_BYTES", 1000)
+    connected: list[str] = []
+
+    def counted_shell(host: Host, line: str) -> list[str]:
+        connected.append(host.name)
+        return shell(hosts, host, line)
+
+    monkeypatch.setattr(fan_out, "shell_command", counted_shell)
     write(Path(HERE), a="1" * 1000)
     names = [f"node{index}" for index in range(4)]
     done = send(names)
+    assert len(connected) > len(names)
     assert (sorted(host.name for host in done.done), done.failures) == (names, {})
     assert done.sent == 4000
     assert all(files_of(hosts / name / HERE) == files_of(Path(HERE)) for name in names)
@@ -342,6 +356,17 @@ def test_what_is_left_out(hosts: Path) -> None:
     assert [row[0] for row in with_data.rows[0]] == [".git", "a", "data", "data/x", "lib", "lib/a"]
 
 
+def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> None:
+    python = hosts / "uv" / "bin" / "python3.12"
+    write(python.parent, **{"python3.12": ""})
+    Path(HERE, "python").symlink_to(python)
+    for with_python, folders in ((False, [HERE]), (True, [HERE, str(hosts / "uv")])):
+        header = read_content(Options((HERE,), with_python=with_python)).header
+        assert [tree["folder"] for tree in header["trees"]] == folders
+        assert bool(header["needs"]) != with_python
+    assert read_content(Options((HERE,))).header["needs"] != []  # nobody has asked
+
+
 def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(hosts / "here" / "home"))
     for folder, sentence in {
@@ -378,7 +403,144 @@ def test_a_push_without_another_host() -> None:
         push.push([Host("localhost")], Options((HERE,), min_hosts=2))
 
 
+def test_the_result_of_a_push(hosts: Path) -> None:
+    """Hosts that refuse or are lost may be fewer than the options allow."""
+    write(Path(HERE), a="12345", run="12")
+    names = [Host("localhost"), Host("node1"), Host("node2")]
+    dry = push.push(names, Options((HERE,), dry_run=True))
+    assert (dry.lacked, dry.failures, dry.sent) == ({names[1]: 7, names[2]: 7}, {}, 0)
+    assert not (hosts / "node1" / HERE).exists()
+    done = push.push(names[:2], Options((HERE,)))
+    assert (done.lacked, done.failures, done.sent) == ({names[1]: 7}, {}, 7)
+    assert 0 < done.seconds < PATIENCE_S
+    write(hosts / "node2" / HERE, foreign="")
+    why = f"{HERE} is no copy of this one (it has foreign). To overwrite it: --force"
+    with pytest.raises(UserError, match=r"^node2: .*--force$"):
+        push.push(names, Options((HERE,)))
+    same = push.push(names, Options((HERE,), min_hosts=2))
+    assert (same.lacked, same.failures, same.sent) == ({names[1]: push.SAME}, {names[2]: why}, 0)
+    assert 0 < same.seconds < PATIENCE_S
+    forced = push.push(names, Options((HERE,), force=True))
+    assert (forced.lacked, forced.sent) == ({names[1]: push.SAME, names[2]: 7}, 7)
+
+
+def test_a_push_that_too_few_hosts_have_got_is_a_failed_job(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Path(HERE), a="12345")
+    there = hosts / "node1" / HERE
+    line = f"mkdir -p {there} && ln -s /nowhere {there}/.mpiddp-push"
+
+    def with_a_link(host: Host, command: str) -> list[str]:
+        """The host gets something in the place of the private folder."""
+        return shell(hosts, host, f"{line}; {command}")
+
+    monkeypatch.setattr(fan_out, "shell_command", with_a_link)
+    with pytest.raises(JobFailed, match=r"^node1: .*\.mpiddp-push/new: No such file "):
+        push.push([Host("localhost"), Host("node1")], Options((HERE,)))
+    few = push.push([Host("localhost"), Host("node1")], Options((HERE,), min_hosts=1))
+    assert (list(few.lacked), list(few.failures)) == ([Host("node1")], [Host("node1")])
+
+
+def verb(*arguments: str) -> int:
+    """`mpiddp hosts …` in the folder of this host. An absolute path leads every "host" to the same folder."""
+    Path("hosts").write_text("localhost\nnode1\n")
+    name, *rest = arguments
+    return hosts_main.main([name, "hosts", *rest])
+
+
+def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
+    write(Path(HERE), a="1")
+    assert verb("push", HERE) == 0
+    assert capfd.readouterr() == ("node1: nothing has changed\n", "")
+    with pytest.raises(UserError, match=r"^--min-hosts 3: only 2 hosts given\.$"):
+        verb("push", HERE, "--min-hosts", "3")
+    with pytest.raises(UserError, match=r"/work/project/none is no folder of this host\."):
+        verb("push", HERE, "--with-data", f"{HERE}/none")
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "is_pushed"),
+    [
+        ("a", (), True),
+        ("a", ("--leave-out", "b", "--leave-out", "a"), False),
+        (".git", (), False),
+        ("runs", (), False),
+        ("data", (), False),
+        ("data", ("--include", "runs", "--include", "data"), True),
+        (".venv.lock", (), False),
+        (".mpiddp-push", ("--include", ".mpiddp-push"), False),
+        ("__pycache__", (), False),
+    ],
+)
+def test_which_entries_the_verb_pushes(
+    capfd: pytest.CaptureFixture[str], file: str, options: tuple[str, ...], is_pushed: bool
+) -> None:
+    Path(HERE, file).mkdir()
+    if is_pushed:
+        assert verb("push", HERE, *options, "--dry-run") == 0
+        return
+    with pytest.raises(UserError, match=r"/work/project has nothing to push\.$"):
+        verb("push", HERE, *options, "--dry-run")
+
+
+def test_hosts_that_the_verb_goes_without(
+    hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Path(HERE), a="1")
+    monkeypatch.setattr(
+        fan_out, "shell_command", lambda host, line: ["sh", "-c", f"{ASKED}; exit 96"]
+    )
+    missing = "python3 is missing there. Install it: a push needs no more."
+    assert verb("push", HERE, "--min-hosts", "1") == 0
+    assert capfd.readouterr() == ("", f"node1: {missing}\n")
+    for each in ("push", "pull"):
+        with pytest.raises(UserError) as raised:
+            verb(each, HERE)
+        assert str(raised.value) == f"node1: {missing}"
+    assert verb("pull", HERE, "--min-hosts", "1") == 1
+    assert capfd.readouterr() == (f"node1: {missing}\n", "")
+
+
+def test_a_launch_pushes_this_folder(
+    hosts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of this Python is inside of it."""
+    monkeypatch.setattr(sys, "prefix", HERE)
+    write(Path(HERE), a="12345")
+    where = parse_options(["-H", "x", "-m", "x"]).where
+    both = Hosts("hosts", (Host("localhost"), Host("node1"), Host("node2", slots=0)))
+    launch._push(both, HERE, where)
+    assert re.fullmatch(r"mpiddp: node1: 5 B sent; 5 B in \d\.\d s\n", capfd.readouterr().err)
+    with pytest.raises(UserError) as raised:
+        launch._push(replace(both, transport=QRSH), HERE, where)
+    assert str(raised.value) == (
+        "--push needs ssh, and qrsh -inherit reaches the hosts of this job."
+    )
+    write(hosts / "node2" / HERE, foreign="")
+    other = Hosts("hosts", (Host("localhost"), Host("node2")))
+    with pytest.raises(UserError, match=r"^node2: "):
+        launch._push(other, HERE, where)
+    for options in (["--spares", "1"], ["--min-hosts", "1"]):
+        launch._push(other, HERE, parse_options(["-H", "x", *options, "-m", "x"]).where)
+        err = capfd.readouterr().err
+        assert err.startswith(f"mpiddp: not pushed to node2: {HERE} is no copy of this one ")
+        assert err.count("mpiddp:") == 1
+
+
 # --- a pull ---
+
+
+def test_the_verb_pull(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"/here/run is on no host\.$"):
+        verb("pull", "run")
+    write(Path("run"), log="1")
+    assert verb("pull", "run") == 0
+    assert capfd.readouterr() == ("node1: nothing new\n", "")
+    with pytest.raises(UserError, match=r"/run/log is a file; expected the folder of a run\.$"):
+        verb("pull", "run/log/deep")
+    with pytest.raises(UserError, match=r"^--min-hosts 3: only 2 hosts given\.$"):
+        verb("pull", "run", "--min-hosts", "3")
 
 
 @pytest.fixture(name="pull")

@@ -5,9 +5,12 @@ python -m pytest tests/unit/hosts/test_slurm_in_a_container.py
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
+from mpiddp.hosts.slurm import in_slurm_terminal
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -29,3 +32,21 @@ def test_in_a_container_the_process_itself_is_asked() -> None:
             timeout=PATIENCE_S,
         )
         assert done.stdout.strip() == answer, done.stderr
+
+
+def test_only_task_0_of_a_step_with_a_terminal_may_launch() -> None:
+    """setsid gives the task a terminal of its own."""
+    ours, theirs = os.openpty()
+    task = subprocess.Popen(["setsid", "--ctty", "sleep", "600"], stdin=theirs)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        env = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(task.pid)}
+        while not in_slurm_terminal(env):
+            assert time.monotonic() < deadline
+        assert not in_slurm_terminal(env | {"SLURM_PROCID": "1"})
+        assert not in_slurm_terminal({name: env[name] for name in env if "PTY" not in name})
+    finally:
+        task.kill()
+        task.wait(PATIENCE_S)
+        os.close(ours)
+        os.close(theirs)

@@ -6,16 +6,32 @@ python -m pytest tests/unit/launch/test_answers_to_a_caller.py
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.launch_function import _final, _report
+from mpiddp.launch.launch_function import _final, _report, _with_variables
+from mpiddp.launch.options import parse_options
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.verdict import FirstFailure
-from mpiddp.protocol.payload import TO_CALLER, Payload, receive_payload
+from mpiddp.protocol.payload import (
+    TO_CALLER,
+    TO_LAUNCHER,
+    Payload,
+    receive_payload,
+    send_payload,
+)
+from tests.support.patience import PATIENCE_S
 
 RESULT = {"kind": "result"}
 FIRST = FirstFailure(1, "b", "KeyError: 3")
@@ -76,3 +92,76 @@ def test_the_caller_gets_the_answers_and_the_outcome(
             "code": outcome.code,
             **dict(zip(("sentence", "rank", "host"), final, strict=True)),
         }
+
+
+def test_variables_of_the_caller_are_exported() -> None:
+    options = parse_options(["-x", "A=1", "-m", "x"])
+    assert _with_variables(options, {"B": "2", "C": "a=b"}).how.exports == ("A=1", "B=2", "C=a=b")
+
+
+# --- the process ---
+
+
+@pytest.fixture(name="caller")
+def a_caller(tmp_path: Path) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """A caller's end of the socket, and its launcher."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())]
+    env = {name: value for name, value in os.environ.items() if "MPI" not in name}
+    with ours, theirs:
+        launcher = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env)
+        theirs.close()
+        try:
+            yield ours, launcher
+        finally:
+            launcher.kill()
+            launcher.wait(PATIENCE_S)
+
+
+def call(caller: socket.socket, *options: str) -> None:
+    facts: dict[str, Any] = {"options": options, "env": {}, "function": {}, "max_result_bytes": 1}
+    send_payload(caller, Payload(facts, b""), "", TO_LAUNCHER)
+
+
+Caller = tuple[socket.socket, "subprocess.Popen[bytes]"]
+
+
+def test_a_caller_that_says_nothing_has_no_job(caller: Caller) -> None:
+    ours, launcher = caller
+    ours.close()
+    assert launcher.wait(PATIENCE_S) == FAILED
+
+
+def test_a_wrong_option_is_the_outcome(caller: Caller) -> None:
+    ours, launcher = caller
+    call(ours, "-H", "localhost:1", "-n", "2")
+    facts = receive_payload(ours, "", TO_CALLER).facts
+    sentence = "-n 2 is more than the 1 slots of -H (localhost=1)."
+    assert facts == {
+        "kind": "outcome", "code": BAD_INPUT, "sentence": sentence, "rank": None, "host": ""
+    }  # fmt: skip
+    assert launcher.wait(PATIENCE_S) == BAD_INPUT
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_launcher_ends_before_anything_has_started(
+    caller: Caller, tmp_path: Path, is_interrupted: bool
+) -> None:
+    """By Ctrl-C, or with its caller: here while mpirun does not say what it is."""
+    ours, launcher = caller
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked; exec sleep 5\n")
+    program.chmod(0o755)
+    call(ours, "--mpirun", str(program), "-n", "1")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if not is_interrupted:
+        ours.close()
+        assert launcher.wait(PATIENCE_S) == -signal.SIGTERM
+        return
+    launcher.send_signal(signal.SIGINT)
+    facts = receive_payload(ours, "", TO_CALLER).facts
+    assert (facts["code"], facts["sentence"]) == (INTERRUPTED, "interrupted.")
+    assert launcher.wait(PATIENCE_S) == INTERRUPTED

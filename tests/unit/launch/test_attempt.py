@@ -18,22 +18,28 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.launch import log
+from mpiddp.launch.grow import Found
+from mpiddp.launch.monitor.ranks import Announcement, Ranks
 from mpiddp.launch.options import When, parse_options
-from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise import attempt
+from mpiddp.launch.supervise import attempt, run
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event
+from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.channel import RANK, encode, member_proof
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress
 
 LIMIT_S = 60.0
@@ -297,3 +303,229 @@ def test_ranks_that_cannot_connect_are_accepted_again(
         job.attempt.on_full("Too many open files")
     assert capfd.readouterr().err.count("ranks cannot connect: Too many open files.") == 1
     job.until(Event.ACCEPT_AGAIN)
+
+
+# --- growth ---
+
+
+def resumable(jobs: list[Job], when: When = NO_LIMITS, max_ranks: int | None = None) -> Job:
+    """Ranks that can stop, save and resume."""
+    job = started(jobs, when)
+    job.join()
+    job.say(0, "supports_stop")
+    job.say(1, "supports_stop")
+    announced = {"resume_args": ["--resume"], "global_batch_size": None, "max_ranks": max_ranks}
+    job.say(0, "announce", **announced)
+    return job
+
+
+def test_a_job_that_would_lose_work_does_not_grow(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = started(jobs)
+    job.join()
+    job.attempt.on_found(Found("c can join", ""))
+    job.say(0, "supports_stop")
+    job.say(1, "supports_stop")
+    job.attempt.on_found(Found("c can join", "hosts.txt:3: no host."))
+    assert job.attempt.stop == StopRecord()
+    assert capfd.readouterr().err.splitlines() == [
+        "mpiddp: c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
+        "without a restart.",
+        "mpiddp: hosts.txt:3: no host.",
+        "mpiddp: c can join, but the script has announced nothing that resumes it (mpiddp.announce), so the "
+        "job continues without a restart.",
+    ]
+
+
+@pytest.mark.parametrize(("max_ranks", "grows"), [(None, True), (3, True), (2, False)])
+def test_a_job_grows_up_to_the_ranks_that_it_can_use(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str], max_ranks: int | None, grows: bool
+) -> None:
+    job = resumable(jobs, max_ranks=max_ranks)
+    job.attempt.on_found(Found("c can join", ""))
+    assert (job.attempt.stop.by is Stop.TO_GROW) == grows
+    assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
+
+
+def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
+    job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
+    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
+    job.attempt.on_found(Found("c can join", ""))
+    assert job.attempt.stop == StopRecord()
+    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
+    job.say(0, "done")
+    job.attempt.on_found(Found("c can join", ""))
+    assert job.attempt.stop == StopRecord()
+
+
+def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
+    job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
+    job.attempt.on_found(Found("c can join", ""))
+    assert Event.SEE_GRACE not in job.timers  # a step may take long
+    job.say(0, "stopped", step=3)
+    job.say(0, "exited")
+    job.until(Event.SEE_GRACE)
+    late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
+    assert job.attempt.stop == StopRecord(Stop.TO_GROW, late)
+    assert job.attempt.ended_because == f"{late}."
+
+
+# --- viewers ---
+
+
+def test_a_viewer_gets_the_phase_and_the_stacks_of_the_ranks(jobs: list[Job]) -> None:
+    job = started(jobs)
+    assert ask(job, JOB)["phase"] == "starting"
+    job.join()
+    found = ask(job, JOB)
+    assert (found["phase"], [each["host"] for each in found["ranks"]]) == ("running", ["a", "b"])
+    stacks = ask(job, STACKS)  # no rank is connected that could send one
+    assert stacks["stacks"] == {}
+    assert stacks["sentence"] != ""
+    job.attempt.request_stop("SIGINT")
+    assert ask(job, JOB)["phase"] == "ending"
+
+
+def ask(job: Job, want: str) -> dict[str, Any]:
+    """What a viewer gets."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        job.attempt.on_viewer(ours, want)
+        theirs.settimeout(LIMIT_S)
+        _, (file,), *_ = socket.recv_fds(theirs, 10, 1)
+        with os.fdopen(file, "rb") as answer:
+            answer.seek(0)
+            facts: dict[str, Any] = json.loads(answer.read())
+            return facts
+
+
+# --- what an attempt needs, and what it leaves ---
+
+
+@pytest.mark.parametrize(
+    ("hosts", "starter", "is_command", "address"),
+    [
+        (("localhost",), OPEN_MPI, False, None),
+        (("localhost",), OPEN_MPI, True, "10.0.0.1"),
+        (("localhost", "far.invalid"), OPEN_MPI, False, "10.0.0.1"),
+        (("localhost",), srun(), False, "10.0.0.1"),
+    ],
+)
+def test_a_job_of_this_machine_alone_has_a_unix_socket(
+    hosts: tuple[str, ...], starter: RankStarter, is_command: bool, address: str | None
+) -> None:
+    """A command may run its rank in a container, which has a /tmp of its own."""
+    request = Request(
+        Hosts("list", tuple(map(Host, hosts))),
+        ("python", "train.py"),
+        "/",
+        network=JobNetwork(control_address="10.0.0.1"),
+        is_command=is_command,
+    )
+    assert run._server_address(starter, request) == address
+
+
+ENDED = b"mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9.\n"
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_what_mpirun_says_of_the_end_is_shown_or_goes_to_the_folder_of_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_said: bool
+) -> None:
+    rule = b"-" * 60 + b"\n"
+    for log_dir in (tmp_path / "logs", tmp_path / "logs", None):
+        output = JobOutput("all", 1)
+        for copy in output.copies:
+            os.write(copy.pipe, b"before\n" + rule + ENDED + rule)
+            copy.started()
+        output.finish()
+        assert output.is_finished(LIMIT_S)
+        run._settle(output, is_said, None if log_dir is None else str(log_dir))
+        shown = capfd.readouterr()
+        for text in shown:
+            assert text.startswith("before\n")
+            assert (ENDED.decode() in text) != is_said
+    written = tmp_path / "logs" / "mpirun.log"
+    if is_said:
+        assert written.read_bytes().count(ENDED) == 4  # two streams of two attempts
+    else:
+        assert not written.exists()
+
+
+def test_a_folder_of_logs_that_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    output = JobOutput("all", 1)
+    rule = b"-" * 60 + b"\n"
+    os.write(output.copies[1].pipe, rule + ENDED + rule)
+    for copy in output.copies:
+        copy.started()
+    output.finish()
+    assert output.is_finished(LIMIT_S)
+    run._settle(output, True, str(tmp_path / "logs"))
+    path = tmp_path / "logs" / "mpirun.log"
+    err = capfd.readouterr().err
+    assert (
+        err
+        == f"mpiddp: --log-dir: {tmp_path / 'logs'}/mpirun.log cannot be written: File exists.\n"
+    )
+    assert path.parent.read_text() == "a file"
+
+
+def test_an_mpirun_that_cannot_be_started() -> None:
+    output = JobOutput("all", 1)
+    with pytest.raises(UserError, match=r"^cannot start /no/mpirun: No such file or directory\.$"):
+        MpirunProcess(["/no/mpirun"], os.environ, output, OPEN_MPI)
+    output.discard()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_quiet", "said"),
+    [
+        (Outcome(DONE, "done.", known_cause="why."), False, "mpiddp: done.\nmpiddp: why.\n"),
+        (Outcome(DONE, "done."), True, ""),
+        (Outcome(STOPPED, "stopped."), True, ""),
+        (Outcome(FAILED, "failed.", known_cause="why."), True, "mpiddp: failed.\nmpiddp: why.\n"),
+        (Outcome(INTERRUPTED, "interrupted."), True, "mpiddp: interrupted.\n"),
+        (Outcome(FAILED), False, ""),
+    ],
+)
+def test_what_is_said_of_an_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    outcome: Outcome,
+    is_quiet: bool,
+    said: str,
+) -> None:
+    monkeypatch.setattr(log, "_is_quiet", is_quiet)
+    outcome.log()
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("code", "resume_args", "resumes"),
+    [
+        (STOPPED, (), True),
+        (INTERRUPTED, ("--resume",), True),
+        (INTERRUPTED, (), False),
+        (FAILED, ("--resume",), False),
+        (DONE, ("--resume",), False),
+    ],
+)
+def test_which_jobs_resume(code: int, resume_args: tuple[str, ...], resumes: bool) -> None:
+    announcement = Announcement(resume_args, None, None, "")
+    assert Outcome(code, announcement=announcement).resumes == resumes
+
+
+def test_a_script_that_has_ended_well_explains_no_later_failure() -> None:
+    facts = {"code": 1, "error": "E", "traceback": "", "first": None, "is_verdict": False}
+    for between, error in ((None, "E"), ("done", "")):
+        ranks = Ranks(("a",))
+        ranks.note(Message(0, "failed", facts, 1.0, from_script=True))
+        if between:
+            ranks.note(Message(0, between, {}, 1.5, from_script=True))
+        ranks.note(Message(0, "failed", {**facts, "error": "", "code": 2}, 2.0))
+        assert ranks.failures[0].facts["error"] == error
+        assert ranks.failures[0].facts["code"] == 2

@@ -134,3 +134,41 @@ def test_the_facts_of_a_job() -> None:
     assert "step" not in third
     assert (first["line"], second["line"]) == ("loss 0.5", "20%")
     assert third["line"] == "x" * 199 + r"\x1b"
+
+
+@pytest.mark.parametrize(
+    ("messages", "state"),
+    [
+        ([], "starting"),
+        ([("started", {"pid": 7})], "joining"),
+        ([("started", {"pid": 7}), ("joining", {})], "running"),
+        ([("joining", {}), ("saving", {"active": True})], "saving"),
+        ([("joining", {}), ("saving", {"active": True}), ("saving", {"active": False})], "running"),
+        ([("joining", {}), ("saving", {"active": True}), ("done", {})], "done"),
+        ([("joining", {}), ("exited", {})], "done"),
+        ([("joining", {}), ("lost", {"silent": False})], "failed"),
+    ],
+)
+def test_the_state_of_a_rank(messages: list[tuple[str, dict[str, Any]]], state: str) -> None:
+    ranks = Ranks(("a",))
+    for kind, facts in messages:
+        ranks.note(Message(0, kind, facts, 1.0))
+    (found,) = job_facts(ranks, {}, 2.0)["ranks"]
+    assert found["state"] == state
+
+
+def test_the_times_of_a_rank() -> None:
+    """Two steps in 4 s, 3 s of which the rank works itself, with 5 s of its cores."""
+    ranks = Ranks(("a", "b"))
+    ranks.note(Message(0, "started", {"host": "a", "pid": 7}, 0.0))
+    for step, at, own_s, cpu_s in ((1, 10.0, 1.0, 1.0), (3, 14.0, 4.0, 6.0)):
+        ranks.note(Message(0, "progress", progress(step, own_s=own_s) | {"cpu_s": cpu_s}, at))
+    ranks.note(Message(1, "progress", progress(2), 12.0))
+    facts = job_facts(ranks, {}, 15.0)
+    first, second = facts["ranks"]
+    assert first == {
+        "rank": 0, "host": "a", "pid": 7, "state": "joining", "line": "", "step": 3, "ago_s": 1.0,
+        "memory": 1 << 30, "rate": 0.5, "own_s": 1.5, "wait_s": 0.5, "cores": 1.25,
+    }  # fmt: skip
+    assert "rate" not in second
+    assert (facts["step"], facts["rate"]) == (3, 0.5)

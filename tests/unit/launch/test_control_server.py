@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol import server as protocol_server
@@ -357,3 +359,25 @@ def test_the_socket_on_this_host_is_this_users_alone() -> None:
     server.server.close()
     assert not path.parent.exists()
     server.selector.close()
+
+
+def test_each_job_has_a_port_of_its_own() -> None:
+    first, second = Server("127.0.0.1"), Server("127.0.0.1")
+    addresses = {each.server.settings[ADDRESS] for each in (first, second)}
+    for each in (first, second):
+        each.server.close()
+        each.selector.close()
+    assert len(addresses) == 2
+    assert all(int(address.removeprefix("127.0.0.1:")) > 1000 for address in addresses)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77"])  # reserved for documentation
+def test_an_address_that_this_machine_does_not_have(address: str) -> None:
+    reasons = "Cannot assign requested address|Address family not supported by protocol"
+    with pytest.raises((UserError, JobFailed)) as raised:
+        Server(address)
+    assert re.fullmatch(
+        rf"cannot listen on {address} of this machine \(({reasons}).*\)\. "
+        "Name another interface: --interface NAME",
+        str(raised.value),
+    )

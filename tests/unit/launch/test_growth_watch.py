@@ -91,6 +91,39 @@ def test_a_look_at_this_machine(
     assert look(with_options, plan) == Found(found)
 
 
+@pytest.mark.parametrize(
+    ("options", "later", "found"),
+    [
+        ((), "localhost slots=1\na.invalid slots=1\nb.invalid slots=1\n",
+         "a.invalid and b.invalid can join"),
+        (("--spares", "0"), "localhost slots=2\na.invalid slots=1\n", "a.invalid can join"),
+        ((), "localhost slots=2\n", "localhost has more slots"),
+        (("-n", "1"), "localhost slots=1\na.invalid slots=1\n", ""),
+    ],
+)  # fmt: skip
+def test_hosts_that_nobody_checks_can_join(
+    tmp_path: Path, options: tuple[str, ...], later: str, found: str
+) -> None:
+    with_options, plan = planned(tmp_path, "localhost slots=1\n", *options)
+    (tmp_path / "hosts.txt").write_text(later)
+    assert look(unchecked(with_options), plan) == Found(found)
+
+
+def unchecked(options: LaunchOptions) -> LaunchOptions:
+    return replace(options, where=replace(options.where, check=False))
+
+
+def test_a_spare_does_not_join(tmp_path: Path) -> None:
+    options, plan = planned(tmp_path, "localhost slots=1\n")
+    with_spare = unchecked(replace(options, where=replace(options.where, spares=1)))
+    for later, found in (
+        ("a.invalid slots=1\n", ""),
+        ("a.invalid slots=1\nb.invalid slots=1\n", "a.invalid and b.invalid can join"),
+    ):
+        (tmp_path / "hosts.txt").write_text(f"localhost slots=1\n{later}")
+        assert look(with_spare, plan) == Found(found)
+
+
 def test_a_host_that_does_not_answer_is_not_found(tmp_path: Path) -> None:
     options, plan = planned(tmp_path, "localhost slots=1\n")
     (tmp_path / "hosts.txt").write_text("localhost slots=1\nnowhere.invalid slots=1\n")

@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from mpiddp.launch.monitor.hang import HangWatch
+from mpiddp.launch.monitor.hang import HangWatch, stacks_sentence
+from mpiddp.launch.monitor.places import place_of
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
@@ -253,3 +254,33 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
                     ("/home/me/train.py", random_.randrange(500), "evaluate", "predict(batch)")
                 ]
             assert job.after(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        ([], ""),
+        ([("/home/me/data.py", 40, "load", "for each in files():")],
+         "load (data.py:40): for each in files()"),
+        ([("/home/me/data.py", 40, "load", "max")], "load (data.py:40): max"),
+        ([("/home/me/data.py", 40, "load", "")], "load (data.py:40)"),
+        ([(f"{SITE}/a/x.py", 1, "first", "a()"), (f"{SITE}/b/y.py", 2, "last", "b()")],
+         "last (y.py:2): b()"),
+    ],
+)  # fmt: skip
+def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
+    found = place_of(stack(frames).replace("\n    \n", "\n"))
+    assert found.text == text
+
+
+def test_ranks_that_are_in_one_place_are_named_together() -> None:
+    ranks = Ranks([chr(ord("a") + rank) for rank in range(9)])
+    for rank in range(1, 7):
+        ranks.note(Message(rank, "stacks", stacks(stack(OPENS)), 1.0))
+    ranks.note(Message(7, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
+    ranks.note(Message(8, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
+    ranks.note(Message(0, "done", {}, 1.0))
+    assert stacks_sentence(ranks) == (
+        "rank 7 on h, rank 8 on i wait in all_reduce (train.py:88); "
+        "6 ranks are in load (data.py:40): with open(path) as file."
+    )

@@ -14,11 +14,18 @@ import pytest
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.memory import OomKills
+from mpiddp.hosts.transport import Transport
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise import kernel_kills
 from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into
-from mpiddp.launch.supervise.verdict import FirstFailure, History, MpirunEnd, verdict
+from mpiddp.launch.supervise.verdict import (
+    FirstFailure,
+    History,
+    MpirunEnd,
+    killed_first,
+    verdict,
+)
 from mpiddp.protocol.server import Message
 
 MPIRUN = -1
@@ -139,3 +146,76 @@ def test_a_kill_of_the_kernel_is_the_cause_and_no_fault_of_its_host(tmp_path: Pa
         assert bool(kill) == is_named, told
         expected = (kill, "") if is_named else ("", "localhost")
         assert look_into(history, verdict(history), Tail(), kill) == expected
+
+
+@pytest.mark.parametrize(
+    ("asks", "agent", "words"),
+    [
+        (True, "sh", "the kernel has killed 2 processes on far.invalid since the start, "),
+        (False, "sh", ""),
+        (True, "no-such-program", ""),
+    ],
+)
+def test_a_kill_of_the_kernel_on_another_host(
+    tmp_path: Path, asks: bool, agent: str, words: str
+) -> None:
+    """The host's shell may print lines of its own."""
+    (tmp_path / "memory.events").write_text("oom_kill 5\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    shell = Transport("shell", (agent, "-c", 'echo welcome; eval "$1"; echo bye'), "rsh")
+    hosts = Hosts("list", (Host("near.invalid"), Host("far.invalid")), transport=shell)
+    ranks = Ranks(("near.invalid", "far.invalid"))
+    told = {"memory_group": str(tmp_path), "oom_kills": 3}
+    ranks.note(Message(1, "started", {"host": "f", "pid": 1, **told}, 1.0))
+    ranks.note(Message(1, "lost", {"silent": False}, 2.0))
+    history = History(ranks, MpirunEnd("mpirun", 1))
+    kill = kernel_kills.kernel_kill(history, hosts, sys.executable, asks=asks)
+    assert kill.startswith(words)
+    assert bool(kill) == bool(words)
+
+
+def test_nobody_is_asked_for_a_rank_that_no_signal_has_ended() -> None:
+    history = History(Ranks(("localhost",)), MpirunEnd("mpirun", 1))
+    here = Hosts("list", (Host("localhost"),))
+    assert kernel_kills.kernel_kill(history, here, sys.executable, asks=True) == ""
+    assert look_into(history, verdict(History(Ranks(("a",)), MpirunEnd("mpirun", 0))), Tail()) == (
+        "",
+        "",
+    )
+
+
+def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
+    failure = {"code": 1, "error": "", "traceback": False, "first": True, "is_verdict": False}
+    for text, row, host in (
+        (OUT_OF_MEMORY, "cuda-out-of-memory", ""),
+        (b"CUDA error: uncorrectable ECC error encountered\n", "cuda-hardware", "b"),
+        (b"nothing that is known\n", "", ""),
+    ):
+        ranks, tail = Ranks(("a", "b")), Tail()
+        ranks.note(Message(1, "failed", failure, 1.0))
+        tail.add(1, text)
+        history = History(ranks, MpirunEnd("mpirun", 1))
+        sentence, at_fault = look_into(history, verdict(history), tail)
+        assert at_fault == host, row
+        if row:
+            assert sentence.startswith(f'"{text.decode().strip()}" has a known cause. ')
+            assert sentence.endswith(f" More: docs/troubleshooting.md#{row}")
+        else:
+            assert sentence == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "is_killed"),
+    [
+        (137, "", True),
+        (136, "", False),
+        (1, "DataLoader worker (pid 7) is killed by signal: Killed.", True),
+        (1, "ValueError", False),
+    ],
+)
+def test_ranks_that_the_kernel_may_have_killed(code: int, error: str, is_killed: bool) -> None:
+    ranks = Ranks(("a", "b"))
+    facts = {"code": code, "error": error, "traceback": False, "first": True, "is_verdict": False}
+    ranks.note(Message(1, "failed", facts, 1.0))
+    history = History(ranks, MpirunEnd("mpirun", 1))
+    assert killed_first(history) == (1 if is_killed else None)

@@ -20,9 +20,11 @@ from mpiddp import cli
 from mpiddp.errors import UserError
 from mpiddp.hosts import probe
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, parse_hostfile
+from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slurm import expand_counts, expand_nodelist
+from mpiddp.launch import network
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import place, ranks_by_host, with_slots
@@ -97,6 +99,17 @@ def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert ranks(placed(parse_host_list("localhost"), {})) == [count]
+
+
+def test_the_tool_of_a_vendor_is_on_the_path_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_tool(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", os.defpath)
+    options = parse_options(["-H", "x", __file__])
+    for path, slots in ((f"{tmp_path}:{os.defpath}", 2), (os.defpath, 1)):
+        found = with_slots(parse_host_list("localhost"), {}, options, {"PATH": path})
+        assert [host.slots for host in found.hosts] == [slots]
 
 
 def test_too_few_gpus_on_one_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +207,49 @@ def test_ssh_knows_the_address_of_a_name_that_does_not_resolve(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
     network = find_network(parse_host_list("localhost:1,far.invalid:1"), (), None)
     assert network.control_address == "127.0.0.1"  # from which a packet to 127.0.0.2 would come
+
+
+ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
+IB0 = Interface("ib0", "10.1.0.1", "10.1.0.0/16")
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+BY_ETH0, BY_IB0, ROUTED = (
+    ("10.0.0.1", "10.0.0.2"),
+    ("10.1.0.1", "10.1.9.2"),
+    ("10.0.0.1", "172.16.0.1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("routes", "theirs", "expected"),
+    [
+        ([BY_ETH0, ("10.0.0.1", "10.0.0.3")], ["eth0", "eth0"], ("eth0", ("eth0",), "10.0.0.1")),
+        ([BY_IB0, BY_IB0], ["eth0", "eth0"], ("ib0", ("10.1.0.0/16",), "10.1.0.1")),
+        ([BY_ETH0, BY_ETH0], ["eth0", "ens1"], ("eth0", ("10.0.0.0/24",), "10.0.0.1")),
+        ([BY_ETH0, BY_ETH0], [], ("eth0", ("10.0.0.0/24",), "10.0.0.1")),
+        ([BY_ETH0, ROUTED], ["eth0", "eth0"], ("eth0", (), "10.0.0.1")),
+        ([BY_IB0, BY_ETH0], ["eth0", "eth0"], (None, (), "10.1.0.1")),
+        ([None, BY_ETH0], ["eth0", "eth0"], (None, (), "10.0.0.1")),
+        ([("127.0.0.1", "127.0.0.2")] * 2, [], (None, (), "127.0.0.1")),
+    ],
+)
+def test_the_network_by_the_routes_to_the_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+    routes: list[tuple[str, str] | None],
+    theirs: list[str],
+    expected: tuple[str | None, tuple[str, ...], str],
+) -> None:
+    """The routes are this machine's address and the host's. `theirs` are the names of their links."""
+    hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
+    by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
+    monkeypatch.setattr(network, "_route", by_name.get)
+    monkeypatch.setattr(network, "interfaces", lambda: [LO, ETH0, IB0])
+    infos = [
+        HostInfo(host, True, True, True, "", "", "", 0, (Interface(name, "", "10.0.0.0/24"),))
+        for host, name in zip(hosts.hosts[1:], theirs, strict=False)
+    ]
+    found = find_network(hosts, infos, None)
+    name = found.interface.name if found.interface else None
+    assert (name, found.networks, found.control_address) == expected
 
 
 def test_expanding_slurms_lists() -> None:

@@ -88,3 +88,43 @@ def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         parse_mpi_args([text])
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
+def test_each_option_that_sets_a_parameter_of_open_mpi(option: str) -> None:
+    arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
+    argv = MPIS["openmpi5"].compose(replace(REQUEST, mpi_args=arguments)).argv
+    assert argv.count("oob_tcp_keepalive_time") == 1
+    assert argv.count("pml") == 2  # as the value of another option it replaces nothing
+
+
+@pytest.mark.parametrize(
+    ("mpi", "options"),
+    [
+        (
+            "openmpi4",
+            "-H --host --hostfile --machinefile -n -np -c -N --npernode --ppr --oversubscribe",
+        ),
+        ("openmpi5", "--map-by --rank-by --bind-to -x --wd --wdir --app"),
+        (
+            "intelmpi",
+            "-f -hosts -host -hostfile -machinefile -machine -n -np -ppn -perhost -rr -grr",
+        ),
+        ("intelmpi", "-envall -envnone -genvlist -genvall -genvnone -wdir -bootstrap"),
+        ("intelmpi", "-bootstrap-exec -iface -configfile"),
+        (
+            "mpich",
+            "-f -hosts -host -hostfile -machinefile -rmk -n -np -ppn -bind-to -map-by -envall",
+        ),
+        ("mpich", "-envnone -genvlist -genvall -genvnone -wdir -launcher -launcher-exec -iface"),
+        (
+            "slurm",
+            "-w --nodelist -F --nodefile -x --exclude -N --nodes -n --ntasks -m --distribution",
+        ),
+        ("slurm", "--ntasks-per-node --cpu-bind --export --mpi -D --chdir --multi-prog -K"),
+    ],
+)
+def test_every_option_that_would_contradict(mpi: str, options: str) -> None:
+    for option in options.split():
+        with pytest.raises(UserError, match=rf"^--mpi-args: {option} would contradict "):
+            check_mpi_args(MPIS[mpi].kind, parse_mpi_args([option]))

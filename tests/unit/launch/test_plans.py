@@ -251,3 +251,17 @@ def test_the_key_of_a_host_that_mpirun_got(
     listed: tuple[Where, Hosts], name: str, key: str
 ) -> None:
     assert key_of(name, listed[1]) == key
+
+
+def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:
+    err = plan("-H", "a.invalid:1,b.invalid:1", "-v")[2].splitlines()
+    assert err[:2] == [
+        f"mpiddp: Open MPI 5.0.11, {tmp_path}/mpirun",
+        "mpiddp: ssh reaches the other hosts",
+    ]
+    err = plan("-H", "localhost:1", "-v", "--interface", "127.0.0.1")[2].splitlines()
+    assert err[1:3] == [
+        f"mpiddp: {HERE}: rank 0",
+        "mpiddp: lo (127.0.0.1) leads to the other hosts",
+    ]
+    assert "reaches" not in plan("-H", "a.invalid:1,b.invalid:1")[2]

@@ -7,6 +7,8 @@ python -m pytest tests/unit/launch/test_restart_rules.py
 from __future__ import annotations
 
 import errno
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,21 @@ def test_a_restart_continues_when_the_working_folder_is_back(
         assert not restarts._is_interrupted_without_folder(signals)
     assert looks == []
     assert capfd.readouterr().err.count("the working folder is away (Stale file handle)") == 1
+
+
+def test_a_request_ends_the_wait_for_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    with queued_signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert restarts._is_interrupted_without_folder(signals)
+        monkeypatch.setattr(restarts, "FOLDER_AWAY_S", 0.05)
+        assert not restarts._is_interrupted_without_folder(signals)  # it has waited for long
 
 
 @pytest.mark.parametrize(

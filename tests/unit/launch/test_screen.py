@@ -6,8 +6,11 @@ python -m pytest tests/unit/launch/test_screen.py
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+import termios
 import time
 from collections.abc import Iterator
 
@@ -294,6 +297,45 @@ def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     ours.sendall(FRAME.pack(LONGEST_LINE + (1 << 18)))
     ours.settimeout(60)
     assert ours.recv(1) == b""
+    outputs.finish()
+    assert outputs.is_finished(60)
+    outputs.settle(is_said=True)
+
+
+@pytest.mark.parametrize(("term", "is_shown"), [("xterm", True), ("dumb", False), (None, False)])
+def test_a_status_needs_a_terminal_that_can_move_its_cursor(
+    monkeypatch: pytest.MonkeyPatch, term: str | None, is_shown: bool
+) -> None:
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    reader = Reader(is_shared=True, is_terminal=True)
+    fcntl.ioctl(reader.reader, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    assert reader.screen.columns == (80 if is_shown else 0)
+    reader.screen.show_status(["step 1"])
+    assert (b"step 1" in reader.seen()) == is_shown
+    reader.screen.close()
+    assert reader.screen.columns == 0
+    os.close(reader.reader)
+
+
+@pytest.mark.parametrize(("selection", "ranks"), [("all", 1), ("1", 2), ("none", 2)])
+def test_what_the_only_rank_that_is_shown_writes_is_seen_at_once(
+    capfd: pytest.CaptureFixture[str], selection: str, ranks: int
+) -> None:
+    """A bar of progress, whose line stays open."""
+    outputs = JobOutput(selection, ranks)
+    for copy in outputs.copies:
+        copy.started()
+    ours, theirs = socket.socketpair()
+    outputs.add(1, ranks - 1, "a", theirs)
+    ours.sendall(FRAME.pack(4) + b"\r50%")
+    seen, deadline = "", time.monotonic() + 60
+    while not seen and time.monotonic() < deadline:
+        seen = capfd.readouterr().out
+    assert seen == "\r50%"
+    assert outputs.latest == {ranks - 1: b"\r50%"}
+    ours.close()
     outputs.finish()
     assert outputs.is_finished(60)
     outputs.settle(is_said=True)

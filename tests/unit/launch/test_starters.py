@@ -147,6 +147,7 @@ def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) 
         ("mpich", "core", "-bind-to core"),
         ("intelmpi", "none", "-genv I_MPI_PIN 0"),
         ("intelmpi", "core", "-genv I_MPI_PIN_DOMAIN core"),
+        ("intelmpi", "numa", "-genv I_MPI_PIN_DOMAIN numa"),
         ("slurm", "numa", "--cpu-bind=ldoms"),
     ],
 )
@@ -373,3 +374,26 @@ def test_the_library_of_an_mpi_lies_beside_its_mpirun(tmp_path: Path, folder: st
     library.touch()
     assert _find_library("libmpi.so", program) == library
     assert _find_library("", program) is None  # srun has none
+
+
+def test_srun_passes_the_variables_of_a_login() -> None:
+    login = dict.fromkeys(("HOME", "USER", "LOGNAME", "SHELL", "LANG"), "x")
+    request = replace(UNEQUAL, env={**login, "OTHER": "y"}, variables={"A": "1"})
+    exports = next(each for each in argv_of("slurm", request) if "--export=" in each)
+    names = exports.removeprefix("--export=").split(",")
+    assert {"A", *login} <= set(names)
+    assert "OTHER" not in names
+    assert names == sorted(names)
+
+
+def test_srun_gets_the_cores_of_a_task() -> None:
+    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": "7"})
+    assert "--cpus-per-task=7" in argv_of("slurm", request)
+    assert not any("cpus-per-task" in each for each in argv_of("slurm", UNEQUAL))
+
+
+def test_whether_env_can_shield_a_program_from_sigterm() -> None:
+    done = subprocess.run(
+        ["env", "--ignore-signal=TERM", "true"], stderr=subprocess.DEVNULL, timeout=60
+    )
+    assert can_shield() == (done.returncode == 0)

@@ -215,3 +215,50 @@ def test_options_that_need_a_preflight_are_refused_where_srun_starts_the_ranks(o
             check(starter, option)
     for starter in over_ssh:
         check(starter, option)
+
+
+def test_what_is_known_of_several_hosts_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    for known, said in (
+        ({"a": "a has failed"}, "a has failed: --avoid-flaky does without it where it can."),
+        ({"a": "a has failed", "b": "b is slow"},
+         "a has failed, b is slow: --avoid-flaky does without them where it can."),
+        ({"d": "d has failed"}, ""),
+    ):  # fmt: skip
+        keep_usable(ALL, Checked(), where(), Past(known))
+        assert capfd.readouterr().err == (f"mpiddp: {said}\n" if said else "")
+
+
+@pytest.mark.parametrize(("broken", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
+def test_lines_that_are_no_history_are_skipped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], broken: int, more: str
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a.invalid\nb.invalid\n")
+    named = read_hosts(where("--hostfile", str(file)), {})
+    remembered.note_silent(where("--hostfile", str(file)), named, {named.hosts[0]: "a: silent."})
+    (history,) = [path for path in tmp_path.iterdir() if path != file]
+    with history.open("a") as lines:
+        lines.write("no line\n" * broken)
+    assert of_earlier_jobs(where("--hostfile", str(file)), named).avoided == {}
+    err = capfd.readouterr().err
+    assert err == f"mpiddp: {history}:2{more} is no line of a history, and is skipped.\n"
+
+
+def test_hosts_that_have_answered_and_those_that_have_not() -> None:
+    checked = Checked({A: None, B: None}, {B: "b is broken.", C: "c is silent."})  # type: ignore[dict-item]
+    assert checked.faultless == {A: None}
+    assert checked.silent == {C: "c is silent."}
+
+
+@pytest.mark.parametrize(
+    ("slots", "min_ranks", "is_left_out"),
+    [(4, 4, True), (4, 5, False), (None, 1, False), (None, 5, False)],
+)
+def test_an_avoided_host_is_left_out_if_the_other_has_slots_enough(
+    slots: int | None, min_ranks: int, is_left_out: bool
+) -> None:
+    """Without a count of its slots, nobody knows."""
+    hosts = Hosts("file", (Host("a", slots=slots), Host("b", slots=4)))
+    past = Past(avoided={"b": "b has failed"}, enough=2)
+    found = keep_usable(hosts, Checked(), where("--min-ranks", str(min_ranks)), past)
+    assert ([host.name for host in found.hosts] == ["a"]) == is_left_out

@@ -1,0 +1,313 @@
+"""What follows an attempt: a restart, a return to the hosts of before, or the end of the job.
+
+Tests mpiddp/launch/restarts.py. The attempts themselves are those of test_job_of_one_rank.py.
+python -m pytest tests/unit/launch/test_plans_after_an_attempt.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError
+from mpiddp.launch import restarts
+from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import Plan, make_plan
+from mpiddp.launch.restarts import _Known
+from mpiddp.launch.supervise.run import Outcome
+from mpiddp.launch.supervise.signals import queued_signals
+from mpiddp.launch.supervise.verdict import Stop
+from mpiddp.protocol.variables import ANNOUNCED, RUN_DIR
+from tests.support.an_mpirun import an_mpirun
+
+HERE = socket.gethostname()
+GONE = "program: No such file or directory."
+NO_GROWTH = "From now on, hosts join only at a restart.\n"
+TO_GROW = Outcome(STOPPED, "stopped on request.", stop=Stop.TO_GROW)
+Jobs = Callable[..., Any]
+
+
+@pytest.fixture(name="jobs")
+def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    """Makes jobs whose hosts are in ./hosts.txt, and whose program is ./program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.0)
+    list_hosts("localhost slots=1")
+    Path("program").write_text("#!/bin/sh\n")
+    Path("program").chmod(0o755)
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
+    with ExitStack() as stack:
+        signals = stack.enter_context(queued_signals())
+
+        def make(*options: str, age_s: float = 0.0) -> Any:
+            parsed = parse_options([*where, *options, "--", "./program"])
+            plan = make_plan(parsed, os.environ)
+            job = restarts._Job(parsed, plan, time.time() - age_s, signals, None)
+            stack.enter_context(closing(job._console))
+            return job
+
+        yield make
+
+
+def list_hosts(text: str) -> None:
+    Path("hosts.txt").write_text(f"{text}\n")
+
+
+def test_a_failure_is_followed_by_so_many_restarts(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failure = Outcome(FAILED, "rank 0 failed.", known_cause="It has a known cause.")
+    assert jobs()._plan_next(failure) is None
+    job = jobs("--max-restarts", "2")
+    for number in (1, 2):
+        assert isinstance(job._plan_next(failure), Plan)
+        assert capfd.readouterr().err == (
+            "mpiddp: rank 0 failed.\nmpiddp: It has a known cause.\n"
+            f"mpiddp: restarting on {HERE} (restart {number} of 2).\n"
+        )
+    assert job._plan_next(failure) is None
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "stop"),
+    [
+        (DONE, Stop.NONE), (BAD_INPUT, Stop.NONE), (STOPPED, Stop.NONE), (INTERRUPTED, Stop.NONE),
+        (FAILED, Stop.BY_USER), (FAILED, Stop.AT_ONCE), (STOPPED, Stop.BY_USER),
+        (INTERRUPTED, Stop.TO_GROW),
+    ],
+)  # fmt: skip
+def test_no_attempt_follows(jobs: Jobs, code: int, stop: Stop) -> None:
+    assert jobs("--max-restarts", "3", "--grow", "1h")._plan_next(Outcome(code, stop=stop)) is None
+
+
+def test_the_pause_before_a_restart_grows_until_a_step_is_made(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def no_request(signals: object, *, within_s: float) -> bool:
+        pauses.append(within_s)
+        return False
+
+    job = jobs("--max-restarts", "20")
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(restarts, "stop_is_requested", no_request)
+    for _ in range(12):
+        job._plan_next(Outcome(FAILED))
+    job._plan_next(Outcome(FAILED, made_steps=True))
+    job._plan_next(Outcome(FAILED))
+    assert [each for each in pauses if each] == [1, 2, 4, 8, 16, 32, *[60] * 6, 1, 2]
+
+
+def test_a_request_ends_the_pause(jobs: Jobs) -> None:
+    job = jobs("--max-restarts", "1")
+    os.kill(os.getpid(), signal.SIGTERM)
+    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
+
+
+def test_hosts_that_cannot_be_planned_are_a_failure_of_their_own(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next restart may succeed, until there is none left."""
+    job = jobs("--max-restarts", "2")
+    Path("program").unlink()
+    failure = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    assert isinstance(failure, Outcome)
+    assert (failure.code, failure.stop) == (FAILED, Stop.NONE)
+    assert failure.sentence == GONE
+    assert "restarting" not in capfd.readouterr().err
+    Path("program").symlink_to("/bin/true")
+    assert isinstance(job._plan_next(failure), Plan)
+    assert job._plan_next(failure) is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [
+        ("localhost slots=x", "hosts.txt:1: "),
+        ("localhost slots=1", "-n 2 is more than the 1 slots of hosts.txt"),
+    ],
+)
+def test_a_list_in_error_is_ignored(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str], listed: str, problem: str
+) -> None:
+    list_hosts("localhost slots=2")
+    job = jobs("--max-restarts", "9", "-n", "2")
+    list_hosts(listed)
+    for _ in range(2):
+        plan = job._plan_next(Outcome(FAILED))
+        assert plan.request.world_size == 2
+        err = capfd.readouterr().err
+        assert (
+            "mpiddp: the list of hosts cannot be used now, so the one of before stays in force: "
+            f"{problem}"
+        ) in err
+    list_hosts("localhost slots=4")
+    job._plan_next(Outcome(FAILED))
+    assert "cannot be used" not in capfd.readouterr().err
+    Path("program").unlink()
+    list_hosts("localhost slots=3")
+    assert job._plan_next(Outcome(FAILED)).sentence == GONE
+
+
+# --- growth ---
+
+
+def test_a_job_grows_and_says_what_stays(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
+    job = jobs("--grow", "1h")
+    job._known = _Known(Announcement(("--resume",), 12, None, ""), 1)
+    list_hosts("localhost slots=3")
+    grown = job._plan_next(TO_GROW)
+    assert grown.request.world_size == 3
+    assert capfd.readouterr().err == (
+        f"mpiddp: restarting on {HERE}.\n"
+        "mpiddp: 3 ranks instead of 1; the global batch stays at 12.\n"
+    )
+
+
+def test_a_growth_that_finds_no_host_is_the_last(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = jobs("--grow", "1h")
+    assert job._plan_next(TO_GROW).request.world_size == 1
+    assert f"mpiddp: the job has not grown. {NO_GROWTH}" in capfd.readouterr().err
+    assert job._plan_next(TO_GROW).request.world_size == 1
+    assert "From now on" not in capfd.readouterr().err
+
+
+def test_a_growth_whose_ranks_do_not_stop_is_the_last(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = jobs("--grow", "1h")
+    list_hosts("localhost slots=2")
+    late = Outcome(FAILED, "rank 0 had not stopped.", stop=Stop.TO_GROW)
+    assert job._plan_next(late).request.world_size == 2
+    assert f"mpiddp: rank 0 had not stopped. {NO_GROWTH}" in capfd.readouterr().err
+
+
+def test_a_growth_with_a_program_that_is_gone_keeps_the_plan(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = jobs("--grow", "1h")
+    before = job._plan
+    Path("program").unlink()
+    assert job._plan_next(TO_GROW) is before
+    assert f"mpiddp: {GONE}\nmpiddp: the job has not grown." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [FAILED, BAD_INPUT])
+def test_a_job_that_fails_on_more_hosts_returns_to_those_of_before(
+    jobs: Jobs, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    job = jobs("--grow", "1h")
+    before = job._plan
+    list_hosts("localhost slots=2")
+    assert job._plan_next(TO_GROW).request.world_size == 2
+    capfd.readouterr()
+    assert job._plan_next(Outcome(code, "no start.", known_cause="A known cause.")) is before
+    assert capfd.readouterr().err == (
+        f"mpiddp: no start. {NO_GROWTH}mpiddp: A known cause.\nmpiddp: restarting on {HERE}.\n"
+    )
+    assert job._plan_next(Outcome(code, "no start.")) is None  # it does so once
+
+
+@pytest.mark.parametrize(
+    ("code", "after"),
+    [(STOPPED, Outcome(STOPPED, "stopped on request.")),
+     (FAILED, Outcome(INTERRUPTED, "interrupted before a restart."))],
+)  # fmt: skip
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_request_before_a_growth_ends_the_job(
+    jobs: Jobs, code: int, after: Outcome, by_signal: bool
+) -> None:
+    """It loses no step only if the stop for the growth has saved."""
+    job = jobs("--grow", "1h", "--stop-after", "1h", age_s=0.0 if by_signal else 3601.0)
+    if by_signal:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert job._plan_next(Outcome(code, "x.", stop=Stop.TO_GROW)) == after
+
+
+@pytest.mark.parametrize(
+    ("saved", "made_steps", "stop", "code"),
+    [
+        (STOPPED, False, Stop.BY_USER, STOPPED),
+        (STOPPED, False, Stop.AT_ONCE, INTERRUPTED),
+        (STOPPED, True, Stop.BY_USER, INTERRUPTED),
+        (FAILED, False, Stop.BY_USER, INTERRUPTED),
+    ],
+)
+def test_an_attempt_on_more_hosts_that_is_interrupted_before_a_step_has_lost_none(
+    jobs: Jobs,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: int,
+    made_steps: bool,
+    stop: Stop,
+    code: int,
+) -> None:
+    job = jobs("--grow", "1h")
+    list_hosts("localhost slots=2")
+    job._plan_next(Outcome(saved, "x.", stop=Stop.TO_GROW))
+    ended = Outcome(INTERRUPTED, "interrupted.", stop=stop, made_steps=made_steps)
+    monkeypatch.setattr(restarts, "run_attempt", lambda *arguments: ended)
+    assert job._attempt().code == code
+
+
+def test_an_attempt_that_cannot_be_started_is_a_failure_after_the_first(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> Outcome:
+        raise UserError("cannot start mpirun: it is gone.")
+
+    job = jobs("--max-restarts", "1")
+    monkeypatch.setattr(restarts, "run_attempt", refuse)
+    with pytest.raises(UserError, match=r"^cannot start mpirun"):
+        job._attempt()
+    job._plan_next(Outcome(FAILED))
+    assert job._attempt() == Outcome(FAILED, "cannot start mpirun: it is gone.")
+
+
+# --- what one attempt tells the next ---
+
+
+def test_a_host_that_ends_two_attempts_in_a_row_is_avoided(jobs: Jobs) -> None:
+    job = jobs("--max-restarts", "9")
+    for host in (HERE, "", HERE):
+        job._remember(Outcome(FAILED, host_at_fault=host))
+        assert job._past.avoided == {}
+    job._remember(Outcome(FAILED, host_at_fault=HERE))
+    (why,) = job._past.avoided.values()
+    assert why.endswith(" has ended two attempts in a row")
+
+
+def test_the_first_announcement_of_each_kind_counts() -> None:
+    nothing = _Known()
+    assert nothing.after(NOTHING_ANNOUNCED, 2).announcement == NOTHING_ANNOUNCED
+    first = nothing.after(Announcement(("--resume",), 12, None, ""), 2)
+    assert first == _Known(Announcement(("--resume",), 12, None, ""), 2)
+    later = first.after(Announcement(("--other",), 24, 8, "runs/1"), 3)
+    assert later == _Known(Announcement(("--resume",), 12, 8, "runs/1"), 2)
+    last = later.after(Announcement((), None, 4, "runs/2"), 4)
+    assert last == later
+
+
+def test_a_restart_gets_what_was_announced(jobs: Jobs) -> None:
+    request = jobs()._plan.request
+    plain = restarts._resuming(request, _Known())
+    assert plain == request
+    known = _Known(Announcement(("--resume", "a b"), 12, None, "runs/1"), 3)
+    resuming = restarts._resuming(request, known)
+    assert resuming.job == (*request.job, "--resume", "a b")
+    assert json.loads(resuming.variables[ANNOUNCED]) == {"global_batch_size": 12, "world_size": 3}
+    assert resuming.variables[RUN_DIR] == "runs/1"
