@@ -45,7 +45,7 @@ class DeviceDefaults:
     low_res: float  # the share of the epochs that are trained on smaller images
 
 
-ON_CPU = DeviceDefaults("wide_resnet14_2", batch_size=64, epochs=8, low_res=0.5)  # small and quick
+ON_CPU = DeviceDefaults("wide_resnet14_2", batch_size=64, epochs=6, low_res=0.5)  # small and quick
 ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30, low_res=0.0)
 
 # Why a resume may not change an option: it would change what the steps of the checkpoint have done.

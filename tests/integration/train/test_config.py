@@ -140,7 +140,7 @@ def test_defaults_on_cpu_and_gpu() -> None:
     cpu, gpu = configured(), configured(on_gpu=True, bf16=True, ranks=8)
     assert (cpu.arch, cpu.amp, cpu.batch_size) == ("wide_resnet14_2", "off", 64)
     assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
-    assert (cpu.epochs, cpu.low_res_epochs, cpu.optimizer) == (8, 4, "muon")
+    assert (cpu.epochs, cpu.low_res_epochs, cpu.optimizer) == (6, 3, "muon")
     assert (gpu.epochs, gpu.low_res_epochs, gpu.optimizer) == (30, 0, "sgd")
     assert configured("--epochs=2").low_res_epochs == 1
     assert configured("--epochs=2", "--low-res-epochs=2").low_res_epochs == 2
@@ -288,7 +288,7 @@ def test_a_config_from_before_an_option_is_that_of_its_first_value() -> None:
     del older["clip_grad_norm"], older["parallel"], older["low_res_epochs"], older["optimizer"]
     assert changes(older, configured(*then)) == []
     assert changes(older, configured("--arch=resnet20", "--optimizer=muon")) == [
-        "--low-res-epochs 0, now 4",
+        "--low-res-epochs 0, now 3",
         "--optimizer sgd, now muon (its optimizer has another state)",
     ]
 

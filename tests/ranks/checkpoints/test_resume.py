@@ -119,7 +119,10 @@ def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, po
         ],
     )
     assert [turn.code for turn in ran] == [0, 0, 75, 2, 0], [turn.stderr for turn in ran]
-    assert "resuming with other options: --epochs 2, now 4; --lr 0.4, now 0.2;" in ran[1].stdout
+    assert (
+        "resuming with other options: --epochs 2, now 4; --low-res-epochs 1, now 2; --lr 0.4, now 0.2;"
+        in ran[1].stdout
+    )
     assert steps_recorded(out) == list(range(1, 13))
     rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
     assert rates[0] == rates[1]
@@ -135,8 +138,8 @@ def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) 
     ran = pool.run(2, tmp_path, [command, [*command, *changed]])
     assert [turn.code for turn in ran] == [0, 0], ran
     assert (
-        "resuming with other options: --epochs 2, now 3; --momentum 0.9, now 0.5; "
-        "--weight-decay 0.0005, now 0.01; --amp off, now fp16. "
+        "resuming with other options: --epochs 2, now 3; --low-res-epochs 1, now 2; "
+        "--momentum 0.9, now 0.5; --weight-decay 0.0005, now 0.01; --amp off, now fp16. "
     ) in ran[1].stdout
     assert summary(run)["steps"] == 9
     saved = contents(run, 9)
