@@ -87,6 +87,8 @@ def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     assert written.pop("out") == str(out)
     later = {  # 0.1.0 had no such options
         "clip_grad_norm": None,
+        "low_res_epochs": 0,
+        "optimizer": "sgd",
         "parallel": "ddp",
         "per_rank_log": False,
         "check_determinism": None,

@@ -136,7 +136,7 @@ def test_loader_measures_every_available_source(tmp_path: Path) -> None:
     assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
     assert min(speeds.values()) > 0
     assert "no data" in results["missing"]["CIFAR-10"]
-    assert results["arch"] == "resnet20"
+    assert results["arch"] == "wide_resnet14_2"
     for each in results["sources"]:
         times = each["images_per_s"]["median"] / each["model_images_per_s"]
         assert each["times_model"] == pytest.approx(times)

@@ -87,7 +87,7 @@ def test_tails_accumulation_clipping_and_evaluation_are_those_of_ddp(
     data = tiny_data.fashion_mnist(tmp_path / "data", 39, 3)
     common: Command = [
         *MODEL, "--dataset=fashion-mnist", f"--data-dir={data}", "--batch-size=1", "--stem=cifar",
-        "--grad-accum-steps=4", "--keep-tail", "--epochs=2", "--lr=0.1",
+        "--grad-accum-steps=4", "--keep-tail", "--epochs=2", "--lr=0.1", "--low-res-epochs=0",
     ]  # fmt: skip
     commands: dict[str, Command] = {
         "ddp": common,
