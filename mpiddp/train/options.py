@@ -141,7 +141,7 @@ class TrainOptions:
     )
     low_res_epochs: int | None = option(
         "schedule",
-        "train the first epochs on images of 3/4 of the height and width, in half the time "
+        "train the first epochs on images of 3/4 of the height and width "
         f"(default: {ON_CPU.low_res:g} of the epochs on CPUs, none on GPUs)",
         type=whole(0),
         metavar="EPOCHS",

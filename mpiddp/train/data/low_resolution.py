@@ -1,4 +1,4 @@
-"""Smaller images in the first epochs, from which a model learns the same shapes in half the time.
+"""Smaller images in the first epochs, from which a model learns the same shapes in less time.
 
 Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021). The convolutions of a
 ResNet take images of any size.

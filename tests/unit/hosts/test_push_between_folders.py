@@ -31,7 +31,7 @@ from mpiddp.launch import main as launch
 from mpiddp.launch.options import parse_options
 from tests.support.patience import PATIENCE_S
 
-HERE = "work/project"  # the same path on every host, whose working folders differ
+HERE = "here/project"  # the same path on every host, whose working folders differ
 
 
 @pytest.fixture(name="hosts", autouse=True)
@@ -47,7 +47,7 @@ def folders_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shell(hosts: Path, host: Host, line: str) -> list[str]:
     """`line` on a host, each of which is a folder."""
     folder = hosts / host.name
-    (folder / "work").mkdir(parents=True, exist_ok=True)
+    (folder / "here").mkdir(parents=True, exist_ok=True)
     return ["sh", "-c", f"cd {shlex.quote(str(folder))} && {line}"]
 
 
@@ -247,7 +247,7 @@ def test_a_folder_that_is_no_copy_is_overwritten_by_force_alone(hosts: Path) -> 
 
 def test_a_file_in_the_place_of_the_folder(hosts: Path) -> None:
     write(Path(HERE), a="1")
-    write(hosts / "node1", work__project="a file")
+    write(hosts / "node1", here__project="a file")
     assert refusal("node1") == f"{HERE} is a file there; expected a folder."
 
 
@@ -295,7 +295,7 @@ def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
     while not lock.exists():
         assert first.process.poll() is None
     second.ask({"go": True})
-    with pytest.raises(Failed, match=r"^another push to work/project is running there\.$"):
+    with pytest.raises(Failed, match=r"^another push to here/project is running there\.$"):
         second.answer()
     for peer in (first, second):
         peer.close()
@@ -455,7 +455,7 @@ def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("node1: nothing has changed\n", "")
     with pytest.raises(UserError, match=r"^--min-hosts 3: only 2 hosts given\.$"):
         verb("push", HERE, "--min-hosts", "3")
-    with pytest.raises(UserError, match=r"/work/project/none is no folder of this host\."):
+    with pytest.raises(UserError, match=r"/here/project/none is no folder of this host\."):
         verb("push", HERE, "--with-data", f"{HERE}/none")
 
 
@@ -480,7 +480,7 @@ def test_which_entries_the_verb_pushes(
     if is_pushed:
         assert verb("push", HERE, *options, "--dry-run") == 0
         return
-    with pytest.raises(UserError, match=r"/work/project has nothing to push\.$"):
+    with pytest.raises(UserError, match=r"/here/project has nothing to push\.$"):
         verb("push", HERE, *options, "--dry-run")
 
 
