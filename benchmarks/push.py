@@ -1,6 +1,7 @@
 """Seconds and bytes of a push to hosts whose links are shaped, tree against star, and of a second push.
 
     python -m benchmarks.push --hosts 16 --mbit 1000 --megabytes 200
+    python -m benchmarks.push --hosts 3 --launches 10      # what `launch --push` costs if nothing has changed
 
 It needs root: the hosts are those of tests/support/cluster, on this machine, and share its processors. The
 star is the way of a push where hosts cannot log in to each other.
@@ -14,9 +15,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout, links
+from tests.support.ranks import ROOT
+
+MPIDDP = [sys.executable, "-m", "mpiddp"]
+NOT_PUSHED = (".git", ".frameworks", ".mpi")  # the Open MPI of the benchmark is in the environment
 
 
 def main() -> None:
@@ -26,8 +32,17 @@ def main() -> None:
     )
     parser.add_argument("--hosts", type=int, default=3, help="besides the first one")
     parser.add_argument("--mbit", type=float, default=1000.0, help="of each link")
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=0,
+        help="instead: so many pairs of launches, with --push and without, of this repository's environment",
+    )
     parser.add_argument("--megabytes", type=int, default=200, help="of the folder, in 100 files")
     options = parser.parse_args()
+    if options.launches:
+        _compare_launches(options.hosts, options.launches)
+        return
     with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
         folder = Path(parent, "folder")
         folder.mkdir()
@@ -48,13 +63,49 @@ def main() -> None:
                         )
 
 
+def _compare_launches(number: int, pairs: int) -> None:
+    """Launch a command on bare hosts that have got this repository, with --push and without, in turns."""
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as project,
+        cluster.up(number + 1, layout=Layout(apart=True)) as hosts,
+    ):
+        Path(project, "train.py").write_text("print()\n")
+        file = hosts.shared / "hosts"
+        file.write_text("".join(f"{host.name} slots=1\n" for host in hosts.hosts))
+        leave_out = [option for name in NOT_PUSHED for option in ("--leave-out", name)]
+        push = [
+            *MPIDDP,
+            "hosts",
+            "push",
+            str(file),
+            "--with-python",
+            *leave_out,
+            project,
+            str(ROOT),
+        ]
+        hosts.hosts[0].run(push, cwd=Path(project), check=True)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(pairs):
+            for pushes, found in seconds.items():
+                command = [*MPIDDP, "launch", "--hostfile", str(file), *["--push"] * pushes]
+                began = time.monotonic()
+                hosts.hosts[0].run([*command, "--", "true"], cwd=Path(project), check=True)
+                found.append(time.monotonic() - began)
+                print(f"{'with' if pushes else 'without'} --push: {found[-1]:.2f} s", flush=True)
+    more = [mine - other for other, mine in zip(seconds[False], seconds[True], strict=True)]
+    print(
+        f"median without {median(seconds[False]):.2f} s, with {median(seconds[True]):.2f} s, "
+        f"of the differences {median(more):.2f} s ({min(more):.2f} to {max(more):.2f})"
+    )
+
+
 def _push(hosts: Cluster, folder: Path) -> tuple[float, int]:
     """Seconds, and the bytes over the first host's link."""
     file = hosts.shared / "hosts"
     file.write_text("".join(f"{host.name}\n" for host in hosts.hosts))
     first = hosts.hosts[0]
     before, began = links.sent_bytes(first), time.monotonic()
-    command = [sys.executable, "-m", "mpiddp", "hosts", "push", str(file), str(folder)]
+    command = [*MPIDDP, "hosts", "push", str(file), str(folder)]
     first.run(command, cwd=Path(__file__).parents[1], check=True)
     return time.monotonic() - began, links.sent_bytes(first) - before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -31,6 +31,12 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 def all_of(names: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def shares(parts: Mapping[str, float]) -> str:
+    """ "data 1%, forward 30%": each part of their sum, without those that are 0. "" if all are."""
+    total = sum(part for part in parts.values() if part > 0)
+    return ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part > 0)
 
 
 def counted(number: int, noun: str) -> str:

@@ -20,7 +20,8 @@ from mpiddp.hosts.sources import program_with
 
 LINK = "link"  # the figure of all directions of a host
 _FACTS_S, _STACK_S, _NETWORK_S, _SPEED_S = 40.0, 70.0, 20.0, 30.0
-_AGAIN, _PAUSE_S = 6, 0.5  # measurements of a host that was slow, and the time between them
+_MOST_TURNS, _PAUSE_S = 7, 0.5  # while a host seems slow, and the time between them
+_OTHERS = 3  # that are measured again beside it
 _MOST_AGAIN = 16  # directions that were slow
 _PARTS, _END = 4, 20  # of a range of ports that are tried: the beginning of each, and the last few
 
@@ -244,18 +245,30 @@ def _rates(
 
 
 def _speeds(agents: Agents, folders: Mapping[Host, str | None]) -> compare.Speeds:
-    """The best of all measurements counts: another program may have disturbed one."""
-    best: dict[str, dict[str, float]] = {}
-    asked: list[list[Host]] = [list(folders)]
-    for number in range(1 + _AGAIN):
-        if number and asked:
-            time.sleep(_PAUSE_S)
-        for together in asked:
-            question = {host: folders[host] for host in together}
-            answers = agents.ask_each("speed", question, limit_s=_SPEED_S)
-            for host, speeds in answers.items():
-                own = best.setdefault(host.name, {})
-                own |= {what: max(value, own.get(what, 0.0)) for what, value in speeds.items()}
-        slow = {name for name, _ in compare.slow_hosts(best)}
-        asked = [[host] for host in folders if host.name in slow]  # again, alone
-    return best
+    """The speeds of all hosts, measured at once.
+
+    As long as one seems slow, it and a few others are measured again in turns, each alone, and the best of
+    these turns counts: other programs, or another virtual machine, slow a host down for seconds.
+    """
+    found = _measured(agents, folders)
+    slow = {name for name, _ in compare.slow_hosts(found)}
+    others = [host for host in folders if host.name not in slow]
+    again = [*others[:_OTHERS], *(host for host in folders if host.name in slow)]
+    turns: dict[str, list[dict[str, float]]] = {}
+    for _ in range(_MOST_TURNS):
+        if not compare.slow_hosts(found):
+            break
+        time.sleep(_PAUSE_S)
+        for host in again:
+            for name, speeds in _measured(agents, {host: folders[host]}).items():
+                turns.setdefault(name, []).append(speeds)
+        found |= {
+            name: {what: max(each[what] for each in own if what in each) for what in own[0]}
+            for name, own in turns.items()
+        }
+    return found
+
+
+def _measured(agents: Agents, folders: Mapping[Host, str | None]) -> dict[str, dict[str, float]]:
+    answers = agents.ask_each("speed", folders, limit_s=_SPEED_S)
+    return {host.name: speeds for host, speeds in answers.items()}

@@ -63,6 +63,9 @@ DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
 
+# The phases of a step of `mpiddp train`, in this order.
+PHASES = ("data", "forward", "backward", "waiting", "optimizer")
+
 # The messages that a rank may send, with their required fields and types.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     # With `memory_group` and `oom_kills`, where the kernel tells: the control group's folder, and its count.
@@ -80,7 +83,8 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "supports_stop": {},
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core, and
     # `queued_s`, in which it waited for one) and of its process: seconds, and bytes. Then, if it is new,
-    # `shown`: what the script says of its training, by name.
+    # `shown`: what the script says of its training, by name; and `phases`: the number of its "steps", and the
+    # seconds that all of them have spent in each phase.
     "progress": {
         "step": (int,),
         "own_s": (int, float),
@@ -139,6 +143,15 @@ def is_short(name: str, value: object) -> bool:
     return type(value) is float or (type(value) is str and len(value) <= LONGEST_SHOWN)
 
 
+def _are_phases(values: object) -> bool:
+    return (
+        isinstance(values, dict)
+        and values.keys() == {"steps", *PHASES}
+        and type(values["steps"]) is int
+        and all(type(value) in (int, float) for value in values.values())
+    )
+
+
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(each) is str for each in value)
 
@@ -156,7 +169,10 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     if not all(isinstance(facts.get(name, facts), types) for name, types in MESSAGES[kind].items()):
         return False
     if kind == "progress":
-        return is_shown_of_training(facts.get("shown", {}))
+        phases = facts.get("phases")
+        return is_shown_of_training(facts.get("shown", {})) and (
+            phases is None or _are_phases(phases)
+        )
     if kind == "stacks":
         return all(map(_is_pair, facts["unsent"]))
     if kind == "joining":

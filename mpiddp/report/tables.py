@@ -10,8 +10,8 @@ from statistics import mean, median
 from mpiddp.report.history import nearest_first
 from mpiddp.report.html import by_run, details, items, letter, table
 from mpiddp.report.rank_files import Failure
-from mpiddp.report.read import UNKNOWN, Run
-from mpiddp.text import counted, duration, listed
+from mpiddp.report.read import UNKNOWN, Run, number
+from mpiddp.text import counted, duration, listed, shares
 
 _MAX_ROWS = 20
 
@@ -33,6 +33,7 @@ def facts(runs: Sequence[Run]) -> str:
         "images/s": [run.shown("{:,.0f}", "images_per_s") for run in runs],
         "step time p50": [run.shown("{:.4f} s", "step_time_p50_s") for run in runs],
         "step time p95": [run.shown("{:.4f} s", "step_time_p95_s") for run in runs],
+        "time of the steps": [_time(run) for run in runs],
         "saves kept": [listed([f"{s.step:,}" for s in run.saves]) or UNKNOWN for run in runs],
     }
     return by_run({name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}})
@@ -132,6 +133,13 @@ def _versions(run: Run) -> str:
 
 def _named(run: Run, name: str) -> str:
     return str(run.summary.get(name, run.config.get(name, UNKNOWN)))
+
+
+def _time(run: Run) -> str:
+    """What the steps of `mpiddp train`, and the pauses between them, have spent their time on."""
+    told = run.summary.get("phases")
+    parts = {name: number(told, name) or 0.0 for name in told} if isinstance(told, dict) else {}
+    return shares(parts) or UNKNOWN
 
 
 def _duration(seconds: float | None) -> str:

@@ -18,7 +18,11 @@ from mpiddp.train.option_parser import options_of
 from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
 from mpiddp.world import World
 
-_WITHOUT = {"low_res_epochs": 0, "optimizer": "sgd"}  # what the versions without an option did
+_WITHOUT = {
+    "max_shift": 4,
+    "low_res_epochs": 0,
+    "optimizer": "sgd",
+}  # what the versions without an option did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class TrainConfig(TrainOptions):
     global_batch_size: int
     epochs: int
     low_res_epochs: int
+    max_shift: int
     optimizer: str
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ def resolve_defaults(
         "global_batch_size": global_batch_size,
         "epochs": epochs,
         "low_res_epochs": low_res_epochs,
+        "max_shift": defaults.max_shift if options.max_shift is None else options.max_shift,
         "optimizer": optimizer,
         "amp": amp,
         # fully_shard accepts contiguous parameters only.

@@ -28,9 +28,10 @@ from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, measure_speed
+from mpiddp.train.metrics import StepTimer, Summary, mean_phases, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
+from mpiddp.train.phases import mark_phases
 from mpiddp.train.plan import TrainPlan
 from mpiddp.train.profiling import StepProfiler
 
@@ -68,6 +69,7 @@ def train(
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run, model = inputs.coordinator, inputs.run, state.model
     timer = StepTimer(device)
+    mark_phases(timer, ddp, state.optimizer)
     per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
     profiler = StepProfiler(config, run, coordinator.world.rank)
     images_of_steps: list[int] = []
@@ -103,6 +105,7 @@ def train(
                 train_loss = loss_sum.item() / num_images
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]
+                current().tell_phases(len(timer.read()), timer.phases)
                 images_per_s = sum(images_of_steps[-len(recent) :]) / sum(recent)
                 log_metrics(
                     progress.step,
@@ -131,6 +134,7 @@ def train(
                     log.info(
                         f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}"
                     )
+                    timer.resume("evaluation")
 
             # Before should_stop, whose answer it foretells: a stop is then one save, of this step.
             is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
@@ -144,6 +148,7 @@ def train(
             if saves:
                 with exiting_together(coordinator):
                     checkpoint.save(checkpoints, state, progress, config, data.contents)
+                timer.resume("save")
             if is_last:
                 profiler.close()
                 with exiting_together(coordinator):
@@ -178,6 +183,7 @@ def train(
         step_time_p95_s=speed.step_time_p95_s,
         wall_s=time.monotonic() - started_at,
         parallel=config.parallel,
+        phases=mean_phases(timer, device),
     )
 
 

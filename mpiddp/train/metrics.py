@@ -4,44 +4,65 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mpiddp.text import align_columns, counted, percentile
+from mpiddp.protocol.messages import PHASES
+from mpiddp.text import align_columns, counted, percentile, shares
 
+*_, OPTIMIZER = PHASES
+PAUSES = ("evaluation", "save")
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the figures
 
 
 class StepTimer:
-    """Times each step from the end of the previous one, without the pauses for other work.
+    """Times each step from the end of the previous one, without the pauses for other work, and its phases.
 
-    On a GPU, the end of a step is an event on its stream, so timing never waits for the device.
+    On a GPU, the end of a phase is an event on its stream, so timing never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type != "cpu"
-        self._marks: list[Any] = []
+        self._marks: list[tuple[str, Any]] = []  # each phase or pause, and its end
         self._seconds: list[float] = []
+        self._step_s = 0.0
+        # Seconds since the beginning, when last read: of the steps in each phase, and of each pause.
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.pauses: Counter[str] = Counter()
 
-    def resume(self) -> None:
-        """Start the clock of the next step now."""
+    def resume(self, pause: str = "") -> None:
+        """Start the clock of the next step now. The pause since the last step was for this."""
+        self._marks.append((pause, self._mark()))
         self.read()
-        self._marks = [self._mark()]
+
+    def phase_ends(self, phase: str) -> None:
+        self._marks.append((phase, self._mark()))
 
     def tick(self) -> None:
-        self._marks.append(self._mark())
+        """The step ends."""
+        self._marks.append((OPTIMIZER, self._mark()))
 
     def read(self) -> list[float]:
         """Return the seconds of all steps so far. On a GPU this waits for the last one."""
         if self._on_gpu and len(self._marks) > 1:
-            self._marks[-1].synchronize()
-        for start, end in zip(self._marks, self._marks[1:], strict=False):
-            self._seconds.append(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+            self._marks[-1][1].synchronize()
+        for (_, start), (phase, end) in pairwise(self._marks):
+            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            if phase not in PHASES:
+                self.pauses[phase] += seconds
+                continue
+            self.phases[phase] += seconds
+            self._step_s += seconds
+            if phase == OPTIMIZER:
+                self._seconds.append(self._step_s)
+                self._step_s = 0.0
         del self._marks[:-1]
         return self._seconds
 
@@ -74,6 +95,9 @@ class Summary:
     step_time_p95_s: float | None
     wall_s: float
     parallel: str = "ddp"
+    phases: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds of all steps and pauses, rank means
 
 
 def read_summary(content: bytes) -> Summary | None:
@@ -94,6 +118,15 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
     times: list[float] = all_ranks.tolist()
     return times
+
+
+def mean_phases(timer: StepTimer, device: torch.device) -> dict[str, float]:
+    """The mean seconds of each phase and pause over all ranks. A collective: every rank must call it."""
+    own = [timer.phases[name] for name in PHASES] + [timer.pauses[name] for name in PAUSES]
+    seconds = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.all_reduce(seconds)
+    means = (seconds / dist.get_world_size()).tolist()
+    return dict(zip((*PHASES, *PAUSES), means, strict=True))
 
 
 def largest(number: int, device: torch.device) -> int:
@@ -138,6 +171,7 @@ def table(summary: Summary, out: Path) -> str:
         "steps": f"{summary.steps:,} of {summary.global_batch_size} images",
         "images/s": f"{_or_dash(summary.images_per_s, ',.0f')} over all ranks",
         "step time": f"p50 {_ms(summary.step_time_p50_s)}, p95 {_ms(summary.step_time_p95_s)}",
+        "time": shares(summary.phases) or "-",
         "train loss": _or_dash(summary.train_loss, ".4f"),
         "test accuracy": "no test set"
         if summary.test_accuracy is None

@@ -7,7 +7,7 @@ them, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
     The filters of a convolution keep a norm of 1 in the mean, because the BatchNorm that follows makes their
     size meaningless. That takes the place of weight decay.
 
-    Each rank computes the new weights of some convolutions, and an all-reduce gives them to all. So the work
+    Each rank computes the new weights of some convolutions, and an all-gather gives them to all. So the work
     is shared, and all ranks have the same bits, even if their processors round differently.
 
     Args:
@@ -52,7 +52,8 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters. A collective: every rank must call it. `closure` is not supported."""
         assert closure is None
         group, *others = self.param_groups
-        self._step_orthogonal(group["params"], lr=_RELATIVE_LR * group["lr"])
+        if group["params"]:
+            self._step_orthogonal(group["params"], lr=_RELATIVE_LR * group["lr"])
         for group in others:
             for parameter in group["params"]:
                 assert parameter.grad is not None
@@ -64,25 +65,26 @@ class Muon(torch.optim.Optimizer):
         rank, world_size = 0, 1
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        weights = []
-        for index, parameter in enumerate(convolutions):
-            assert parameter.grad is not None
-            direction = self._nesterov(parameter, parameter.grad, _MOMENTUM)
-            if index % world_size == rank:
-                scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
-                weights.append(scaled - lr * orthogonal(direction))
-            else:
-                weights.append(torch.zeros_like(parameter))
-        if world_size > 1 and weights:
-            flat = torch.cat([weight.reshape(-1) for weight in weights])
-            dist.all_reduce(flat)
-            parts = flat.split([weight.numel() for weight in weights])
-            weights = [part.view(p.shape) for part, p in zip(parts, convolutions, strict=True)]
-        for parameter, weight in zip(convolutions, weights, strict=True):
-            parameter.copy_(weight)
+        shares = _shares(convolutions, world_size)
+        directions = {each: self._nesterov(each, each.grad, _MOMENTUM) for each in convolutions}
+        largest = max(sum(parameter.numel() for parameter in share) for share in shares)
+        new = convolutions[0].new_zeros(largest)
+        for parameter, weight in _parts(new, shares[rank]):
+            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
+            weight.copy_(scaled - lr * orthogonal(directions[parameter]))
+        of_ranks = [new]
+        if world_size > 1:
+            of_ranks = [torch.empty_like(new) for _ in shares]
+            dist.all_gather(of_ranks, new)
+        for share, weights in zip(shares, of_ranks, strict=True):
+            for parameter, weight in _parts(weights, share):
+                parameter.copy_(weight)
 
-    def _nesterov(self, parameter: nn.Parameter, gradient: Tensor, momentum: float) -> Tensor:
+    def _nesterov(
+        self, parameter: nn.Parameter, gradient: Tensor | None, momentum: float
+    ) -> Tensor:
         """The direction of Nesterov's momentum, after this gradient."""
+        assert gradient is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -91,11 +93,28 @@ class Muon(torch.optim.Optimizer):
         return gradient + momentum * buffer
 
 
+def _shares(parameters: list[nn.Parameter], world_size: int) -> list[list[nn.Parameter]]:
+    """Those of each rank, about as large as the others' are. The largest parameters are given out first."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+        min(shares, key=lambda share: sum(map(Tensor.numel, share))).append(parameter)
+    return shares
+
+
+def _parts(flat: Tensor, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter with its part of `flat`, which may be longer."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
+        yield parameter, part.view(parameter.shape)
+
+
 def orthogonal(weights: Tensor) -> Tensor:
     """Nearly the closest matrix with orthogonal rows, or columns, whichever are fewer.
 
     Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
-    and 1.2, in bfloat16: this exact the update need not be.
+    and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
+    of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
+    multiplied once.
 
     Args:
         weights: [C_out, C_in, height, width].
@@ -108,9 +127,13 @@ def orthogonal(weights: Tensor) -> Tensor:
     if is_tall:
         matrix = matrix.T
     matrix = matrix / (matrix.norm() + 1e-7)
+    product = matrix @ matrix.T
+    factor = unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     for _ in range(_ROUNDS):
-        product = matrix @ matrix.T
-        matrix = _FIRST * matrix + (_THIRD * product + _FIFTH * product @ product) @ matrix
+        polynomial = _FIRST * unit + _THIRD * product + _FIFTH * product @ product
+        factor = polynomial @ factor
+        product = polynomial @ product @ polynomial
+    matrix = factor @ matrix
     if is_tall:
         matrix = matrix.T
     result: Tensor = matrix.reshape(weights.shape).to(weights.dtype)

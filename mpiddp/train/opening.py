@@ -98,6 +98,7 @@ def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
             mean=spec.mean,
             std=spec.std,
             augment=augment,
+            max_shift=config.max_shift,
             seed=config.seed,
             channels_last=config.channels_last,
         )

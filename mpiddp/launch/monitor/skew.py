@@ -3,12 +3,14 @@
 A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
 The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
 NCCL use their core meanwhile, so all their own times are equal, and none is named.
+
+`mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ _MOST_LATE = 2 / 3  # of all ranks
 _LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
 _MOST_SPREAD = 1.2  # of the times of a step: ranks that differ more do not wait for each other
 _QUEUED_SHARE = 0.3  # of the rank's own time, so that its host is the likely cause
+_WAITING = "waiting"  # the phase in which a rank waits for others
 
 
 class _Sample(NamedTuple):
@@ -45,11 +48,18 @@ class StepTime(NamedTuple):
 
 
 class Pace:
-    """The latest steps of one rank."""
+    """The latest steps of one rank.
+
+    Attributes:
+        memory: of the process, in bytes.
+        phases: the mean seconds of a step in each phase, between the latest two reports of them.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
-        self.memory = 0  # bytes, of the process
+        self._told: Mapping[str, float] = {}
+        self.memory = 0
+        self.phases: Mapping[str, float] = {}
 
     def add(self, at: float, facts: Mapping[str, Any]) -> None:
         """The rank has reported a step, a message "progress"."""
@@ -61,6 +71,11 @@ class Pace:
         samples.append(new)
         while len(samples) > 2 and samples[1].at <= at - WINDOW_S:
             samples.popleft()
+        if told := facts.get("phases"):
+            before, self._told = self._told, told
+            if (steps := told["steps"] - before.get("steps", 0)) > 0:
+                new_s = {name: told[name] - before.get(name, 0.0) for name in told}
+                self.phases = {name: new_s[name] / steps for name in told if name != "steps"}
 
     @property
     def step_time(self) -> StepTime | None:
@@ -69,9 +84,10 @@ class Pace:
         if last.at <= first.at:
             return None
         steps = last.step - first.step
+        exact = [value for name, value in self.phases.items() if name != _WAITING]
         return StepTime(
             (last.at - first.at) / steps,
-            (last.own_s - first.own_s) / steps,
+            sum(exact) if exact else (last.own_s - first.own_s) / steps,
             (last.queued_s - first.queued_s) / steps,
             (last.cpu_s - first.cpu_s) / steps,
         )
@@ -79,11 +95,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Holder:
-    """The ranks that hold the others up, the slowest first, its seconds in a step, and the others' median."""
+    """The ranks that hold the others up, the slowest first, its seconds in a step, and the others' median.
+
+    phase: that in which it is latest, if the ranks tell theirs; its seconds, and the others' median.
+    """
 
     ranks: tuple[int, ...]
     time: StepTime
     others_s: float
+    phase: tuple[str, float, float] | None = None
 
     def sentence(self, names: str) -> str:
         """The ranks are `names`."""
@@ -95,6 +115,9 @@ class Holder:
         if self.time.queued_s > _QUEUED_SHARE * self.time.own_s:
             share = self.time.queued_s / self.time.own_s
             cause = f" In {share:.0%} of it, other processes have its core."
+        elif self.phase is not None:
+            name, own_s, others_s = self.phase
+            cause = f" Its {name} takes {seconds(own_s)}, theirs {seconds(others_s)}."
         return (
             f"{names} {holds} the others up: {who} for {seconds(self.time.own_s)} in a step of "
             f"{seconds(self.time.step_s)}, {factor} as long as they do.{cause}"
@@ -115,8 +138,21 @@ def find_holder(paces: Mapping[int, Pace]) -> Holder | None:
         if number <= _MOST_LATE * len(times):
             others_s = median(times[rank].own_s for rank in by_time[number:])
             if time.own_s >= factor * others_s:
-                return Holder(tuple(by_time[:number]), time, others_s)
+                phase = _latest_phase(paces, by_time[0], by_time[number:])
+                return Holder(tuple(by_time[:number]), time, others_s, phase)
     return None
+
+
+def _latest_phase(
+    paces: Mapping[int, Pace], slow: int, others: Sequence[int]
+) -> tuple[str, float, float] | None:
+    """The phase in which the slow rank is behind the others most, its seconds, and their median."""
+    found = [
+        (name, own_s, median(paces[rank].phases.get(name, 0.0) for rank in others))
+        for name, own_s in paces[slow].phases.items()
+        if name != _WAITING
+    ]
+    return max(found, key=lambda each: each[1] - each[2], default=None)
 
 
 def all_wait(paces: Mapping[int, Pace]) -> bool:

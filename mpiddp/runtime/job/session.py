@@ -29,6 +29,7 @@ class Launcher(Protocol):
     def send(self, kind: str, **fields: object) -> None: ...
     def progress(self, step: int) -> None: ...
     def show(self, values: Mapping[str, Any]) -> None: ...
+    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None: ...
     def failed(self, ending: Ending) -> None: ...
     def done(self, *, is_early: bool = False) -> None: ...
 
@@ -187,6 +188,11 @@ class Session:
         """Let the launcher show these values of the training, by name: numbers and short texts."""
         if self.launcher is not None:
             self.launcher.show(values)
+
+    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
+        """Tell the launcher the seconds that all steps so far have spent in each of their phases."""
+        if self.launcher is not None:
+            self.launcher.tell_phases(steps, seconds)
 
     def progress(self, step: int) -> None:
         """The script has made this step, by its own count."""

@@ -54,6 +54,7 @@ class LauncherClient:
         }
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
+        self._phases: dict[str, Any] = {}  # the same
         self._unconfirmed = 0  # messages of progress
         self._is_over = False
         write_stack_on_urgent_byte(channel.connection)
@@ -70,7 +71,8 @@ class LauncherClient:
         if is_due and self._unconfirmed < UNCONFIRMED_LIMIT:
             self._sent_progress_at = now
             self._unconfirmed += 1
-            self.send("progress", step=step, **_usage(), **self._new_shown())
+            self.send("progress", step=step, **_usage(), **self._new_shown(), **self._phases)
+            self._phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
@@ -78,6 +80,10 @@ class LauncherClient:
             has_room = name in self._shown or len(self._shown) < MOST_SHOWN
             if has_room and is_short(name, value):
                 self._shown[name] = value
+
+    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
+        """Send with the next progress what all steps so far have spent in each of their phases."""
+        self._phases = {"phases": {"steps": steps, **seconds}}
 
     def _new_shown(self) -> dict[str, Any]:
         shown, self._shown = self._shown, {}

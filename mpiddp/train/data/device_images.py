@@ -14,11 +14,11 @@ from torch import Tensor
 from mpiddp.train.data.arrays import ImageArrays
 from mpiddp.train.data.dataset import Batch
 
-PAD = 4  # pixels: the shift of He et al. 2015, section 4.2; the border is mirrored, not black
+MAX_SHIFT = 4  # pixels: He et al. 2015, section 4.2; the border is mirrored, not black
 
 
 class DeviceImages:
-    """Images [N, H, W, C] and labels [N] on `device`; shifted and flipped if `augment`."""
+    """Images [N, H, W, C] and labels [N] on `device`; shifted (`max_shift`) and flipped if `augment`."""
 
     def __init__(
         self,
@@ -28,19 +28,21 @@ class DeviceImages:
         mean: Sequence[float],
         std: Sequence[float],
         augment: bool,
+        max_shift: int = MAX_SHIFT,
         seed: int = 0,
         channels_last: bool = True,
     ) -> None:
         self.num_images, self.height, self.width, channels = arrays.images.shape
         self.augment = augment
+        self.max_shift = max_shift
         self.seed = seed
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self._pixels = torch.from_numpy(arrays.images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(arrays.labels).to(device)
         self._scale = 1 / (255 * torch.tensor(std, device=device))
         self._shift = -torch.tensor(mean, device=device) / torch.tensor(std, device=device)
-        self._rows = _mirrored(self.height).to(device)
-        self._columns = _mirrored(self.width).to(device)
+        self._rows = _mirrored(self.height, max_shift).to(device)
+        self._columns = _mirrored(self.width, max_shift).to(device)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         if not indices:
@@ -54,7 +56,8 @@ class DeviceImages:
     def _draws(self, epoch: int) -> Tensor:
         """Every image's row shift, column shift and flip in this epoch: int64 [num_images, 3]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        high = torch.tensor([2 * PAD + 1, 2 * PAD + 1, 2])
+        shifts = 2 * self.max_shift + 1
+        high = torch.tensor([shifts, shifts, 2])
         uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
         return (uniform * high).long()
 
@@ -75,7 +78,7 @@ class DeviceImages:
         return images.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
 
 
-def _mirrored(size: int) -> Tensor:
-    """Map positions [0, size + 2 · PAD) of a padded line to positions of the line that it mirrors."""
-    position = torch.arange(-PAD, size + PAD).abs()
+def _mirrored(size: int, pad: int) -> Tensor:
+    """Map positions [0, size + 2 · pad) of a padded line to positions of the line that it mirrors."""
+    position = torch.arange(-pad, size + pad).abs()
     return torch.where(position < size, position, 2 * (size - 1) - position)

@@ -140,8 +140,8 @@ def test_defaults_on_cpu_and_gpu() -> None:
     cpu, gpu = configured(), configured(on_gpu=True, bf16=True, ranks=8)
     assert (cpu.arch, cpu.amp, cpu.batch_size) == ("wide_resnet14_2", "off", 64)
     assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
-    assert (cpu.epochs, cpu.low_res_epochs, cpu.optimizer) == (6, 3, "muon")
-    assert (gpu.epochs, gpu.low_res_epochs, gpu.optimizer) == (30, 0, "sgd")
+    assert (cpu.epochs, cpu.low_res_epochs, cpu.max_shift, cpu.optimizer) == (7, 4, 2, "muon")
+    assert (gpu.epochs, gpu.low_res_epochs, gpu.max_shift, gpu.optimizer) == (30, 0, 4, "sgd")
     assert configured("--epochs=2").low_res_epochs == 1
     assert configured("--epochs=2", "--low-res-epochs=2").low_res_epochs == 2
     for other in ("--arch=resnet20", "--parallel=fsdp", "--amp=fp16"):
@@ -277,18 +277,20 @@ def test_what_a_resume_may_change() -> None:
         "steps_per_epoch", "seed", "optimizer",
     }  # fmt: skip
     assert {name for name, about in options.items() if about.noted} == {
-        "epochs", "low_res_epochs", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
+        "epochs", "max_shift", "low_res_epochs", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
         "weight_decay", "label_smoothing", "sync_bn", "amp", "grad_compression", "clip_grad_norm",
     }  # fmt: skip
 
 
 def test_a_config_from_before_an_option_is_that_of_its_first_value() -> None:
-    then = ("--arch=resnet20", "--low-res-epochs=0")
+    then = ("--arch=resnet20", "--low-res-epochs=0", "--max-shift=4")
     older = saved(configured(*then))
-    del older["clip_grad_norm"], older["parallel"], older["low_res_epochs"], older["optimizer"]
+    for name in ("clip_grad_norm", "parallel", "max_shift", "low_res_epochs", "optimizer"):
+        del older[name]
     assert changes(older, configured(*then)) == []
     assert changes(older, configured("--arch=resnet20", "--optimizer=muon")) == [
-        "--low-res-epochs 0, now 3",
+        "--max-shift 4, now 2",
+        "--low-res-epochs 0, now 4",
         "--optimizer sgd, now muon (its optimizer has another state)",
     ]
 

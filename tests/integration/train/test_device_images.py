@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.device_images import PAD, DeviceImages
+from mpiddp.train.data.device_images import MAX_SHIFT, DeviceImages
 
 MEAN, STD = (0.5, 0.25, 0.125), (0.25, 0.5, 0.125)
-SHIFTS = 2 * PAD + 1
+SHIFTS = 2 * MAX_SHIFT + 1
 
 Bytes = NDArray[np.uint8]
 View = tuple[int, int, int]  # rows down, columns right, flipped or not
@@ -64,7 +64,7 @@ def pixels_of(image: Tensor) -> Bytes:
 def every_view(image: Bytes) -> dict[bytes, View]:
     """All shifts and flips of an image [H, W, C], and the view of each."""
     height, width, _ = image.shape
-    padded = np.pad(image, ((PAD, PAD), (PAD, PAD), (0, 0)), mode="reflect")
+    padded = np.pad(image, ((MAX_SHIFT, MAX_SHIFT), (MAX_SHIFT, MAX_SHIFT), (0, 0)), mode="reflect")
     views = {}
     for down in range(SHIFTS):
         for right in range(SHIFTS):

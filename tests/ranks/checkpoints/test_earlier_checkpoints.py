@@ -88,6 +88,7 @@ def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     later = {  # 0.1.0 had no such options
         "clip_grad_norm": None,
         "low_res_epochs": 0,
+        "max_shift": 2,
         "optimizer": "sgd",
         "parallel": "ddp",
         "per_rank_log": False,

@@ -18,7 +18,7 @@ from tests.support.ranks import mpirun
 from tests.support.training import summary
 
 ROWS = (
-    *("data set", "arch", "ranks", "steps", "images/s", "step time"),
+    *("data set", "arch", "ranks", "steps", "images/s", "step time", "time"),
     *("train loss", "test accuracy", "wall time", "run folder"),
 )
 

@@ -17,7 +17,7 @@ import torch
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, mpirun
+from tests.support.ranks import ROOT, clean_env, mpirun, script
 from tests.support.training import (
     Command,
     Ranks,
@@ -130,6 +130,33 @@ def test_the_summary(run: Path) -> None:
     assert 0 < found["step_time_p50_s"] <= found["step_time_p95_s"] < found["wall_s"]
     # The first 3 of 10 steps of 8 images do not count.
     assert 0 < 7 * 8 / found["images_per_s"] < found["wall_s"]
+    assert list(found["phases"]) == [
+        "data", "forward", "backward", "waiting", "optimizer", "evaluation", "save",
+    ]  # fmt: skip
+    assert all(seconds > 0 for seconds in found["phases"].values())
+    assert sum(found["phases"].values()) < found["wall_s"]
+
+
+def test_a_rank_that_loads_its_data_slowly_makes_the_other_wait(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from mpiddp.train import loop; from mpiddp.world import World\n"
+        "prefetched = loop.prefetched\n"
+        "def slowly(batches, device):\n"
+        "    for batch in prefetched(batches, device):\n"
+        "        time.sleep(0.2 * World.from_env().rank)\n"
+        "        yield batch\n"
+        "loop.prefetched = slowly\n"
+        "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = mpirun(
+        2, script(tmp_path, code), *("--use-syn", "--arch", "resnet20", "--batch-size", "4"),
+        *("--steps-per-epoch", "10", "--epochs", "1", "--out", f"{tmp_path}/run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    phases = summary(tmp_path / "run")["phases"]
+    # Means of both ranks: one sleeps for 2 s, the other waits for about as long.
+    assert phases["data"] >= 1
+    assert 2 * phases["waiting"] > phases["data"]
 
 
 def test_the_records(run: Path) -> None:
@@ -184,11 +211,11 @@ def test_the_output_of_rank_0(run: Path) -> None:
     assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # only rank 0 prints
     table = printed.rpartition("\n\n")[2].splitlines()
     assert [line.partition("  ")[0] for line in table] == [
-        "data set", "arch", "ranks", "steps", "images/s", "step time",
+        "data set", "arch", "ranks", "steps", "images/s", "step time", "time",
         "train loss", "test accuracy", "wall time", "run folder",
     ]  # fmt: skip
-    assert table[7].endswith("% of 37 images")
-    assert table[9].endswith(str(run))
+    assert table[8].endswith("% of 37 images")
+    assert table[10].endswith(str(run))
 
 
 # Options
@@ -243,6 +270,36 @@ with mpiddp.process_group() as world:
 def test_slowest_is_the_maximum_over_the_ranks() -> None:
     done = mpirun(2, "-c", SLOWEST)
     assert done.stdout.splitlines() == ["[2.0, 4.0]"] * 2, done.stderr
+
+
+# 13 convolutions for three ranks, then two, and none.
+SHARED = """
+import torch, mpiddp
+from mpiddp.train.engine import build_optimizer
+from tests.support.training import configured
+
+def stepped(sizes):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(4, size, 3) for size in sizes))
+    optimizer = build_optimizer(model, configured("--arch=wide_resnet14_2"))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return list(model.parameters())
+
+cases = [range(3, 17), [2, 8, 5], [2]]
+alone = [stepped(sizes) for sizes in cases]
+with mpiddp.process_group():
+    for sizes, expected in zip(cases, alone):
+        for one, other in zip(stepped(sizes), expected, strict=True):
+            assert torch.equal(one, other), sizes
+"""
+
+
+def test_ranks_that_share_the_work_of_muon_have_the_weights_of_one() -> None:
+    done = mpirun(3, "-c", SHARED)
+    assert done.returncode == 0, done.stderr
 
 
 def test_losses_depend_only_on_the_seed(options: dict[str, Turn]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mpiddp.launch.monitor.monitor import Monitor
 from mpiddp.launch.monitor.ranks import Ranks
-from mpiddp.launch.monitor.skew import Pace, SkewWatch
+from mpiddp.launch.monitor.skew import Pace, SkewWatch, find_holder
 from mpiddp.launch.options import parse_options
 from mpiddp.protocol.server import Message
 from mpiddp.text import listed
@@ -97,6 +97,24 @@ def test_a_rank_whose_core_others_use_is_named_with_this_cause() -> None:
         "rank 0 holds the others up: it works for 2.0 s in a step of 2.1 s, over 100 times as long as they "
         "do. In 50% of it, other processes have its core."
     ]
+
+
+def test_a_rank_that_tells_its_phases_is_named_with_the_one_that_is_late() -> None:
+    """Its core works no more than the others': they all wait for GPUs, which uses the cores."""
+    paces = {rank: Pace() for rank in range(3)}
+    for step in (10, 20, 30):
+        for rank, pace in paces.items():
+            data, waiting = (0.08, 0.01) if rank == 1 else (0.01, 0.08)
+            phases = {"data": data, "forward": 0.02, "backward": 0.04, "waiting": waiting}
+            told = {name: seconds * step for name, seconds in {**phases, "optimizer": 0.01}.items()}
+            facts = {**progress(step, own_s=0.16 * step), "phases": {"steps": step, **told}}
+            pace.add(0.16 * step, facts)
+    holder = find_holder(paces)
+    assert holder is not None
+    assert holder.sentence("rank 1") == (
+        "rank 1 holds the others up: it works for 150 ms in a step of 160 ms, 1.9 times as long as they do. "
+        "Its data takes 80 ms, theirs 10 ms."
+    )
 
 
 def test_ranks_that_share_a_core_are_named_together() -> None:

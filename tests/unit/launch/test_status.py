@@ -10,7 +10,7 @@ from typing import Any
 
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.monitor.status import status_lines
-from mpiddp.protocol.messages import is_valid
+from mpiddp.protocol.messages import PHASES, is_valid
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
 
@@ -69,6 +69,21 @@ def test_only_few_numbers_and_short_texts_are_shown() -> None:
     ]
     for shown in wrong:
         assert not is_valid("progress", {**progress(1), "shown": shown}), shown
+
+
+def test_only_the_seconds_of_known_phases_are_told() -> None:
+    right: dict[str, Any] = {"steps": 2, **dict.fromkeys(PHASES, 0.5)}
+    assert is_valid("progress", {**progress(1), "phases": right})
+    wrong: list[Any] = [
+        {**right, "\x1b[2J": 0.5},
+        {**right, "data": "0.5"},
+        {**right, "data": None},
+        {**right, "steps": 2.0},
+        dict.fromkeys(PHASES, 0.5),
+        list(right),
+    ]
+    for phases in wrong:
+        assert not is_valid("progress", {**progress(1), "phases": phases}), phases
 
 
 def test_loss_accuracy_and_lr_come_first() -> None:

@@ -1,6 +1,6 @@
 """What the folder of a run tells, whatever state it is in: whole, going on, half written, of another program.
 
-Tests mpiddp/report/read.py, rank_files.py and history.py.
+Tests mpiddp/report/read.py, rank_files.py, history.py and tables.py.
 python -m pytest tests/unit/report/test_reading.py
 """
 
@@ -17,6 +17,7 @@ from mpiddp.errors import UserError
 from mpiddp.report.history import Save
 from mpiddp.report.rank_files import Failure
 from mpiddp.report.read import read_run
+from mpiddp.report.tables import facts
 from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
 
@@ -172,6 +173,26 @@ def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
     assert run.notes == [f"{folder}/metrics.jsonl has more than 40 curves; 65 are left out."]
     assert not set("abcdefg") & set(run.curves)
     assert run.starts == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ({"data": 1.0, "forward": 3.0, "waiting": 0.0}, "data 25%, forward 75%"),
+        ({"data": 1.0, "forward": "3", "save": -1.0}, "data 100%"),
+        ([1.0], None),
+    ],
+)
+def test_what_the_steps_have_spent_their_time_on(
+    tmp_path: Path, phases: object, expected: str | None
+) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "summary.json").write_text(json.dumps({"phases": phases}))
+    page = facts([read_run(folder)])
+    if expected is None:
+        assert "time of the steps" not in page
+    else:
+        assert expected in page
 
 
 @pytest.mark.parametrize("name", ["fsdp_run", "script", "sharded_script"])
