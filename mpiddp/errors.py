@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from mpiddp.text import escaped
 
@@ -115,7 +116,12 @@ def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> Non
 
 def print_error(error: str | Exception) -> None:
     """Print the sentence of an error. Text in it may come from outside, so it has no effect on a terminal."""
-    print(escaped(str(error), keep="\n"), file=sys.stderr, flush=True)
+    print_line(escaped(str(error), keep="\n"), sys.stderr)
+
+
+def print_line(line: str, stream: TextIO) -> None:
+    """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
+    print(f"{line}\n", end="", file=stream, flush=True)
 
 
 def silence_stdout() -> None:

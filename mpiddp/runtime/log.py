@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import print_line
 from mpiddp.world import likely_ranks
 
 log = logging.getLogger("mpiddp")
@@ -27,7 +28,7 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         try:
-            print(_encodable(self.format(record), stream), file=stream, flush=True)
+            print_line(_encodable(self.format(record), stream), stream)
         except BrokenPipeError:  # the reader is gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except OSError:  # the terminal is gone, or the disk is full

@@ -14,8 +14,9 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.device_defaults import ON_CPU, ON_GPU
 from mpiddp.train.option_parser import options_of
-from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
+from mpiddp.train.options import TrainOptions
 from mpiddp.world import World
 
 _WITHOUT = {

@@ -95,9 +95,8 @@ class Summary:
     step_time_p95_s: float | None
     wall_s: float
     parallel: str = "ddp"
-    phases: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of all steps and pauses, rank means
+    # Seconds of all steps in each phase, and of each pause: the mean of all ranks.
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 def read_summary(content: bytes) -> Summary | None:

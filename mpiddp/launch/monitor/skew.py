@@ -5,6 +5,7 @@ The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ran
 NCCL use their core meanwhile, so all their own times are equal, and none is named.
 
 `mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
+A sharded model waits in every phase, so what its ranks tell does not count.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Pace:
         samples.append(new)
         while len(samples) > 2 and samples[1].at <= at - WINDOW_S:
             samples.popleft()
-        if told := facts.get("phases"):
+        told = facts.get("phases", {})
+        if told.get(_WAITING):
             before, self._told = self._told, told
             if (steps := told["steps"] - before.get("steps", 0)) > 0:
                 new_s = {name: told[name] - before.get(name, 0.0) for name in told}

@@ -7,11 +7,12 @@ on node1, and ranks 4 and 5 on node2.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, print_line
 from mpiddp.protocol.variables import PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.log import log
@@ -181,7 +182,7 @@ def check_placement(
             address = f"{world.master_addr} port {world.master_port}"
             log.info(f"master address {address}: {result.reason}")
         # Not with `log`, which prints on rank 0 only.
-        print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)
+        print_line(f"rank {world.rank} on {world.hostname} uses {result.interface}", sys.stdout)
 
 
 def _gpus() -> tuple[str, int]:

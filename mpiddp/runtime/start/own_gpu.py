@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, print_line
 from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, gpu_uuids, read
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.runtime.rendezvous.placement import expected_hosts
@@ -74,7 +74,7 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
         sentence = f"is not bound: {reason}"
     if os.environ.get(VERBOSE) or not cores:
         # The output is not redirected yet, and stdout may be the results of a script.
-        print(f"rank {world.rank} on {world.hostname} {sentence}", file=sys.stderr, flush=True)
+        print_line(f"rank {world.rank} on {world.hostname} {sentence}", sys.stderr)
 
 
 def gpu_address(world: World, env: Mapping[str, str]) -> str:

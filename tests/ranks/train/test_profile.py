@@ -54,7 +54,7 @@ def test_the_steps_and_the_communication_are_in_the_trace(runs: Path) -> None:
 def test_the_sentence(runs: Path) -> None:
     said = (runs / "said").read_text()
     found = re.search(
-        r"profile of rank 0, steps 2 to 4: (aten::\S+ \d+%, .*); "
+        r"profile of rank 0, steps 2 to 4: (\S+ \d+%, .*); "
         r"(\d+)% of (\d+\.\d{3}) s of communication was hidden behind computation",
         said,
     )

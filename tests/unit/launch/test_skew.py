@@ -117,6 +117,24 @@ def test_a_rank_that_tells_its_phases_is_named_with_the_one_that_is_late() -> No
     )
 
 
+def test_ranks_whose_phases_have_no_waiting_are_judged_by_their_cores() -> None:
+    """A sharded model waits within its passes, so those take as long on every rank."""
+    paces = {rank: Pace() for rank in range(3)}
+    for step in (10, 20, 30):
+        for rank, pace in paces.items():
+            phases = {"data": 0.01, "forward": 0.04, "backward": 0.1, "waiting": 0.0}
+            told = {name: seconds * step for name, seconds in {**phases, "optimizer": 0.01}.items()}
+            own_s = (0.15 if rank == 1 else 0.03) * step
+            pace.add(
+                0.16 * step, {**progress(step, own_s=own_s), "phases": {"steps": step, **told}}
+            )
+    holder = find_holder(paces)
+    assert holder is not None
+    assert holder.sentence("rank 1") == (
+        "rank 1 holds the others up: it works for 150 ms in a step of 160 ms, 5.0 times as long as they do."
+    )
+
+
 def test_ranks_that_share_a_core_are_named_together() -> None:
     """Now one of them is the slowest, now the other."""
     job = Job(3)

@@ -1,5 +1,6 @@
 """The log of a rank: its messages on stdout, stderr and in a file. A failed write never ends the process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_a_message_may_contain_any_character(encoding: str, tmp_path: Path) -> N
     done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.startswith(b"a \\udcff")
     assert "a \\udcff… line" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_one_write(unbuffered: str, tmp_path: Path) -> None:
+    """Else the lines of two ranks that share a pipe are mixed. Of this kind of pipe, a read is one write."""
+    reader, writer = os.pipe2(os.O_DIRECT)
+    command = [sys.executable, "-c", LOGS_MESSAGES, "0", str(tmp_path / "log")]
+    env = clean_env({"PYTHONUNBUFFERED": unbuffered})
+    subprocess.run(command, env=env, stdout=writer, stderr=writer, check=True, timeout=PATIENCE_S)
+    os.close(writer)
+    writes = list(iter(lambda: os.read(reader, 65536), b""))
+    os.close(reader)
+    assert writes == [b"a line\n", b"warning: a warning\n", b"100% done\n"]
 
 
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
