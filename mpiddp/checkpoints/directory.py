@@ -84,6 +84,11 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
+def file_of(rank: int) -> str:
+    """The file of a rank's shards."""
+    return f"shard_{rank:05d}.pt"
+
+
 def list_steps(root: Path) -> list[Path]:
     """The checkpoint folders in `root`, oldest first, broken or not. Empty if `root` is missing."""
     if not root.is_dir():

@@ -1,7 +1,7 @@
 """The ranks that save and resume together, under any launcher or none.
 
-They agree, raise the same errors, exchange values beside the training, find out which of them share a file
-system, and send files to those that do not.
+They agree, raise the same errors, find out which of them share a file system, and send files to those that do
+not.
 
 `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
 the same exception.
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import secrets
 import socket
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpiddp.checkpoints.directory import Entry, file_of
 from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.state import HashedFile
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
-from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
+from mpiddp.paths import flush
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
 from mpiddp.runtime.launcher.connected import script_session
@@ -185,76 +187,6 @@ def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
     return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))
 
 
-# What their saving threads exchange
-
-
-class NoExchange(Exception):
-    """The job ends. The message is a phrase for a sentence."""
-
-
-class Exchange:
-    """The values of one save after the other, over the job's channel. Each rank sets its own, each once.
-
-    The waits end when a rank fails.
-    """
-
-    def __init__(self, coordinator: Coordinator, timeout_s: float) -> None:
-        """All ranks must create one.
-
-        Args:
-            timeout_s: how long this rank waits for the others, all waits of a save together.
-        """
-        self._coordinator = coordinator
-        self._prefix = coordinator.unique_prefix("shards")
-        self._timeout_s = timeout_s
-        self._num_saves = 0
-        self._waited_s = 0.0
-
-    def begin(self) -> None:
-        """Begin with the values of the next save. All ranks have finished the one before.
-
-        Its values are deleted: a long run would fill the channel's server.
-        """
-        self._coordinator.forget(f"{self._prefix}/{self._num_saves}/")
-        self._num_saves += 1
-        self._waited_s = 0.0
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{self._num_saves}/{name}"
-
-    def set(self, name: str, value: Any) -> None:
-        """Set a value of JSON."""
-        self._coordinator.put(self._key(name), value)
-
-    def get(self, name: str, rank: int) -> Any:
-        """The value of a rank, once it is set. Raises as `get_all`."""
-        return self.get_all(name, [rank])[0]
-
-    def get_all(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """The values of these ranks, once all are set.
-
-        Raises:
-            NoAnswer: the time for all waits of this save has passed.
-            NoExchange: the job ends.
-        """
-        left_s = max(0.0, self._timeout_s - self._waited_s)
-        since = time.monotonic()
-        try:
-            return self._coordinator.collect(self._key(name), ranks, timeout_s=left_s)
-        except Silent as silent:
-            raise self._coordinator.no_answer(silent.ranks, self._timeout_s) from None
-        except AnotherFailed:
-            raise NoExchange("another rank has failed") from None
-        except ChannelLost:
-            raise NoExchange("the job has ended") from None
-        finally:
-            self.count(time.monotonic() - since)
-
-    def count(self, seconds: float) -> None:
-        """Count a wait for other ranks that happened elsewhere."""
-        self._waited_s += seconds
-
-
 # The file systems of the ranks
 
 
@@ -285,6 +217,13 @@ class FileSystems:
     def senders_to(self, rank: int) -> list[int]:
         """The ranks of whose files this rank keeps a copy."""
         return [each for each in range(len(self.writer_of)) if self.receiver_of(each) == rank]
+
+    def shards_at(self, rank: int) -> list[int]:
+        """The ranks whose shards lie on this rank's file system: its own, and those of copies."""
+        own = self.writer_of[rank]
+        here = self._ranks_at(own)
+        kept = [each for each in range(len(self.writer_of)) if self.receiver_of(each) in here]
+        return sorted({*here, *kept})
 
     def _ranks_at(self, writer: int) -> list[int]:
         return [rank for rank, its in enumerate(self.writer_of) if its == writer]
@@ -354,6 +293,82 @@ def broadcast_files(
                 yield path.name, bytes_of(chunk)
     if problem is not None:
         raise problem
+
+
+class Transfer:
+    """The file that a rank sends, and the copies that it receives, in one folder.
+
+    All files are open before any rank sends: the peers of a rank that cannot open one would wait for it.
+    """
+
+    def __init__(self, folder: Path, rank: int, senders: Sequence[int]) -> None:
+        """
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        self._folder = folder
+        self._copies: dict[int, HashedFile] = {}
+        self._read_error: OSError | None = None
+        self._own = (folder / file_of(rank)).open("rb")
+        try:
+            for sender in senders:
+                self._copies[sender] = HashedFile(folder / file_of(sender))
+        except OSError:
+            self.close()
+            raise
+
+    def run(
+        self, receiver: int | None, own_bytes: int, incoming: Mapping[int, Entry], group: Any
+    ) -> None:
+        """Send and receive, all at once. Every pair of ranks has to agree on its transfer.
+
+        Args:
+            receiver: None to send nothing.
+            own_bytes: the size of this rank's file.
+            incoming: the sizes and the hashes of the files to receive, by rank.
+
+        Raises:
+            OSError: a file cannot be read or written, or arrived damaged.
+            RuntimeError: a connection broke, or a rank was silent.
+        """
+        to_send = own_bytes if receiver is not None else 0
+        sizes = [to_send, *(entry.bytes for entry in incoming.values())]
+        for start in range(0, max(sizes), CHUNK_BYTES):
+            works, parts = [], []
+            if start < to_send:
+                chunk = self._read(to_send - start)
+                works.append(dist.isend(chunk, receiver, group=group))
+            for rank, entry in incoming.items():
+                if start < entry.bytes:
+                    part = empty_chunk(entry.bytes - start)
+                    works.append(dist.irecv(part, rank, group=group))
+                    parts.append((self._copies[rank], part))
+            for work in works:
+                if work is not None:
+                    work.wait()
+            for file, part in parts:
+                file.write(bytes_of(part))
+        for rank, entry in incoming.items():
+            if self._copies[rank].close() != entry.sha256:
+                raise OSError(errno.EIO, f"{file_of(rank)} arrived damaged: its SHA-256 differs")
+            flush(self._folder / file_of(rank))
+        if self._read_error is not None:
+            raise self._read_error
+
+    def close(self) -> None:
+        self._own.close()
+        for file in self._copies.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _read(self, num_bytes: int) -> Tensor:
+        """The next chunk of this rank's file. After an error the receiver finds another SHA-256."""
+        chunk = empty_chunk(num_bytes)
+        try:
+            self._own.readinto(bytes_of(chunk))
+        except OSError as error:
+            self._read_error = error
+        return chunk
 
 
 def empty_chunk(num_bytes: int) -> Tensor:

@@ -26,10 +26,8 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.contents import Contents, rng_states, write_files
-from mpiddp.checkpoints.ranks import NoExchange
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.save_shards import NotSaved, ShardedSave, Sharing
-from mpiddp.checkpoints.shards import local_parts
+from mpiddp.checkpoints.save_shards import NotSaved, ShardedSaver
 from mpiddp.checkpoints.state import Keys, mapped, num_bytes, split
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -62,7 +60,7 @@ class Saver:
         self._pending: Future[str] | None = None
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._sharing: Sharing | None = None
+        self._sharded: ShardedSaver | None = None
 
     def save(
         self,
@@ -84,18 +82,16 @@ class Saver:
         ranks = self._gather(per_rank)
         replicated, sharded = split(state)
         whole = replicated if self._run.is_writer else {}
+        parts = None
         if sharded:
-            if self._sharing is None:
-                self._sharing = Sharing(self._run)
-            plan = self._sharing.plan(sharded)
-            copied, boxes = self._memory.copy((whole, local_parts(sharded, plan.own)))
-            shards = ShardedSave(self._sharing, step, plan, boxes)
-        elif self._run.is_writer:
-            copied, shards = self._memory.copy(whole), None
-        else:
+            if self._sharded is None:
+                self._sharded = ShardedSaver(self._run, self._root)
+            parts = self._sharded.plan(sharded)
+        elif not self._run.is_writer:
             return
+        copied, boxes = self._memory.copy((whole, parts))
         contents = Contents(step, copied, ranks, config)
-        self._pending = self._thread.submit(self._write, contents, shards)
+        self._pending = self._thread.submit(self._write, contents, boxes)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Any]:
         """Each rank's own state and generators, complete on the writer ranks: [world_size]. A collective."""
@@ -155,8 +151,11 @@ class Saver:
 
     # In the thread
 
-    def _write(self, contents: Contents, shards: ShardedSave | None) -> str:
+    def _write(self, contents: Contents, boxes: dict[str, Tensor] | None) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or "".
+
+        Args:
+            boxes: this rank's parts of sharded tensors, by name; None if nothing is sharded.
 
         Raises:
             NoAnswer: a rank did not answer.
@@ -164,18 +163,15 @@ class Saver:
         with saving():
             self._memory.wait()
             try:
-                if shards is None:
+                if self._sharded is None or boxes is None:
                     self._write_whole(contents)
                 else:
-                    self._write_sharded(contents, shards)
-            except NoExchange as error:
-                return f"step {contents.step} was not saved: {error}."
+                    self._write_sharded(self._sharded, contents, boxes)
             except NoAnswer:
                 raise
             except (NotSaved, JobFailed) as error:
                 return str(error)
             except OSError as error:
-                boxes = dict(shards.boxes) if shards else {}
                 needed = num_bytes([contents.state, contents.ranks, boxes])
                 return _save_error(error, self._root, contents.step, needed)
         return ""
@@ -186,16 +182,18 @@ class Saver:
             directory.write(self._root, contents.step, lambda new: write_files(new, contents))
         )
 
-    def _write_sharded(self, contents: Contents, shards: ShardedSave) -> None:
+    def _write_sharded(
+        self, sharded: ShardedSaver, contents: Contents, boxes: dict[str, Tensor]
+    ) -> None:
         folder: Path | None = None
         problem: Exception | None = None
         try:
-            folder = shards.run(lambda new: write_files(new, contents))
+            folder = sharded.write(contents.step, boxes, lambda new: write_files(new, contents))
         except NoAnswer:
             raise
         except (NotSaved, JobFailed, OSError) as error:
             problem = error
-        if self._run.is_writer and shards.commit(folder) and folder is not None:
+        if self._run.is_writer and sharded.commit(folder) and folder is not None:
             self._prune(folder)
         if problem is not None:
             raise problem

@@ -1,32 +1,35 @@
 """Save a checkpoint with shards: every rank writes its file, one rank of each file system completes it.
 
-All of this happens in the saving threads, from copies in host memory. The folder is hidden until every file
-of every rank lies on the disk, also on the host that keeps its copy. Then each file system gets its manifest,
-and the folder its name. If one rank cannot save, no file system shows the checkpoint.
+torch's planner decides which rank saves which part. All else happens in the saving threads, from copies in
+host memory. The folder is hidden until every file of every rank lies on the disk, also on the host that keeps
+its copy. Then each file system gets its manifest, and the folder its name. If one rank cannot save, no file
+system shows the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import INDEX, Entry
-from mpiddp.checkpoints.ranks import CHUNK_BYTES, Exchange, NoExchange, bytes_of, empty_chunk
+from mpiddp.checkpoints.directory import INDEX, Entry, file_of
+from mpiddp.checkpoints.ranks import Transfer
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.shards import ShardPlan, file_of, index_json, plan_shards
-from mpiddp.checkpoints.state import HashedFile, write_tensors
+from mpiddp.checkpoints.state import write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 
@@ -34,55 +37,110 @@ class NotSaved(Exception):
     """The checkpoint was given up on all ranks. The message is a sentence, "" on a rank that did its part."""
 
 
-class Sharing:
-    """What the sharded saves of a run have in common."""
+class Exchange:
+    """The values of one save after the other, over the job's channel. Each rank sets its own, each once.
 
-    def __init__(self, run: Run) -> None:
-        """A collective: every rank must create one."""
+    The waits end when a rank fails, and then each raises NotSaved.
+    """
+
+    def __init__(self, coordinator: Coordinator, timeout_s: float) -> None:
+        """All ranks must create one.
+
+        Args:
+            timeout_s: how long this rank waits for the others, all waits of a save together.
+        """
+        self._coordinator = coordinator
+        self._prefix = coordinator.unique_prefix("shards")
+        self._timeout_s = timeout_s
+        self._step = -1
+        self._waited_s = 0.0
+
+    def begin(self, step: int) -> None:
+        """Begin with the values of this save. All ranks have finished the one before.
+
+        Its values are deleted: a long run would fill the channel's server.
+        """
+        self._coordinator.forget(self._key(""))
+        self._step = step
+        self._waited_s = 0.0
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._step}/{name}"
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a value of JSON."""
+        self._coordinator.put(self._key(name), value)
+
+    def get(self, name: str, rank: int) -> Any:
+        """The value of a rank, once it is set. Raises as `get_all`."""
+        return self.get_all(name, [rank])[0]
+
+    def get_all(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """The values of these ranks, once all are set.
+
+        Raises:
+            NoAnswer: the time for all waits of this save has passed. The sentence names the ranks.
+            NotSaved: the job ends.
+        """
+        left_s = max(0.0, self._timeout_s - self._waited_s)
+        since = time.monotonic()
+        try:
+            return self._coordinator.collect(self._key(name), ranks, timeout_s=left_s)
+        except Silent as silent:
+            missing = self._coordinator.no_answer(silent.ranks, self._timeout_s)
+            raise NoAnswer(f"the save of step {self._step}: {missing}") from None
+        except (AnotherFailed, ChannelLost) as end:
+            why = (
+                "another rank has failed" if isinstance(end, AnotherFailed) else "the job has ended"
+            )
+            raise NotSaved(f"step {self._step} was not saved: {why}.") from None
+        finally:
+            self.count(time.monotonic() - since)
+
+    def count(self, seconds: float) -> None:
+        """Count a wait for other ranks that happened elsewhere."""
+        self._waited_s += seconds
+
+
+class ShardedSaver:
+    """This rank's sharded saves, one at a time: `plan`, then `write`, and on a writer rank `commit`."""
+
+    def __init__(self, run: Run, root: Path) -> None:
+        """A collective: every rank must create one.
+
+        Args:
+            root: the folder of all checkpoints.
+        """
         ranks = run.ranks
-        self.run = run
-        self.exchange = Exchange(ranks.coordinator, ranks.timeout_s)
-        self.group: dist.ProcessGroup | None = None  # for copies; None if all share a file system
-        self._plan: ShardPlan | None = None
+        self._run, self._root = run, root
+        self._rank, self._file_systems = ranks.rank, run.file_systems
+        self._exchange = Exchange(ranks.coordinator, ranks.timeout_s)
+        self._group: dist.ProcessGroup | None = None  # for copies; None if all share a file system
+        self._plan = ShardPlan((), {}, None)
+        self._step = -1
+        self._boxes: Mapping[str, Tensor] = {}
         if len(run.file_systems.writers) > 1:
             timeout = timedelta(seconds=ranks.timeout_s)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         elif (ranks.coordinator.world.num_nodes or 1) == 1:
             log.info(
                 "sharded checkpoints: one host holds every shard once. The shards of several hosts "
                 "without a shared file system lie on two hosts each."
             )
 
-    def plan(self, sharded: Mapping[str, Tensor]) -> ShardPlan:
-        """Which rank saves which part of these tensors. A collective."""
-        self._plan = plan_shards(sharded, self.run.ranks.group, self._plan)
-        return self._plan
+    def plan(self, sharded: Mapping[str, Any]) -> dict[str, Tensor]:
+        """This rank's parts of these tensors, as it is to save them. A collective."""
+        self._plan = plan_shards(sharded, self._run.ranks.group, self._plan)
+        with torch.no_grad():
+            return {name: sharded[name].to_local().contiguous() for name in self._plan.own}
 
-
-class ShardedSave:
-    """One save of one rank."""
-
-    def __init__(
-        self, sharing: Sharing, step: int, plan: ShardPlan, boxes: Mapping[str, Tensor]
-    ) -> None:
-        """
-        Args:
-            boxes: this rank's parts in host memory, by the names of their tensors.
-        """
-        self.boxes = boxes
-        self._run = sharing.run
-        self._root = sharing.run.dir.checkpoints
-        self._step = step
-        self._rank = sharing.run.ranks.rank
-        self._plan = plan
-        self._file_systems = sharing.run.file_systems
-        self._exchange = sharing.exchange
-        self._group = sharing.group
-
-    def run(self, write_files: directory.WriteFiles) -> Path | None:
-        """Save this rank's parts of the sharded tensors, and on a writer rank complete the checkpoint.
+    def write(
+        self, step: int, boxes: Mapping[str, Tensor], write_files: directory.WriteFiles
+    ) -> Path | None:
+        """Write this rank's parts of the sharded tensors, and on a writer rank complete the checkpoint.
 
         Args:
+            boxes: the parts that `plan` has returned, in host memory.
             write_files: writes the files that hold no shards, on a writer rank.
 
         Returns:
@@ -92,14 +150,13 @@ class ShardedSave:
             NotSaved: some rank could not save.
             OSError, JobFailed: this rank could not complete the checkpoint.
             NoAnswer: a rank did not answer. The sentence names it.
-            NoExchange: the job ends.
         """
-        self._exchange.begin()
-        with self._named():
-            if self._run.is_writer:
-                return self._write_folder(write_files)
-            self._write_shards(self._folder_of_writer())
-            return None
+        self._step, self._boxes = step, boxes
+        self._exchange.begin(step)
+        if self._run.is_writer:
+            return self._write_folder(write_files)
+        self._write_shards(self._folder_of_writer())
+        return None
 
     def commit(self, folder: Path | None) -> bool:
         """Wait until every file system has the checkpoint. Only on writer ranks.
@@ -111,23 +168,14 @@ class ShardedSave:
             Whether all have it, so that older ones may be removed.
 
         Raises:
-            NoAnswer, NoExchange: as `run`.
+            NoAnswer, NotSaved: as `write`.
         """
         exchange = self._exchange
-        with self._named():
-            exchange.set("has completed", folder is not None)
-            if self._rank == 0:
-                all_have = exchange.get_all("has completed", self._file_systems.writers)
-                exchange.set("all have completed", all(all_have))
-            return bool(exchange.get("all have completed", 0))
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the save in the error of a rank that does not answer."""
-        try:
-            yield
-        except NoAnswer as error:
-            raise NoAnswer(f"the save of step {self._step}: {error}") from None
+        exchange.set("has completed", folder is not None)
+        if self._rank == 0:
+            all_have = exchange.get_all("has completed", self._file_systems.writers)
+            exchange.set("all have completed", all(all_have))
+        return bool(exchange.get("all have completed", 0))
 
     def _folder_of_writer(self) -> Path | None:
         name = self._exchange.get("folder", self._file_systems.writer_of[self._rank])
@@ -168,25 +216,15 @@ class ShardedSave:
                 raise problem from None
             raise
         files = self._verdict()
-        for name in self._files_here():
+        for name in map(file_of, self._file_systems.shards_at(self._rank)):
             entry = files[name]
             if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
                 raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
             hashes[name] = entry.sha256
-        (folder / INDEX).write_text(index_json(self._plan.tensors, files))
+        all_files = {name: asdict(entry) for name, entry in files.items()}
+        index = {"tensors": self._plan.tensors, "files": all_files}
+        (folder / INDEX).write_text(json.dumps(index))
         return hashes
-
-    def _files_here(self) -> list[str]:
-        """The files of shards on this file system: those of its ranks, and the copies for other hosts."""
-        own = self._file_systems.writer_of[self._rank]
-        ranks = range(len(self._file_systems.writer_of))
-        receivers = [self._file_systems.receiver_of(rank) for rank in ranks]
-        return [
-            file_of(rank)
-            for rank, receiver in zip(ranks, receivers, strict=True)
-            if own == self._file_systems.writer_of[rank]
-            or (receiver is not None and own == self._file_systems.writer_of[receiver])
-        ]
 
     def _write_shards(
         self, folder: Path | None, problem: OSError | JobFailed | None = None
@@ -204,7 +242,7 @@ class ShardedSave:
             if problem is not None:
                 raise problem
             if folder is not None:
-                entry = _write_file(folder, self._rank, self.boxes)
+                entry = _write_file(folder, self._rank, self._boxes)
                 if self._group is not None:
                     senders = self._file_systems.senders_to(self._rank)
                     transfer = Transfer(folder, self._rank, senders)
@@ -248,7 +286,7 @@ class ShardedSave:
 
     def _give_up(self) -> None:
         """On rank 0, tell the others that this rank could not save."""
-        with contextlib.suppress(NotSaved, NoExchange):
+        with contextlib.suppress(NotSaved):
             self._verdict()
 
     def _verdict(self) -> dict[str, Entry]:
@@ -278,80 +316,80 @@ def _write_file(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> Entry
     return Entry((folder / name).stat().st_size, hashes[name])
 
 
-# Copies on other hosts
+# Which rank saves which part
 
 
-class Transfer:
-    """The file that a rank sends, and the copies that it receives, in one folder.
+@dataclass(frozen=True)
+class ShardPlan:
+    """What one rank saves, and where all parts of all tensors are."""
 
-    All files are open before any rank sends: the peers of a rank that cannot open one would wait for it.
+    own: tuple[str, ...]  # the names of the tensors of which this rank saves its part
+    tensors: dict[str, dict[str, Any]]  # all, as in shards.json
+    signature: object  # of the tensors that were planned; None before
+
+
+def plan_shards(
+    sharded: Mapping[str, Tensor], group: dist.ProcessGroup | None, previous: ShardPlan
+) -> ShardPlan:
+    """Decide it for these tensors of this rank. A collective, unless `previous` is for such tensors.
+
+    Parts that several ranks have, under HSDP for example, are saved once, by the rank that has least to save.
+
+    Args:
+        group: of all ranks; None if the job has one.
     """
+    signature = [_signature(name, tensor) for name, tensor in sharded.items()]
+    if previous.signature == signature:
+        return previous
+    from torch.distributed.checkpoint import DefaultSavePlanner  # takes a while
 
-    def __init__(self, folder: Path, rank: int, senders: Sequence[int]) -> None:
-        """
-        Raises:
-            OSError: a file cannot be opened.
-        """
-        self._folder = folder
-        self._copies: dict[int, HashedFile] = {}
-        self._read_error: OSError | None = None
-        self._own = (folder / file_of(rank)).open("rb")
-        try:
-            for sender in senders:
-                self._copies[sender] = HashedFile(folder / file_of(sender))
-        except OSError:
-            self.close()
-            raise
+    rank = dist.get_rank() if group else 0
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(sharded), is_coordinator=rank == 0)
+    plans: list[Any] = [planner.create_local_plan()]
+    if group is not None:
+        own = plans[0]
+        plans = [None] * dist.get_world_size()
+        dist.all_gather_object(plans, own, group=group)
+    # Every rank computes the same: a plan follows from nothing but the plans of the ranks.
+    global_plans, metadata = planner.create_global_plan(plans)
+    ranks = {
+        (item.index.fqn, tuple(item.index.offset or ())): number
+        for number, plan in enumerate(global_plans)
+        for item in plan.items
+    }
+    tensors = {
+        name: _saved_tensor(name, each, ranks)
+        for name, each in metadata.state_dict_metadata.items()
+    }
+    items = global_plans[rank].items
+    names = tuple(item.index.fqn for item in items if _has_values(item.tensor_data))
+    return ShardPlan(names, tensors, signature)
 
-    def run(
-        self, receiver: int | None, own_bytes: int, incoming: Mapping[int, Entry], group: Any
-    ) -> None:
-        """Send and receive, all at once. Every pair of ranks has to agree on its transfer.
 
-        Args:
-            receiver: None to send nothing.
-            own_bytes: the size of this rank's file.
-            incoming: the sizes and the hashes of the files to receive, by rank.
+def _signature(name: str, tensor: Any) -> tuple[Any, ...]:
+    """What the plan depends on. It is the same on all ranks, which therefore plan together or not at all."""
+    mesh = tensor.device_mesh
+    return name, tensor.shape, tensor.dtype, tensor.placements, mesh.mesh.tolist()
 
-        Raises:
-            OSError: a file cannot be read or written, or arrived damaged.
-            RuntimeError: a connection broke, or a rank was silent.
-        """
-        to_send = own_bytes if receiver is not None else 0
-        sizes = [to_send, *(entry.bytes for entry in incoming.values())]
-        for start in range(0, max(sizes), CHUNK_BYTES):
-            works, parts = [], []
-            if start < to_send:
-                chunk = self._read(to_send - start)
-                works.append(dist.isend(chunk, receiver, group=group))
-            for rank, entry in incoming.items():
-                if start < entry.bytes:
-                    part = empty_chunk(entry.bytes - start)
-                    works.append(dist.irecv(part, rank, group=group))
-                    parts.append((self._copies[rank], part))
-            for work in works:
-                if work is not None:
-                    work.wait()
-            for file, part in parts:
-                file.write(bytes_of(part))
-        for rank, entry in incoming.items():
-            if self._copies[rank].close() != entry.sha256:
-                raise OSError(errno.EIO, f"{file_of(rank)} arrived damaged: its SHA-256 differs")
-            flush(self._folder / file_of(rank))
-        if self._read_error is not None:
-            raise self._read_error
 
-    def close(self) -> None:
-        self._own.close()
-        for file in self._copies.values():
-            with contextlib.suppress(OSError):
-                file.close()
+def _has_values(data: Any) -> bool:
+    """Some ranks have no part of a tensor that is shorter than the number of ranks."""
+    return data is not None and 0 not in data.chunk.sizes
 
-    def _read(self, num_bytes: int) -> Tensor:
-        """The next chunk of this rank's file. After an error the receiver finds another SHA-256."""
-        chunk = empty_chunk(num_bytes)
-        try:
-            self._own.readinto(bytes_of(chunk))
-        except OSError as error:
-            self._read_error = error
-        return chunk
+
+def _saved_tensor(
+    name: str, saved: Any, ranks: Mapping[tuple[str, tuple[int, ...]], int]
+) -> dict[str, Any]:
+    """The tensor as in shards.json."""
+    chunks = [
+        {
+            "offsets": tuple(each.offsets),
+            "sizes": tuple(each.sizes),
+            "rank": ranks[name, tuple(each.offsets)],
+        }
+        for each in saved.chunks
+        if 0 not in each.sizes
+    ]
+    dtype = str(saved.properties.dtype).removeprefix("torch.")
+    return {"shape": tuple(saved.size), "dtype": dtype, "chunks": chunks}

@@ -80,7 +80,8 @@ class Checkpoints:
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
-        self._saver: Saver | None = None
+        self._saver: Saver | None = None  # from the first save on
+        self._verified: Path | None = None  # the checkpoint that this host has just verified
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
         session = current()
@@ -157,7 +158,8 @@ class Checkpoints:
                 run.set_newer_aside(resumed.step)
             self._step = resumed.step
             current().stop.count_from(resumed.step)
-            self._start(run, resumed.step, verified=found.folder if found.is_own else None)
+            self._verified = found.folder if found.is_own else None
+            self._start(run, resumed.step)
         except BaseException:
             run.close(removes_new=True)
             raise
@@ -226,9 +228,9 @@ class Checkpoints:
         check_entries("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
-        if self._saver is None:
+        if self._run is None:
             self._open_new()
-        assert self._saver is not None
+        assert self._run is not None
         if step < self._step:
             raise ValueError(
                 f"step {step} is earlier than step {self._step}, which {self._dir} has already. "
@@ -237,6 +239,13 @@ class Checkpoints:
         if step == self._step:
             return
         self._step = step
+        if self._saver is None:
+            self._saver = Saver(
+                self._run,
+                keep=self._keep,
+                must_succeed=self._must_succeed,
+                verified=self._verified,
+            )
         self._saver.save(step, dict(state), dict(per_rank or {}), self._config)
 
     def close(self) -> None:
@@ -249,10 +258,9 @@ class Checkpoints:
         """
         saver, self._saver = self._saver, None
         self._records.is_closed = True
-        if saver is None:
-            return
         try:
-            saver.finish()
+            if saver is not None:
+                saver.finish()
         finally:
             self._give_up()
 
@@ -284,12 +292,8 @@ class Checkpoints:
         """Open the folder, which an earlier attempt may have created. All ranks must call this."""
         return open_run(self._dir, form_ranks(self._coordinator, self._timeout_s))
 
-    def _start(self, run: Run, step: int, *, verified: Path | None = None) -> None:
-        """Take records and saves after this step. All ranks must call this.
-
-        Args:
-            verified: the checkpoint of this run that `find` has just verified.
-        """
+    def _start(self, run: Run, step: int) -> None:
+        """Take records and saves after this step. All ranks must call this."""
         session = current()
         output = session.output if session.run is self._records else None
         with run.ranks.together(), writing(self._dir):
@@ -298,9 +302,6 @@ class Checkpoints:
             if output is not None and output.log_dir is None:
                 session.send("log", path=str(output.log_to(self._dir.logs.absolute())))
         self._records.start(step, is_writer=run.is_writer)
-        self._saver = Saver(
-            run, keep=self._keep, must_succeed=self._must_succeed, verified=verified
-        )
         self._run = run
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.owner is not None:

@@ -1,7 +1,6 @@
-"""The boxes of sharded tensors: which rank saves which, and which a rank reads at any number of ranks.
+"""The sharded tensors of a checkpoint, read at any number of ranks: torch's planner chooses the boxes.
 
-torch's planners of distributed checkpoints decide both. Parts that several ranks have, under HSDP for
-example, are saved once, by the rank that has least to save. shards.json says where each box lies:
+shards.json says in which file each box lies:
 
     {"tensors": {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "dtype": "float32",
                  "chunks": [{"offsets": [0, 0], "sizes": [5, 64], "rank": 0}, …]}},
@@ -16,16 +15,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry
+from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, file_of
 from mpiddp.checkpoints.state import filled, mapped, name_of, path_of, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import read_limited
@@ -50,21 +48,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
-
-
-def index_json(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> str:
-    """The contents of shards.json: the sharded tensors, and the files of shards of all hosts."""
-    return json.dumps(
-        {
-            "tensors": {name: asdict(tensor) for name, tensor in tensors.items()},
-            "files": {name: asdict(entry) for name, entry in files.items()},
-        }
-    )
-
-
-def file_of(rank: int) -> str:
-    """The file of a rank's shards."""
-    return f"shard_{rank:05d}.pt"
 
 
 def read_index(path: Path) -> dict[str, SavedTensor]:
@@ -101,83 +84,6 @@ def _tensor(values: dict[str, Any]) -> SavedTensor:
 def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
     ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
     return all(offset + size <= length for offset, size, length in ends)
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """What one rank saves, and where all parts of all tensors are."""
-
-    own: tuple[str, ...]  # the names of the tensors of which this rank saves its part
-    tensors: dict[str, SavedTensor]
-    signature: object  # of the tensors that were planned
-
-
-def plan_shards(
-    sharded: Mapping[str, Tensor], group: dist.ProcessGroup | None, previous: ShardPlan | None
-) -> ShardPlan:
-    """Decide it for these tensors of this rank. A collective, unless `previous` is for such tensors.
-
-    Args:
-        group: of all ranks; None if the job has one.
-    """
-    signature = [_signature(name, tensor) for name, tensor in sharded.items()]
-    if previous is not None and previous.signature == signature:
-        return previous
-    from torch.distributed.checkpoint import DefaultSavePlanner  # takes a while
-
-    rank = dist.get_rank() if group else 0
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(sharded), is_coordinator=rank == 0)
-    plans: list[Any] = [planner.create_local_plan()]
-    if group is not None:
-        own = plans[0]
-        plans = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, own, group=group)
-    # Every rank computes the same: a plan follows from nothing but the plans of the ranks.
-    global_plans, metadata = planner.create_global_plan(plans)
-    ranks = {
-        (item.index.fqn, tuple(item.index.offset or ())): number
-        for number, plan in enumerate(global_plans)
-        for item in plan.items
-    }
-    tensors = {
-        name: _saved_tensor(name, each, ranks)
-        for name, each in metadata.state_dict_metadata.items()
-    }
-    return ShardPlan(_names(global_plans[rank]), tensors, signature)
-
-
-def _signature(name: str, tensor: Any) -> tuple[Any, ...]:
-    """What the plan depends on. It is the same on all ranks, which therefore plan together or not at all."""
-    mesh = tensor.device_mesh
-    return name, tensor.shape, tensor.dtype, tensor.placements, mesh.mesh.tolist()
-
-
-def _names(plan: Any) -> tuple[str, ...]:
-    return tuple(item.index.fqn for item in plan.items if _has_values(item.tensor_data))
-
-
-def _has_values(data: Any) -> bool:
-    """Some ranks have no part of a tensor that is shorter than the number of ranks."""
-    return data is not None and 0 not in data.chunk.sizes
-
-
-def _saved_tensor(
-    name: str, saved: Any, ranks: Mapping[tuple[str, tuple[int, ...]], int]
-) -> SavedTensor:
-    chunks = tuple(
-        Chunk(tuple(each.offsets), tuple(each.sizes), ranks[name, tuple(each.offsets)])
-        for each in saved.chunks
-        if 0 not in each.sizes
-    )
-    dtype = str(saved.properties.dtype).removeprefix("torch.")
-    return SavedTensor(tuple(saved.size), dtype, chunks)
-
-
-def local_parts(sharded: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """This rank's parts of the tensors of these names."""
-    with torch.no_grad():
-        return {name: sharded[name].to_local().contiguous() for name in names}
 
 
 @dataclass(frozen=True)

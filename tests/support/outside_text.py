@@ -30,7 +30,7 @@ from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run import _Record
 from mpiddp.checkpoints.run_dir import _step_of
-from mpiddp.checkpoints.shards import index_json, read_index
+from mpiddp.checkpoints.shards import read_index
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpus, history
@@ -224,7 +224,7 @@ def _use_shards(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shards.json")
         path.write_bytes(content)
-        assert index_json(read_index(path), {})
+        read_index(path)
 
 
 def _read_checkpoint(content: bytes) -> None:

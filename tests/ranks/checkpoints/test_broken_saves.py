@@ -14,8 +14,8 @@ from socket import gethostname
 import pytest
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.ranks import Exchange
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.save_shards import Exchange
 from mpiddp.errors import NoAnswer
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
@@ -80,15 +80,17 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
         ]
         limits = [0.0, 0.0, PATIENCE_S]
         exchanges = [Exchange(*each) for each in zip(coordinators, limits, strict=True)]
-        with pytest.raises(NoAnswer, match=r"^rank 2 on c did not answer in 0 s\.$"):
+        for exchange in exchanges:
+            exchange.begin(1)
+        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 2 on c did not answer in 0 s\.$"):
             exchanges[1].get("folder", 2)
         exchanges[0].set("done", None)
-        with pytest.raises(NoAnswer, match=r"^rank 2 on c did not answer in 0 s\.$"):
+        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 2 on c did not answer in 0 s\.$"):
             exchanges[0].get_all("done", [0, 1, 2])
         exchanges[2].set("folder", "")  # rank 1 has its answer, and still reports nothing
         exchanges[2].set("done", None)
         exchanges[2].get_all("done", [0, 2])
-        with pytest.raises(NoAnswer, match=r"^rank 1 on b did not answer in 0 s\.$"):
+        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 1 on b did not answer in 0 s\.$"):
             exchanges[0].get_all("done", [0, 1, 2])
 
 
