@@ -25,13 +25,22 @@ def main() -> None:
         text = (options.run / "metrics.jsonl").read_text()
     except OSError as error:
         refuse(f"{options.run / 'metrics.jsonl'}: {error.strerror}. Name the folder of a run.")
-    records = [json.loads(line) for line in text.splitlines()]
+    records = [record for line in text.splitlines() if (record := parsed(line))]
     if not records:
-        refuse(f"{options.run / 'metrics.jsonl'} has no records yet.")
+        refuse(f"{options.run / 'metrics.jsonl'} has no records of train.py yet.")
     try:
         draw(records).savefig(options.picture, dpi=150)
     except (OSError, ValueError) as error:  # a format that matplotlib does not know
         refuse(f"{options.picture}: {error}")
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """The record; None of a line that is half written, or that another program wrote."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record if "loss" in record else None
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from mpiddp.errors import UserError
+from mpiddp.train.data.datasets import DATASETS
 
 
 def refuse_contradictions(options: Namespace) -> None:
@@ -15,6 +16,11 @@ def refuse_contradictions(options: Namespace) -> None:
     """
     if options.batch_size and options.global_batch_size:
         raise UserError("--batch-size and --global-batch-size are mutually exclusive. Give one.")
+    images = "--use-syn" if options.use_syn else f"--dataset {options.dataset}"
+    if options.max_shift is not None and (options.use_syn or not DATASETS[options.dataset].layouts):
+        raise UserError(
+            f"--max-shift shifts images of CIFAR-10 and its like, not those of {images}. Leave one out."
+        )
     if options.keep_tail and options.sync_bn:
         raise UserError(
             "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "

@@ -25,9 +25,9 @@ from mpiddp.runtime.torch.steps import should_stop
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch
-from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.engine import TrainState, train_step
 from mpiddp.train.loop import TrainInputs, build_state
+from mpiddp.train.opening import batches_of
 from mpiddp.train.parallel import clear_gradients
 
 _GATHER_TIMEOUT_S = 600.0
@@ -125,8 +125,7 @@ def _train(inputs: TrainInputs) -> Trace | None:
     done = 0
     for epoch in range(config.epochs):
         steps = list(plan.order.steps(epoch))[: num_steps - done]
-        order = [numbers for step in steps for numbers in step.micro_batches]
-        batches = recorder.record(prefetched(data.train.batches(order, epoch=epoch), inputs.device))
+        batches = recorder.record(batches_of(steps, data, config, inputs.device, epoch=epoch))
         for step in steps:
             recorder.end_step(train_step(state, ddp, batches, step, plan.lr(done), config))
             clear_gradients(ddp, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mpiddp.paths import cause_of
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch, Data
+from mpiddp.train.data.low_resolution import low_resolution
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import is_sharded, reducing
@@ -57,17 +58,22 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     )
     if config.weights is not None:
         load_weights(model, Path(config.weights))
-    if config.batch_size == 1 and not config.sync_bn:
-        _check_lone_image(model, data)
+    images_of_pass = config.batch_size
+    if config.sync_bn:  # those of all ranks count
+        images_of_pass = config.global_batch_size // config.grad_accum_steps
+    if images_of_pass == 1:
+        _check_lone_image(model, data.shape)
+        if config.low_res_epochs:
+            _check_lone_image(model, (channels, *low_resolution(*data.shape[1:])))
     return model
 
 
-def _check_lone_image(model: nn.Module, data: Data) -> None:
+def _check_lone_image(model: nn.Module, shape: tuple[int, int, int]) -> None:
     """Raise UserError if BatchNorm would get one pixel of one image, whose variance is 0."""
     try:  # a forward pass over shapes only
-        copy.deepcopy(model).to("meta")(torch.empty(1, *data.shape, device="meta"))
+        copy.deepcopy(model).to("meta")(torch.empty(1, *shape, device="meta"))
     except ValueError:
-        _, height, width = data.shape
+        _, height, width = shape
         raise UserError(
             f"BatchNorm cannot normalize a pass of one {height}×{width} image. "
             "Use --batch-size 2 or more, or --stem cifar."
@@ -172,6 +178,10 @@ def build_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradSca
     return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
 
+def _untimed(phase: str) -> None:
+    """Nobody wants to know when a phase ends."""
+
+
 def train_step(
     state: TrainState,
     ddp: nn.Module,
@@ -179,15 +189,20 @@ def train_step(
     step: Step,
     lr: float,
     config: TrainConfig,
+    *,
+    phase_ends: Callable[[str], object] = _untimed,
 ) -> Tensor:
     """One step of the optimizer over the next batches of this rank. It leaves its gradients.
+
+    Args:
+        phase_ends: as for `backward`. The rest of the step is the phase "optimizer".
 
     Returns:
         The sum of the losses of this rank's images: a scalar on the device.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = backward(ddp, batches, step, state.scaler, config)
+    loss_sum = backward(ddp, batches, step, state.scaler, config, phase_ends=phase_ends)
     if config.clip_grad_norm is not None:
         clip_gradients(state, config.clip_grad_norm)
     state.scaler.step(state.optimizer)
@@ -201,8 +216,14 @@ def backward(
     step: Step,
     scaler: torch.amp.GradScaler,
     config: TrainConfig,
+    *,
+    phase_ends: Callable[[str], object] = _untimed,
 ) -> Tensor:
     """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
+
+    Args:
+        phase_ends: called at the end of each phase: "data", "forward", "backward", and "waiting" for the sum
+            over all ranks. Shards and --sync-bn wait within the passes, and have no such phase.
 
     Returns:
         The sum of the losses of this rank's images: a scalar on the device.
@@ -211,8 +232,10 @@ def backward(
     loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
     averages = step.ddp_averages or is_sharded(ddp)
     num_counted = len(step.micro_batches) - step.num_discarded
+    waits_last = not (is_sharded(ddp) or config.sync_bn)
     for index, _ in enumerate(step.micro_batches):
         images, labels = next(batches)
+        phase_ends("data")
         is_last = index == len(step.micro_batches) - 1
         counts = index < num_counted
         kept = contextlib.nullcontext() if counts else unchanged_buffers(ddp)
@@ -222,15 +245,25 @@ def backward(
                 loss = F.cross_entropy(
                     logits, labels, reduction="sum", label_smoothing=config.label_smoothing
                 )
+            phase_ends("forward")
             # The ranks take the mean of their gradients; this makes it the mean over all images.
             weight = world_size / step.num_images if counts else 0.0
             scaler.scale(loss * weight).backward()
+            phase_ends("waiting" if waits_last and is_last else "backward")
         if counts:
             loss_sum += loss.detach()
     if not averages:
         scaler.scale(loss_sum)  # creates the scale at first use, even on a rank without images
         _average_gradients([p for p in ddp.parameters() if p.requires_grad])
+        phase_ends("waiting" if waits_last else "backward")
     return loss_sum
+
+
+def mark_last_gradient(model: nn.Module, phase_ends: Callable[[str], object]) -> None:
+    """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is not None and not is_sharded(model):
+        first.register_post_accumulate_grad_hook(lambda parameter: phase_ends("backward"))
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:

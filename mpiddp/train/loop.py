@@ -23,15 +23,20 @@ from mpiddp.train.checkpoint import Progress, exiting_together
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.copies import Copies
 from mpiddp.train.data.dataset import Data
-from mpiddp.train.data.low_resolution import at_low_resolution
-from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.divergence import refuse_divergence
-from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
+from mpiddp.train.engine import (
+    TrainState,
+    build_optimizer,
+    build_scaler,
+    mark_last_gradient,
+    to_device,
+    train_step,
+)
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, mean_phases, measure_speed
+from mpiddp.train.opening import batches_of
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
-from mpiddp.train.phases import mark_phases
 from mpiddp.train.plan import TrainPlan
 from mpiddp.train.profiling import StepProfiler
 
@@ -69,7 +74,7 @@ def train(
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run, model = inputs.coordinator, inputs.run, state.model
     timer = StepTimer(device)
-    mark_phases(timer, ddp, state.optimizer)
+    mark_last_gradient(ddp, timer.phase_ends)
     per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
     profiler = StepProfiler(config, run, coordinator.world.rank)
     images_of_steps: list[int] = []
@@ -79,10 +84,7 @@ def train(
 
     for epoch in range(progress.epoch, config.epochs):
         steps = list(plan.order.steps(epoch, progress.position))
-        order = [numbers for step in steps for numbers in step.micro_batches]
-        batches = prefetched(data.train.batches(order, epoch=epoch), device)
-        if epoch < config.low_res_epochs:
-            batches = at_low_resolution(batches)
+        batches = batches_of(steps, data, config, device, epoch=epoch)
         loss_sum, num_images = torch.zeros((), device=device), 0
         per_rank_log.epoch_begins(epoch)
         timer.resume()
@@ -90,7 +92,9 @@ def train(
         for step in steps:
             profiler.before(progress.step + 1)
             lr = plan.lr(progress.step)
-            loss_sum += train_step(state, ddp, batches, step, lr, config)
+            loss_sum += train_step(
+                state, ddp, batches, step, lr, config, phase_ends=timer.phase_ends
+            )
             num_images += step.num_images
             clear_gradients(ddp, config)
             timer.tick()
@@ -145,21 +149,22 @@ def train(
             saves = is_due or is_last
             if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
                 refuse_divergence(state, progress.step, checkpoints, coordinator)
+                timer.resume()
             if saves:
                 with exiting_together(coordinator):
                     checkpoint.save(checkpoints, state, progress, config, data.contents)
                 timer.resume("save")
             if is_last:
                 profiler.close()
+                timer.resume()
                 with exiting_together(coordinator):
                     checkpoints.close()
+                timer.resume("save")
             if stops:
                 extra = resume_args(config, run.path)
                 command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
                 log.info(f"stopped at step {progress.step}. To resume, run {command}.")
                 return None
-            if is_due or ends_epoch:
-                timer.resume()
 
     per_rank_log.training_ends()
     if score is None and data.test is not None:  # resumed after the last step

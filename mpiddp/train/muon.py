@@ -58,7 +58,8 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 assert parameter.grad is not None
                 gradient = parameter.grad + group["weight_decay"] * parameter
-                direction = self._nesterov(parameter, gradient, group["momentum"])
+                buffer = self._add_to_momentum(parameter, gradient, group["momentum"])
+                direction = gradient.add_(buffer, alpha=group["momentum"])  # Nesterov's
                 parameter.add_(direction, alpha=-group["lr"])
 
     def _step_orthogonal(self, convolutions: list[nn.Parameter], *, lr: float) -> None:
@@ -66,31 +67,35 @@ class Muon(torch.optim.Optimizer):
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
         shares = _shares(convolutions, world_size)
-        directions = {each: self._nesterov(each, each.grad, _MOMENTUM) for each in convolutions}
+        buffers = {each: self._add_to_momentum(each, each.grad, _MOMENTUM) for each in convolutions}
         largest = max(sum(parameter.numel() for parameter in share) for share in shares)
         new = convolutions[0].new_zeros(largest)
         for parameter, weight in _parts(new, shares[rank]):
-            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
-            weight.copy_(scaled - lr * orthogonal(directions[parameter]))
+            order = _order(parameter)
+            filters = parameter.permute(order)
+            scaled = filters * (len(filters) ** 0.5 / filters.norm())
+            assert parameter.grad is not None
+            direction = parameter.grad.add(buffers[parameter], alpha=_MOMENTUM)
+            update = orthogonal(direction.permute(order).flatten(1))
+            weight.copy_(scaled).sub_(update.view_as(weight), alpha=lr)
         of_ranks = [new]
         if world_size > 1:
             of_ranks = [torch.empty_like(new) for _ in shares]
             dist.all_gather(of_ranks, new)
         for share, weights in zip(shares, of_ranks, strict=True):
             for parameter, weight in _parts(weights, share):
-                parameter.copy_(weight)
+                parameter.permute(_order(parameter)).copy_(weight)
 
-    def _nesterov(
+    def _add_to_momentum(
         self, parameter: nn.Parameter, gradient: Tensor | None, momentum: float
     ) -> Tensor:
-        """The direction of Nesterov's momentum, after this gradient."""
+        """The momentum of this parameter, after this gradient."""
         assert gradient is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
-        buffer.mul_(momentum).add_(gradient)
-        return gradient + momentum * buffer
+        return buffer.mul_(momentum).add_(gradient)
 
 
 def _shares(parameters: list[nn.Parameter], world_size: int) -> list[list[nn.Parameter]]:
@@ -102,27 +107,32 @@ def _shares(parameters: list[nn.Parameter], world_size: int) -> list[list[nn.Par
 
 
 def _parts(flat: Tensor, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with its part of `flat`, which may be longer."""
+    """Each parameter with its part of `flat`, in the `_order` of the parameter. `flat` may be longer."""
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
-        yield parameter, part.view(parameter.shape)
+        yield parameter, part.view(parameter.permute(_order(parameter)).shape)
+
+
+def _order(weights: Tensor) -> tuple[int, ...]:
+    """The dimensions of [C_out, C_in, height, width] as they lie in memory. Such copies are quick."""
+    is_last = weights.is_contiguous(memory_format=torch.channels_last)
+    return (0, 2, 3, 1) if is_last else (0, 1, 2, 3)
 
 
 def orthogonal(weights: Tensor) -> Tensor:
     """Nearly the closest matrix with orthogonal rows, or columns, whichever are fewer.
 
-    Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
-    and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
-    of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
-    multiplied once.
+    Newton and Schulz's iteration brings the singular values to between 0.7 and 1.2, in bfloat16: this exact
+    the update need not be. Each round multiplies the matrix by a polynomial of its product with its
+    transpose. That product is smaller, so the rounds work on it, and the matrix is multiplied once.
 
     Args:
-        weights: [C_out, C_in, height, width].
+        weights: [C_out, C_in · height · width], these in any order.
 
     Returns:
         The same shape and type.
     """
-    matrix = weights.reshape(len(weights), -1).bfloat16()
+    matrix = weights.bfloat16()
     is_tall = matrix.shape[0] > matrix.shape[1]
     if is_tall:
         matrix = matrix.T
@@ -136,5 +146,5 @@ def orthogonal(weights: Tensor) -> Tensor:
     matrix = factor @ matrix
     if is_tall:
         matrix = matrix.T
-    result: Tensor = matrix.reshape(weights.shape).to(weights.dtype)
+    result: Tensor = matrix.to(weights.dtype)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,11 +13,14 @@ from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DATA
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.dataset import Data
+from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.data.datasets import DATASETS, DatasetSpec, find
 from mpiddp.train.data.device_images import DeviceImages
 from mpiddp.train.data.image_folder import ImageFolder
+from mpiddp.train.data.low_resolution import at_low_resolution
+from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.synthetic import SyntheticImages
+from mpiddp.train.order import Step
 from mpiddp.world import World
 
 
@@ -130,14 +134,28 @@ def load(spec: DatasetSpec, *folders: Path) -> tuple[ImageArrays, ImageArrays]:
     folder, layout = found
     train, test = layout.read([folder / name for name in layout.files])
     expected = (spec.size, spec.size, spec.channels)
-    for images, labels in ((each.images, each.labels) for each in (train, test)):
+    for purpose, images, labels in (
+        ("training", train.images, train.labels),
+        ("testing", test.images, test.labels),
+    ):
         if images.shape[1:] != expected:
             raise UserError(f"{folder}: images of {images.shape[1:]} instead of {expected}")
-        if labels.max(initial=0) >= spec.num_classes:
+        if not len(labels):
+            raise UserError(f"{folder}: there are no images for {purpose}.")
+        if labels.max() >= spec.num_classes:
             raise UserError(
                 f"{folder}: label {labels.max()} is not one of 0 to {spec.num_classes - 1}"
             )
     return train, test
+
+
+def batches_of(
+    steps: Sequence[Step], data: Data, config: TrainConfig, device: torch.device, *, epoch: int
+) -> Iterator[Batch]:
+    """The images for these steps of an epoch, on the device: a batch for each backward pass."""
+    order = [numbers for step in steps for numbers in step.micro_batches]
+    batches = prefetched(data.train.batches(order, epoch=epoch), device)
+    return at_low_resolution(batches) if epoch < config.low_res_epochs else batches
 
 
 def _synthetic(config: TrainConfig, world: World, device: torch.device, size: int) -> Data:

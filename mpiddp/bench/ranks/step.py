@@ -92,7 +92,7 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
 
 def _time_runner(job: Job, data: Data, plan: TrainPlan, out: Path) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = replace(job.config, epochs=1, out=str(out))
+    config = replace(job.config, epochs=1, low_res_epochs=0, out=str(out))
     model = build_model(config, data)
     inputs = TrainInputs(config, plan, data, model, job.coordinator, job.device, RunDir(out))
     state, ddp = build_state(inputs)

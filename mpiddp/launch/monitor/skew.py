@@ -5,7 +5,7 @@ The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ran
 NCCL use their core meanwhile, so all their own times are equal, and none is named.
 
 `mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
-A sharded model waits in every phase, so what its ranks tell does not count.
+A sharded model, or synchronized BatchNorm, waits in every phase, so what these ranks tell does not count.
 """
 
 from __future__ import annotations

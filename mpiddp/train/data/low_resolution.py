@@ -16,5 +16,9 @@ from mpiddp.train.data.dataset import Batch
 def at_low_resolution(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches with images of 3/4 of the height and width: [N, C, H, W] to [N, C, 3/4 H, 3/4 W]."""
     for images, labels in batches:
-        height, width = (max(1, size * 3 // 4) for size in images.shape[2:])
-        yield F.adaptive_avg_pool2d(images, (height, width)), labels
+        yield F.adaptive_avg_pool2d(images, low_resolution(*images.shape[2:])), labels
+
+
+def low_resolution(height: int, width: int) -> tuple[int, int]:
+    """3/4 of the height and width, in pixels."""
+    return max(1, height * 3 // 4), max(1, width * 3 // 4)

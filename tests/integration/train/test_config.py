@@ -133,6 +133,13 @@ def test_both_batch_sizes() -> None:
     )
 
 
+@pytest.mark.parametrize("images", ["--use-syn", "--dataset=image-folder"])
+def test_images_that_are_never_shifted(images: str) -> None:
+    said = refusal("--max-shift=3", images)
+    assert said.startswith("--max-shift shifts images of CIFAR-10 and its like, not those of ")
+    assert f"{images.replace('=', ' ')}. Leave one out." in said
+
+
 # Defaults that depend on the machine
 
 

@@ -309,6 +309,13 @@ def test_a_damaged_fashion_mnist_file_is_one_sentence(
             r"of \(9, 9, 1\) instead of \(28,",
         ),
         ({"t10k_labels": gz(idx(np.array([0, 10, 1], np.uint8)))}, "label 10 is not one of 0 to 9"),
+        (
+            {
+                "t10k_images": gz(idx(np.zeros((0, 28, 28), np.uint8))),
+                "t10k_labels": gz(idx(np.zeros(0, np.uint8))),
+            },
+            "there are no images for testing",
+        ),
     ],
 )
 def test_data_in_the_same_format_of_another_data_set(

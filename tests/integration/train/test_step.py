@@ -1,4 +1,4 @@
-"""The parts of a training step: bf16, weight decay, momentum, gradients in place.
+"""The parts of a training step: phases, bf16, weight decay, momentum, gradients in place.
 
 Tests mpiddp/train/.
 python -m pytest tests/integration/train/test_step.py
@@ -8,14 +8,102 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from mpiddp.errors import UserError
 from mpiddp.train.checkpoint import align_momentum
-from mpiddp.train.engine import build_optimizer, computes_in_bf16
+from mpiddp.train.engine import (
+    TrainState,
+    build_model,
+    build_optimizer,
+    build_scaler,
+    computes_in_bf16,
+    mark_last_gradient,
+    train_step,
+)
+from mpiddp.train.opening import batches_of, open_data
+from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
+from mpiddp.world import World
 from tests.support.training import configured
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+PASS = ["data", "forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("options", "phases"),
+    [
+        (["--grad-accum-steps=2"], [*PASS, *PASS, "waiting"]),
+        (["--clip-grad-norm=1"], [*PASS, "waiting"]),  # clipping is a part of the optimizer
+        (["--sync-bn"], PASS),  # each BatchNorm waits for other ranks
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
+    config = configured("--use-syn", "--batch-size=2", *options)
+    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
+    passes = [torch.tensor([0, 1])] * config.grad_accum_steps
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+    state = TrainState(
+        model, build_optimizer(model, config), build_scaler(config, torch.device("cpu"))
+    )
+    ddp = DistributedDataParallel(model)
+    ends: list[str] = []
+    mark_last_gradient(ddp, ends.append)
+    batches = iter([(images, labels)] * len(passes))
+    step = Step(tuple(passes), 2 * len(passes), True)
+    train_step(state, ddp, batches, step, 0.1, config, phase_ends=ends.append)
+    assert [phase for phase, _ in groupby(ends)] == phases
+
+
+def test_the_first_epochs_are_at_low_resolution_for_whoever_trains() -> None:
+    """For `--check-determinism` too."""
+    config = configured("--use-syn", "--low-res-epochs=1")
+    data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
+    steps = [Step((torch.tensor([0, 1]),), 2, True)]
+    sizes = []
+    for epoch in (0, 1):
+        ((images, _),) = batches_of(steps, data, config, torch.device("cpu"), epoch=epoch)
+        sizes.append(tuple(images.shape[2:]))
+    assert sizes == [(24, 24), (32, 32)]
+
+
+@pytest.mark.parametrize(
+    ("options", "pixels", "named"),
+    [
+        (["--low-res-epochs=1"], 40, "30×30"),  # passes alone at its full size
+        (
+            ["--sync-bn", "--low-res-epochs=0"],
+            32,
+            "32×32",
+        ),  # the only rank has nobody to share with
+    ],
+)
+def test_batch_norm_over_one_pixel_is_one_sentence(
+    options: list[str], pixels: int, named: str
+) -> None:
+    own = ("--use-syn", "--arch=resnet18", "--stem=imagenet", "--batch-size=1")
+    images = open_data(configured("--use-syn"), World(0, 1, 0, 1), torch.device("cpu"))
+    data = replace(images, shape=(3, pixels, pixels))
+    with pytest.raises(UserError, match=f"cannot normalize a pass of one {named} image"):
+        build_model(configured(*own, *options), data)
+    build_model(configured(*own, "--batch-size=2", *options), data)
 
 
 def test_computes_in_bf16_agrees_with_torch() -> None:
