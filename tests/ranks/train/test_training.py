@@ -139,13 +139,13 @@ def test_the_summary(run: Path) -> None:
 
 def test_a_rank_that_loads_its_data_slowly_makes_the_other_wait(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from mpiddp.train import loop; from mpiddp.world import World\n"
-        "prefetched = loop.prefetched\n"
+        "import sys, time; from mpiddp.train import opening; from mpiddp.world import World\n"
+        "prefetched = opening.prefetched\n"
         "def slowly(batches, device):\n"
         "    for batch in prefetched(batches, device):\n"
         "        time.sleep(0.2 * World.from_env().rank)\n"
         "        yield batch\n"
-        "loop.prefetched = slowly\n"
+        "opening.prefetched = slowly\n"
         "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"
     )
     done = mpirun(
