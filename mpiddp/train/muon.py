@@ -138,13 +138,20 @@ def orthogonal(weights: Tensor) -> Tensor:
         matrix = matrix.T
     matrix = matrix / (matrix.norm() + 1e-7)
     product = matrix @ matrix.T
-    factor = unit = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    for _ in range(_ROUNDS):
-        polynomial = _FIRST * unit + _THIRD * product + _FIFTH * product @ product
-        factor = polynomial @ factor
+    polynomial = factor = _polynomial(product)
+    for _ in range(_ROUNDS - 1):
         product = polynomial @ product @ polynomial
+        polynomial = _polynomial(product)
+        factor = polynomial @ factor
     matrix = factor @ matrix
     if is_tall:
         matrix = matrix.T
     result: Tensor = matrix.to(weights.dtype)
+    return result
+
+
+def _polynomial(product: Tensor) -> Tensor:
+    """The factor of a round, from the product [n, n] of the matrix with its transpose."""
+    result = torch.addmm(product, product, product, beta=_THIRD, alpha=_FIFTH)
+    result.diagonal().add_(_FIRST)
     return result
