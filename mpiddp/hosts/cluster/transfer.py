@@ -25,7 +25,7 @@ START = (
     "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -c "
     "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
 )
-PROOF = "mpiddp-push"  # begins the first line of a login; the start-up files of a shell may print before it
+PROOF = "mpiddp-push"  # of a login; a start-up file may have printed before it, also on its line
 # The first lines of that program.
 FIRST = f"""
 import sys
@@ -97,10 +97,9 @@ class Peer:
             line = self._out.readline()
             if not line:
                 self._raise_lost()
-            if line.startswith(PROOF.encode()):
-                self._has_begun = True
-            else:
-                self.greeting += line
+            before, proof, _ = line.partition(PROOF.encode())
+            self.greeting += before
+            self._has_begun = bool(proof)
         line = self._out.readline()
         if not line.endswith(b"\n"):
             self._raise_lost()

@@ -332,11 +332,13 @@ def test_a_connection_that_ends_says_why(
     assert str(raised.value) == sentence
 
 
-def test_what_a_shell_prints_before_is_kept(hosts: Path) -> None:
-    peer = Peer(["sh", "-c", f"echo welcome; cd {hosts} && {START}"], receiving_program())
+@pytest.mark.parametrize("greeting", ["welcome\n", "welcome\nthe title of a window", ""])
+def test_what_a_shell_prints_before_is_kept(hosts: Path, greeting: str) -> None:
+    line = f"printf %s {shlex.quote(greeting)}; cd {shlex.quote(str(hosts))} && {START}"
+    peer = Peer(["timeout", str(PATIENCE_S), "sh", "-c", line], receiving_program())
     peer.ask({"give": "./nothing"})
     assert peer.answer() == {"rows": []}
-    assert peer.greeting == b"welcome\n"
+    assert peer.greeting == greeting.encode()
     peer.close()
     peer.close()
 
