@@ -224,9 +224,11 @@ class Copy:
             raise Failed(f"another push to {self.folder} is running there.") from None
         wanted = {row[PATH]: row for row in self.rows}
         for row in self._arrived():  # of another state of the sender, or not whole
-            is_right = row[KIND] == FOLDER and wanted.get(row[PATH], row)[KIND] == FOLDER
-            if not is_right and wanted.get(row[PATH]) != row:
-                _remove(os.path.join(self._new, row[PATH]))
+            path, right = os.path.join(self._new, row[PATH]), wanted.get(row[PATH])
+            if right and right[KIND] == row[KIND] == FOLDER:
+                os.chmod(path, 0o700)  # for what is still to arrive
+            elif right != row:
+                _remove(path)
         self._write_record(sorted({*self._record.get("names", ()), *self.names}))
 
     def place_of(self, row: Row) -> str:
@@ -265,12 +267,19 @@ class Copy:
         _remove(self._old)
         os.mkdir(self._old)
         gone = set(by_name(self.has)) - set(self.names)
-        for name in sorted(self._changed | gone):
+        names = sorted(self._changed | gone)
+        for name in names:  # before the first of them moves
+            for above in (self.folder, self._new):
+                _make_movable(os.path.join(above, name))
+        modes = {row[PATH]: row[MODE] for row in self.rows if row[KIND] == FOLDER}
+        for name in names:
             here = os.path.join(self.folder, name)
             if os.path.lexists(here):
                 os.rename(here, os.path.join(self._old, name))
             if name in self._changed:
                 os.rename(os.path.join(self._new, name), here)
+                if name in modes:
+                    os.chmod(here, modes[name])
         self._write_record(self.names)
         _remove(self._old)
         _remove(self._new)
@@ -283,6 +292,12 @@ def _link(old: str, new: str) -> None:
         if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
             raise
         shutil.copy2(old, new)
+
+
+def _make_movable(path: str) -> None:
+    """Only a folder that may be written can get another parent."""
+    if os.path.isdir(path) and not os.path.islink(path) and not os.access(path, os.W_OK):
+        os.chmod(path, 0o700)
 
 
 def _remove(path: str) -> None:

@@ -51,6 +51,15 @@ def shell(hosts: Path, host: Host, line: str) -> list[str]:
     return ["sh", "-c", f"cd {shlex.quote(str(folder))} && {line}"]
 
 
+@pytest.fixture
+def modes_count(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere; on the hosts it may no longer."""
+    command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    monkeypatch.setattr(
+        fan_out, "shell_command", lambda host, line: [*command, *shell(hosts, host, line)]
+    )
+
+
 def write(folder: Path, **files: str) -> None:
     """`lib__a=...` is the file lib/a."""
     for name, text in files.items():
@@ -188,6 +197,34 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     assert files_of(there) == files_of(Path(HERE))
     assert header["trees"][0]["names"] == ["a", "b", "c"]
     assert again.header["trees"][0]["digest"] != header["trees"][0]["digest"]
+
+
+@pytest.mark.usefixtures("modes_count")
+def test_what_a_broken_push_has_left_is_no_part_of_the_next(hosts: Path) -> None:
+    write(Path(HERE), lib__a="1")
+    there = hosts / "node1" / HERE
+    arrived = there / ".mpiddp-push" / "new" / "lib"
+    write(arrived, gone__deep__x="2")
+    arrived.chmod(0o555)
+    assert send(["node1"]).failures == {}
+    assert [path.name for path in (there / "lib").iterdir()] == ["a"]
+
+
+@pytest.mark.usefixtures("modes_count")
+def test_folders_that_may_not_be_written_change_too(hosts: Path) -> None:
+    there = hosts / "node1" / HERE
+    for text in ("before", "after"):
+        write(Path(HERE), lib__a=text, z__deep__b=text)
+        folders = [top / name for top in (Path(HERE), there) for name in ("lib", "z", "z/deep")]
+        for folder in folders[:3]:
+            folder.chmod(0o555)
+        assert send(["node1"]).failures == {}
+        assert files_of(there) == files_of(Path(HERE)) == {"lib/a": text, "z/deep/b": text}
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o555}
+        for folder in folders[:3]:
+            folder.chmod(0o755)
+    for folder in folders:
+        folder.chmod(0o755)
 
 
 def test_from_four_hosts_on_those_that_have_it_pass_it_on(
