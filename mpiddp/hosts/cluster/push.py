@@ -235,7 +235,8 @@ def read_content(options: Options) -> Content:
 def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
-    if Path.home().is_relative_to(folder):
+    home = Path.home()
+    if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     try:
         names = sorted(

@@ -408,9 +408,12 @@ def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> Non
 
 def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(hosts / "here" / "home"))
+    (hosts / "disk" / "user").mkdir(parents=True)
+    (hosts / "here" / "home").symlink_to(hosts / "disk" / "user")
     for folder, sentence in {
         str(hosts / "nowhere"): " is no folder of this host. Name the folder to push.",
-        str(hosts): " is or holds your home folder. Name the folder of a project.",
+        str(hosts / "here"): " is or holds your home folder. Name the folder of a project.",
+        str(hosts / "disk"): " is or holds your home folder. Name the folder of a project.",
         HERE: " has nothing to push.",
     }.items():
         with pytest.raises(UserError) as raised:
