@@ -369,6 +369,27 @@ def test_a_connection_that_ends_says_why(
     assert str(raised.value) == sentence
 
 
+def test_a_login_that_does_not_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Path(HERE), a="1")
+    monkeypatch.setattr(fan_out.transfer, "LOGIN_S", 0.2)
+    command = ["sleep", str(PATIENCE_S)]
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
+    for each in ("push", "pull"):
+        with pytest.raises(UserError) as raised:
+            verb(each, HERE)
+        assert str(raised.value) == "node1: ssh node1: no answer in 0.2 s. Try: ssh node1 true"
+
+
+def test_a_host_whose_login_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it reads no program, here one that no pipe holds."""
+    monkeypatch.setattr(fan_out, "receiving_program", lambda: b"\n" * (1 << 21))
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: ["false"])
+    with pytest.raises(Failed, match=r"^ssh node1 failed: no output\. Try: ssh node1 true$"):
+        Target.connect(Host("node1")).ask(Content({}, []))
+
+
 @pytest.mark.parametrize("greeting", ["welcome\n", "welcome\nthe title of a window", ""])
 def test_what_a_shell_prints_before_is_kept(hosts: Path, greeting: str) -> None:
     line = f"printf %s {shlex.quote(greeting)}; cd {shlex.quote(str(hosts))} && {START}"
