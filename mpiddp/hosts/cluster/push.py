@@ -26,7 +26,7 @@ from mpiddp.hosts.cluster import stands_on
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target
 from mpiddp.hosts.cluster.receive import this_platform
 from mpiddp.hosts.cluster.transfer import Failed
-from mpiddp.hosts.cluster.tree import COMPILED, PRIVATE, Row, digest, list_tree
+from mpiddp.hosts.cluster.tree import COMPILED, FOLDER, KIND, PATH, PRIVATE, Row, digest, list_tree
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.slurm import compress_names
@@ -37,6 +37,9 @@ LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 SAME = -1  # instead of the bytes that a host lacked
 _VERB = {True: "would be sent", False: "sent"}
 _FILES_PER_HOST = 6  # three of the connection, and three of one that passes on
+
+
+_Tree = tuple[dict[str, Any], list[Row]]  # what the header says of it, and its files
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,9 @@ def read_content(options: Options) -> Content:
     if options.with_python and (pythons := stands_on.pythons(outside)):
         trees += [_read_tree(folder, ()) for folder in pythons]
         outside = stands_on.needs([(tree["folder"], rows) for tree, rows in trees])
+    trees = [
+        each for each in trees if not any(_carries(other, each[0]["folder"]) for other in trees)
+    ]
     header = {
         "origin": socket.gethostname(),
         "trees": [tree for tree, _ in trees],
@@ -232,7 +238,7 @@ def read_content(options: Options) -> Content:
     return Content(header, [rows for _, rows in trees])
 
 
-def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
+def _read_tree(folder: str, left_out: Sequence[str]) -> _Tree:
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
     home = Path.home()
@@ -249,6 +255,24 @@ def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], li
         raise UserError(f"{folder} has nothing to push.")
     tree = {"folder": folder, "names": names, "left_out": left_out, "digest": digest(rows)}
     return tree, rows
+
+
+def _carries(tree: _Tree, folder: str) -> bool:
+    """Whether the push of a tree brings `folder` too, which lies in it and is not left out.
+
+    Raises:
+        UserError: the path of `folder` leads out of the tree.
+    """
+    header, rows = tree
+    inside = os.path.relpath(folder, header["folder"])
+    if inside.partition("/")[0] not in header["names"]:
+        return False
+    if not any(row[PATH] == inside and row[KIND] == FOLDER for row in rows):
+        raise UserError(
+            f"{folder} leads out of {header['folder']} by a link. "
+            f"Name the folder itself: {os.path.realpath(folder)}"
+        )
+    return True
 
 
 class _Progress:

@@ -416,6 +416,27 @@ def test_what_is_left_out(hosts: Path) -> None:
     assert [row[0] for row in with_data.rows[0]] == [".git", "a", "data", "data/x", "lib", "lib/a"]
 
 
+def test_a_folder_in_another_is_pushed_once(hosts: Path) -> None:
+    write(Path(HERE), a="1", lib__x__b="22", data__x__c="333")
+    folders = (f"{HERE}/lib/x", HERE, f"{HERE}/data/x")
+    assert [tree["folder"] for tree in read_content(Options(folders)).header["trees"]] == [
+        HERE, f"{HERE}/data/x"
+    ]  # fmt: skip
+    names = [Host("localhost"), Host("node1")]
+    assert push.push(names, Options(folders)).lacked == {names[1]: 6}
+    assert push.push(names, Options(folders)).lacked == {names[1]: push.SAME}
+    write(Path(HERE), lib__x__b="4444", data__x__c="55555")
+    assert push.push(names, Options(folders)).lacked == {names[1]: 9}
+    assert files_of(hosts / "node1" / HERE) == files_of(Path(HERE))
+    write(hosts, disk__b="6")
+    Path(HERE, "lib", "link").symlink_to(hosts / "disk")
+    with pytest.raises(UserError) as raised:
+        read_content(Options((HERE, f"{HERE}/lib/link")))
+    assert str(raised.value) == (
+        f"{HERE}/lib/link leads out of {HERE} by a link. Name the folder itself: {hosts}/disk"
+    )
+
+
 def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> None:
     python = hosts / "uv" / "bin" / "python3.12"
     write(python.parent, **{"python3.12": ""})
