@@ -31,7 +31,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.text import counted, size_text
+from mpiddp.text import counted, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 SAME = -1  # instead of the bytes that a host lacked
@@ -81,6 +81,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--include",
         action="append",
+        type=_entry,
         default=[],
         metavar="NAME",
         help=f"push this entry of a folder too; left out are {', '.join(LEFT_OUT[:3])} (repeatable)",
@@ -88,6 +89,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--leave-out",
         action="append",
+        type=_entry,
         default=[],
         metavar="NAME",
         help="leave out this entry of a folder (repeatable)",
@@ -104,6 +106,14 @@ def add_arguments(parser: OneSentenceParser) -> None:
         metavar="H",
         help="go on without hosts that cannot take it, as long as H hosts remain",
     )
+
+
+def _entry(text: str) -> str:
+    """The name of an entry of a folder. A shell completes it with a slash."""
+    name = text.rstrip("/")
+    if not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
+    return name
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:

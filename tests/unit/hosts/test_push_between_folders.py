@@ -552,6 +552,8 @@ def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
         ("runs", (), False),
         ("data", (), False),
         ("data", ("--include", "runs", "--include", "data"), True),
+        ("data", ("--include", "data/"), True),
+        ("a", ("--leave-out", "a//"), False),
         (".venv.lock", (), False),
         (".mpiddp-push", ("--include", ".mpiddp-push"), False),
         ("__pycache__", (), False),
@@ -566,6 +568,13 @@ def test_which_entries_the_verb_pushes(
         return
     with pytest.raises(UserError, match=r"/here/project has nothing to push\.$"):
         verb("push", HERE, *options, "--dry-run")
+
+
+@pytest.mark.parametrize("option", ["--include", "--leave-out"])
+@pytest.mark.parametrize("name", ["lib/big", "/", ""])
+def test_an_entry_is_a_name(option: str, name: str) -> None:
+    with pytest.raises(UserError, match=rf"{option}: expected a name without a folder, not '{name}'"):
+        verb("push", HERE, option, name)
 
 
 def test_hosts_that_the_verb_goes_without(
