@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.errors import DONE, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.cluster import stands_on
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target
 from mpiddp.hosts.cluster.receive import this_platform
@@ -62,6 +62,7 @@ class Pushed:
     failures: Mapping[Host, str]
     sent: int
     seconds: float
+    exit_code: int = DONE  # FAILED where a host failed while the folders were sent
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -117,7 +118,7 @@ def _entry(text: str) -> str:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Push, and print the result.
+    """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0.
 
     Raises:
         UserError: bad input, or a host cannot take the folders. Nothing was sent.
@@ -139,7 +140,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         print(f"{host.name}: {failure}", file=sys.stderr)
     for line in summary(pushed, options.dry_run):
         print(line)
-    return DONE
+    return pushed.exit_code
 
 
 def default_folders(here: str) -> list[str]:
@@ -209,7 +210,9 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             raise JobFailed(
                 "\n".join(f"{host.name}: {failure}" for host, failure in failures.items())
             )
-        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began)
+        lacked = {host: count for host, count in lacked.items() if host not in failures}
+        code = FAILED if fan_out.failures else DONE
+        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began, code)
     finally:
         for target in targets:
             target.peer.close()
