@@ -16,7 +16,15 @@ import shutil
 import sys
 from typing import Any
 
-from mpiddp.hosts.cluster.transfer import Failed, give, listen, pass_on, take_file, tell
+from mpiddp.hosts.cluster.transfer import (
+    Failed,
+    give,
+    listen,
+    pass_on,
+    sentence_of,
+    take_file,
+    tell,
+)
 from mpiddp.hosts.cluster.tree import (
     COMPILED,
     FILE,
@@ -52,8 +60,7 @@ def main(program: bytes) -> None:
     except Failed as failure:
         tell({"failed": str(failure)})
     except OSError as error:
-        about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        tell({"failed": f"{about}{error.strerror}."})
+        tell({"failed": sentence_of(error)})
 
 
 def _receive(header: dict[str, Any]) -> None:

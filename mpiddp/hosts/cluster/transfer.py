@@ -297,6 +297,12 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
         peer.close()
 
 
+def sentence_of(error: OSError) -> str:
+    """A full disk has no path."""
+    about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    return f"{about}{error.strerror}."
+
+
 def tell(message: dict[str, Any]) -> None:
     """Send a message to the sender, from a host."""
     print(json.dumps(message), flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -682,6 +683,17 @@ def test_a_pull_brings_what_is_not_here(hosts: Path, pull: Callable[..., str]) -
 
 def test_a_pull_of_nothing(hosts: Path, pull: Callable[..., str]) -> None:
     assert pull() == "nothing new"
+
+
+def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
+    """A limit for the size of a file ends a write as a full disk does: the error names no path."""
+    write(hosts / "node1" / "run", log="1" * 2_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert pull() == "File too large."
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_complete_checkpoint_comes_whole(hosts: Path, pull: Callable[..., str]) -> None:
