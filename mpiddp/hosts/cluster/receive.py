@@ -36,6 +36,7 @@ from mpiddp.hosts.cluster.tree import (
     PRIVATE,
     SIZE,
     TARGET,
+    TIME,
     Row,
     by_name,
     digest,
@@ -87,6 +88,10 @@ def _receive(header: dict[str, Any]) -> None:
         for index in indices:
             row = copy.rows[index]
             take_file(copy.place_of(row), row, sys.stdin.buffer)
+            if os.stat(copy.place_of(row)).st_mtime_ns != row[TIME]:
+                raise Failed(
+                    f"{copy.folder} is on a file system that keeps no nanoseconds. Use another."
+                )
     for copy in changing:
         copy.complete()
     for copy in changing:

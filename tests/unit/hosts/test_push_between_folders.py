@@ -325,6 +325,25 @@ def test_a_file_that_becomes_shorter_ends_the_push(hosts: Path) -> None:
     assert (done.done, files_of(hosts / "node1" / HERE)) == ([], {})
 
 
+def test_a_file_system_that_keeps_whole_seconds(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coarse = (
+        "keep = os.utime; os.utime = lambda path, ns: keep(path, tuple(t // 10**9 for t in ns))"
+    )
+
+    def shell_there(host: Host, line: str) -> list[str]:
+        return shell(hosts, host, line.replace("import sys;", f"import os, sys; {coarse};"))
+
+    monkeypatch.setattr(fan_out, "shell_command", shell_there)
+    write(Path(HERE), a="1")
+    os.utime(Path(HERE, "a"), ns=(1, 1))
+    done = send(["node1"])
+    assert list(done.failures.values()) == [
+        f"{HERE} is on a file system that keeps no nanoseconds. Use another."
+    ]
+
+
 def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
     write(Path(HERE), a="1")
     first, second = ask(["node1"])[1][0].peer, ask(["node1"])[1][0].peer
