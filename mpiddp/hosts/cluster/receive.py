@@ -29,6 +29,7 @@ from mpiddp.hosts.cluster.tree import (
     COMPILED,
     FILE,
     FOLDER,
+    HISTORY,
     KIND,
     LINK,
     MODE,
@@ -257,7 +258,7 @@ class Copy:
             if row[KIND] == FOLDER:
                 os.makedirs(path, exist_ok=True)
                 os.chmod(path, 0o700)
-                self._keep_compiled(path, os.path.join(old, COMPILED))
+                self._keep_own(path, old)
             elif not os.path.lexists(path):
                 os.symlink(row[TARGET], path) if row[KIND] == LINK else _link(old, path)
         for row in reversed(rows):
@@ -267,12 +268,14 @@ class Copy:
         if arrived != rows:
             raise Failed(f"{self.folder} changed there while it was pushed. Push again.")
 
-    def _keep_compiled(self, path: str, compiled: str) -> None:
-        if os.path.isdir(compiled) and not os.path.lexists(os.path.join(path, COMPILED)):
-            os.mkdir(os.path.join(path, COMPILED))
-            for name in os.listdir(compiled):
-                if os.path.isfile(os.path.join(compiled, name)):
-                    _link(os.path.join(compiled, name), os.path.join(path, COMPILED, name))
+    def _keep_own(self, path: str, old: str) -> None:
+        """Link what no push brings: compiled files, and histories of hosts."""
+        kept, compiled = os.path.join(path, COMPILED), os.path.join(old, COMPILED)
+        if os.path.isdir(compiled) and not os.path.lexists(kept):
+            os.mkdir(kept)
+            _link_files(compiled, kept, "")
+        if os.path.isdir(old):
+            _link_files(old, path, HISTORY)
 
     def replace(self) -> None:
         """Put the new entries in the place of the old ones."""
@@ -304,6 +307,14 @@ def _link(old: str, new: str) -> None:
         if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
             raise
         shutil.copy2(old, new)
+
+
+def _link_files(old: str, new: str, ending: str) -> None:
+    """Link the files of a folder whose names end so."""
+    for name in os.listdir(old):
+        here, there = os.path.join(old, name), os.path.join(new, name)
+        if name.endswith(ending) and os.path.isfile(here) and not os.path.lexists(there):
+            _link(here, there)
 
 
 def _make_movable(path: str) -> None:

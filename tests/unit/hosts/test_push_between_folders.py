@@ -139,6 +139,7 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     write(there, runs__log="of that host")
     (there / "lib" / "__pycache__").mkdir()
     (there / "lib" / "__pycache__" / "a").write_text("compiled there")
+    (there / "lib" / "two.history.jsonl").write_text("seen there")
     _, (target,), _ = ask(["node1"])
     assert (target.lacks, target.differs) == (None, False)
     target.peer.close()
@@ -150,7 +151,8 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     target.peer.close()
     assert send(["node1"]).sent == 10
     assert files_of(there) == {
-        **files_of(Path(HERE)), "runs/log": "of that host", "lib/__pycache__/a": "compiled there"
+        **files_of(Path(HERE)), "runs/log": "of that host",
+        "lib/__pycache__/a": "compiled there", "lib/two.history.jsonl": "seen there",
     }  # fmt: skip
     assert (there / "stays").stat().st_ino == stays
 
