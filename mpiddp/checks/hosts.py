@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, cast
 
 from mpiddp.checks import agent, network
 from mpiddp.hosts import interfaces
-from mpiddp.hosts.cluster.transfer import FIRST, START, Failed, Lost, Peer
+from mpiddp.hosts.cluster.transfer import FIRST, LOGIN_S, START, Failed, Lost, Peer, killed_after
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
-from mpiddp.hosts.ssh_complaints import ssh_complaint
+from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
 from mpiddp.hosts.transport import Transport
 
 _FILES_PER_HOST = 3
@@ -46,15 +45,10 @@ class Agents:
     def __init__(self, hosts: Sequence[Host], transport: Transport) -> None:
         allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
         program = agent_program()
-        self._peers: dict[Host, Peer] = {}
+        self._peers = {host: Peer(shell_command(host, START, transport), program) for host in hosts}
         self.failures: dict[Host, str] = {}
         self.refusals: list[tuple[str, str]] = []
         self.skews: dict[Host, float] = {}
-        for host in hosts:
-            try:
-                self._peers[host] = Peer(shell_command(host, START, transport), program)
-            except Lost as error:  # ssh has ended at once
-                self.failures[host] = _why_lost(host, "", error)
 
     def __enter__(self) -> Agents:
         return self
@@ -100,7 +94,7 @@ class Agents:
     ) -> dict[str, Any] | None:
         peer = self._peers[host]
         try:
-            with _killed_after(limit_s, peer.process.kill):
+            with killed_after(limit_s, peer.process.kill):
                 peer.ask([question, argument])
                 message = peer.answer()
                 self.skews[host] = message["clock"] - time.time()
@@ -112,17 +106,6 @@ class Agents:
         return None
 
 
-@contextlib.contextmanager
-def _killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
-    timer = threading.Timer(seconds, kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _why_lost(host: Host, question: str, error: Exception) -> str:
     if not isinstance(error, Lost):
         return f"{host.name}: an answer that cannot be read ({question})"
@@ -132,4 +115,6 @@ def _why_lost(host: Host, question: str, error: Exception) -> str:
         return f"{host.name}: {': '.join([reason, *last])} ({question})"
     if error.exit_code == NO_PROGRAM:
         return f"{host.name}: python3 is missing. Install it: the checks need no more"
+    if error.exit_code == -9:
+        return no_answer(host, LOGIN_S)
     return ssh_complaint(host, error.stderr)

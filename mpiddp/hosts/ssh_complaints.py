@@ -42,6 +42,11 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {name} failed: {last[0]}. Try: {ssh_line(host)} true"
 
 
+def no_answer(host: Host, seconds: float) -> str:
+    """The sentence for a login that did not end in time."""
+    return f"ssh {host.name}: no answer in {seconds:g} s. Try: {ssh_line(host)} true"
+
+
 def ssh_line(host: Host) -> str:
     """The command that a person types to log in."""
     return f"ssh {_port(host)}{host.ssh_target}"

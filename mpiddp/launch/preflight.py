@@ -16,17 +16,17 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 
 from mpiddp.hosts import gpus, interfaces, names, probe, versions
+from mpiddp.hosts.cluster.transfer import LOGIN_S
 from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
-from mpiddp.hosts.ssh_complaints import ssh_complaint, ssh_line
+from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, counted, duration, listed
 
-LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
 
@@ -183,14 +183,14 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
             "or copy it there: mpiddp hosts push"
         )
     if not transport.is_ssh:
-        no_answer = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
-        reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
+        unsaid = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
+        reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        return f"ssh {host.name}: no answer in {LOGIN_S:g} s. Try: {ssh_line(host)} true"
+        return no_answer(host, LOGIN_S)
     return ssh_complaint(host, answer.stderr)
 
 

@@ -21,7 +21,7 @@ from mpiddp.hosts.cluster.tree import SIZE, Row
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
-from mpiddp.hosts.ssh_complaints import ssh_complaint
+from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
 
 TREE_FROM = 4  # hosts
 TREE_BYTES = 16 << 20  # for each host; less is sent sooner than another host has logged in
@@ -91,6 +91,8 @@ def _why_lost(host: Host, lost: Lost) -> str:
         return f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues."
     if lost.exit_code == NO_PROGRAM:
         return "python3 is missing there. Install it: a push needs no more."
+    if lost.exit_code == -9:
+        return no_answer(host, transfer.LOGIN_S)
     return ssh_complaint(host, lost.stderr)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.cluster.fan_out import connect, sentences
-from mpiddp.hosts.cluster.transfer import Failed, Peer, digest_of_file
+from mpiddp.hosts.cluster.transfer import Failed, Peer, digest_of_file, sentence_of
 from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, SIZE, TIME, Row
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
@@ -113,7 +113,7 @@ class Source:
         except Failed as failure:
             self.failure = str(failure)
         except OSError as error:
-            self.failure = f"{error.filename}: {error.strerror}."
+            self.failure = sentence_of(error)
         if self.failure or not wanted:
             return self.failure or "nothing new"
         text = f"{counted(len(wanted), 'file')}, {size_text(sum(row[SIZE] for row in wanted.values()))}"

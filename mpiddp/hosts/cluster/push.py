@@ -21,22 +21,25 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.errors import DONE, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.cluster import stands_on
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target
 from mpiddp.hosts.cluster.receive import this_platform
 from mpiddp.hosts.cluster.transfer import Failed
-from mpiddp.hosts.cluster.tree import COMPILED, PRIVATE, Row, digest, list_tree
+from mpiddp.hosts.cluster.tree import COMPILED, FOLDER, KIND, PATH, PRIVATE, Row, digest, list_tree
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.text import counted, size_text
+from mpiddp.text import counted, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 SAME = -1  # instead of the bytes that a host lacked
 _VERB = {True: "would be sent", False: "sent"}
 _FILES_PER_HOST = 6  # three of the connection, and three of one that passes on
+
+
+_Tree = tuple[dict[str, Any], list[Row]]  # what the header says of it, and its files
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Pushed:
     failures: Mapping[Host, str]
     sent: int
     seconds: float
+    exit_code: int = DONE  # FAILED where a host failed while the folders were sent
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -78,6 +82,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--include",
         action="append",
+        type=_entry,
         default=[],
         metavar="NAME",
         help=f"push this entry of a folder too; left out are {', '.join(LEFT_OUT[:3])} (repeatable)",
@@ -85,6 +90,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--leave-out",
         action="append",
+        type=_entry,
         default=[],
         metavar="NAME",
         help="leave out this entry of a folder (repeatable)",
@@ -103,8 +109,16 @@ def add_arguments(parser: OneSentenceParser) -> None:
     )
 
 
+def _entry(text: str) -> str:
+    """The name of an entry of a folder. A shell completes it with a slash."""
+    name = text.rstrip("/")
+    if not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
+    return name
+
+
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Push, and print the result.
+    """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0.
 
     Raises:
         UserError: bad input, or a host cannot take the folders. Nothing was sent.
@@ -126,7 +140,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         print(f"{host.name}: {failure}", file=sys.stderr)
     for line in summary(pushed, options.dry_run):
         print(line)
-    return DONE
+    return pushed.exit_code
 
 
 def default_folders(here: str) -> list[str]:
@@ -196,7 +210,9 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             raise JobFailed(
                 "\n".join(f"{host.name}: {failure}" for host, failure in failures.items())
             )
-        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began)
+        lacked = {host: count for host, count in lacked.items() if host not in failures}
+        code = FAILED if fan_out.failures else DONE
+        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began, code)
     finally:
         for target in targets:
             target.peer.close()
@@ -221,6 +237,9 @@ def read_content(options: Options) -> Content:
     if options.with_python and (pythons := stands_on.pythons(outside)):
         trees += [_read_tree(folder, ()) for folder in pythons]
         outside = stands_on.needs([(tree["folder"], rows) for tree, rows in trees])
+    trees = [
+        each for each in trees if not any(_carries(other, each[0]["folder"]) for other in trees)
+    ]
     header = {
         "origin": socket.gethostname(),
         "trees": [tree for tree, _ in trees],
@@ -232,10 +251,11 @@ def read_content(options: Options) -> Content:
     return Content(header, [rows for _, rows in trees])
 
 
-def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
+def _read_tree(folder: str, left_out: Sequence[str]) -> _Tree:
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
-    if Path.home().is_relative_to(folder):
+    home = Path.home()
+    if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     try:
         names = sorted(
@@ -248,6 +268,24 @@ def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], li
         raise UserError(f"{folder} has nothing to push.")
     tree = {"folder": folder, "names": names, "left_out": left_out, "digest": digest(rows)}
     return tree, rows
+
+
+def _carries(tree: _Tree, folder: str) -> bool:
+    """Whether the push of a tree brings `folder` too, which lies in it and is not left out.
+
+    Raises:
+        UserError: the path of `folder` leads out of the tree.
+    """
+    header, rows = tree
+    inside = os.path.relpath(folder, header["folder"])
+    if inside.partition("/")[0] not in header["names"]:
+        return False
+    if not any(row[PATH] == inside and row[KIND] == FOLDER for row in rows):
+        raise UserError(
+            f"{folder} leads out of {header['folder']} by a link. "
+            f"Name the folder itself: {os.path.realpath(folder)}"
+        )
+    return True
 
 
 class _Progress:

@@ -16,11 +16,20 @@ import shutil
 import sys
 from typing import Any
 
-from mpiddp.hosts.cluster.transfer import Failed, give, listen, pass_on, take_file, tell
+from mpiddp.hosts.cluster.transfer import (
+    Failed,
+    give,
+    listen,
+    pass_on,
+    sentence_of,
+    take_file,
+    tell,
+)
 from mpiddp.hosts.cluster.tree import (
     COMPILED,
     FILE,
     FOLDER,
+    HISTORY,
     KIND,
     LINK,
     MODE,
@@ -28,6 +37,7 @@ from mpiddp.hosts.cluster.tree import (
     PRIVATE,
     SIZE,
     TARGET,
+    TIME,
     Row,
     by_name,
     digest,
@@ -52,8 +62,7 @@ def main(program: bytes) -> None:
     except Failed as failure:
         tell({"failed": str(failure)})
     except OSError as error:
-        about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        tell({"failed": f"{about}{error.strerror}."})
+        tell({"failed": sentence_of(error)})
 
 
 def _receive(header: dict[str, Any]) -> None:
@@ -80,6 +89,10 @@ def _receive(header: dict[str, Any]) -> None:
         for index in indices:
             row = copy.rows[index]
             take_file(copy.place_of(row), row, sys.stdin.buffer)
+            if os.stat(copy.place_of(row)).st_mtime_ns != row[TIME]:
+                raise Failed(
+                    f"{copy.folder} is on a file system that keeps no nanoseconds. Use another."
+                )
     for copy in changing:
         copy.complete()
     for copy in changing:
@@ -224,9 +237,11 @@ class Copy:
             raise Failed(f"another push to {self.folder} is running there.") from None
         wanted = {row[PATH]: row for row in self.rows}
         for row in self._arrived():  # of another state of the sender, or not whole
-            is_right = row[KIND] == FOLDER and wanted.get(row[PATH], row)[KIND] == FOLDER
-            if not is_right and wanted.get(row[PATH]) != row:
-                _remove(os.path.join(self._new, row[PATH]))
+            path, right = os.path.join(self._new, row[PATH]), wanted.get(row[PATH])
+            if right and right[KIND] == row[KIND] == FOLDER:
+                os.chmod(path, 0o700)  # for what is still to arrive
+            elif right != row:
+                _remove(path)
         self._write_record(sorted({*self._record.get("names", ()), *self.names}))
 
     def place_of(self, row: Row) -> str:
@@ -243,7 +258,7 @@ class Copy:
             if row[KIND] == FOLDER:
                 os.makedirs(path, exist_ok=True)
                 os.chmod(path, 0o700)
-                self._keep_compiled(path, os.path.join(old, COMPILED))
+                self._keep_own(path, old)
             elif not os.path.lexists(path):
                 os.symlink(row[TARGET], path) if row[KIND] == LINK else _link(old, path)
         for row in reversed(rows):
@@ -253,24 +268,33 @@ class Copy:
         if arrived != rows:
             raise Failed(f"{self.folder} changed there while it was pushed. Push again.")
 
-    def _keep_compiled(self, path: str, compiled: str) -> None:
-        if os.path.isdir(compiled) and not os.path.lexists(os.path.join(path, COMPILED)):
-            os.mkdir(os.path.join(path, COMPILED))
-            for name in os.listdir(compiled):
-                if os.path.isfile(os.path.join(compiled, name)):
-                    _link(os.path.join(compiled, name), os.path.join(path, COMPILED, name))
+    def _keep_own(self, path: str, old: str) -> None:
+        """Link what no push brings: compiled files, and histories of hosts."""
+        kept, compiled = os.path.join(path, COMPILED), os.path.join(old, COMPILED)
+        if os.path.isdir(compiled) and not os.path.lexists(kept):
+            os.mkdir(kept)
+            _link_files(compiled, kept, "")
+        if os.path.isdir(old):
+            _link_files(old, path, HISTORY)
 
     def replace(self) -> None:
         """Put the new entries in the place of the old ones."""
         _remove(self._old)
         os.mkdir(self._old)
         gone = set(by_name(self.has)) - set(self.names)
-        for name in sorted(self._changed | gone):
+        names = sorted(self._changed | gone)
+        for name in names:  # before the first of them moves
+            for above in (self.folder, self._new):
+                _make_movable(os.path.join(above, name))
+        modes = {row[PATH]: row[MODE] for row in self.rows if row[KIND] == FOLDER}
+        for name in names:
             here = os.path.join(self.folder, name)
             if os.path.lexists(here):
                 os.rename(here, os.path.join(self._old, name))
             if name in self._changed:
                 os.rename(os.path.join(self._new, name), here)
+                if name in modes:
+                    os.chmod(here, modes[name])
         self._write_record(self.names)
         _remove(self._old)
         _remove(self._new)
@@ -283,6 +307,20 @@ def _link(old: str, new: str) -> None:
         if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
             raise
         shutil.copy2(old, new)
+
+
+def _link_files(old: str, new: str, ending: str) -> None:
+    """Link the files of a folder whose names end so."""
+    for name in os.listdir(old):
+        here, there = os.path.join(old, name), os.path.join(new, name)
+        if name.endswith(ending) and os.path.isfile(here) and not os.path.lexists(there):
+            _link(here, there)
+
+
+def _make_movable(path: str) -> None:
+    """Only a folder that may be written can get another parent."""
+    if os.path.isdir(path) and not os.path.islink(path) and not os.access(path, os.W_OK):
+        os.chmod(path, 0o700)
 
 
 def _remove(path: str) -> None:

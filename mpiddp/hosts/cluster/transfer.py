@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NoReturn
 
 from mpiddp.hosts.cluster.tree import MODE, PATH, SIZE, TIME, Row, digest, list_tree
@@ -25,7 +26,7 @@ START = (
     "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -c "
     "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
 )
-PROOF = "mpiddp-push"  # begins the first line of a login; the start-up files of a shell may print before it
+PROOF = "mpiddp-push"  # of a login; a start-up file may have printed before it, also on its line
 # The first lines of that program.
 FIRST = f"""
 import sys
@@ -34,6 +35,7 @@ if sys.version_info < (3, 8):
     print('{{"failed": "python3 is %d.%d there; expected 3.8 or newer."}}' % sys.version_info[:2])
     sys.exit()
 """
+LOGIN_S = 15.0  # until the proof; what the other end is asked may take longer
 CHUNK = 1 << 20
 REPORT_S = 0.2
 
@@ -54,6 +56,7 @@ class Peer:
     """The program of a push on another host, at the end of `command`, which runs `START` there."""
 
     def __init__(self, command: list[str], program: bytes) -> None:
+        self._program = program
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         self._has_begun = False
         self.greeting = b""  # what the start-up files of a shell have printed
@@ -67,12 +70,29 @@ class Peer:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._in, self._out = self.process.stdin, self.process.stdout
-        self.write(b"%d\n" % len(program) + program)
-        self._flush()
 
     def ask(self, message: Any) -> None:
+        """Send a message. The first one waits for the login.
+
+        Raises:
+            Failed, Lost: as `answer`. A login that took longer than LOGIN_S has the exit code -9.
+        """
+        if not self._has_begun:
+            with killed_after(LOGIN_S, self.process.kill):
+                self._begin()
         self.write(json.dumps(message).encode() + b"\n")
         self._flush()
+
+    def _begin(self) -> None:
+        self.write(b"%d\n" % len(self._program) + self._program)
+        self._flush()
+        while not self._has_begun:
+            line = self._out.readline()
+            if not line:
+                self._raise_lost()
+            before, proof, _ = line.partition(PROOF.encode())
+            self.greeting += before
+            self._has_begun = bool(proof)
 
     def write(self, content: bytes) -> None:
         try:
@@ -93,14 +113,6 @@ class Peer:
             Failed: it says so.
             Lost: it has ended.
         """
-        while not self._has_begun:
-            line = self._out.readline()
-            if not line:
-                self._raise_lost()
-            if line.startswith(PROOF.encode()):
-                self._has_begun = True
-            else:
-                self.greeting += line
         line = self._out.readline()
         if not line.endswith(b"\n"):
             self._raise_lost()
@@ -135,6 +147,18 @@ class Peer:
             with contextlib.suppress(OSError):  # for what was not sent yet
                 file.close()
         self._stderr.close()
+
+
+@contextlib.contextmanager
+def killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
+    """Calls `kill` if the block takes longer."""
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def offer(peer: Peer, header: dict[str, Any], rows: list[list[Row]]) -> list[list[int]] | None:
@@ -271,6 +295,12 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
         tell({"lost": True})
     finally:
         peer.close()
+
+
+def sentence_of(error: OSError) -> str:
+    """A full disk has no path."""
+    about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    return f"{about}{error.strerror}."
 
 
 def tell(message: dict[str, Any]) -> None:

@@ -11,14 +11,14 @@ import json
 import os
 import stat
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, List
 
 PRIVATE = ".mpiddp-push"  # in each copy: its origin, what arrives, what is replaced
 COMPILED = "__pycache__"  # each host writes its own
 HISTORY = ".history.jsonl"  # the end of a name: what launches on this host have seen, mpiddp.hosts.history
 
 # Path below the folder, kind, mode, size, time of modification in ns, target of a link. A list, as in JSON.
-Row = list[Any]
+Row = List[Any]  # evaluated at import, also by Python 3.8
 PATH, KIND, MODE, SIZE, TIME, TARGET = range(6)
 FOLDER, FILE, LINK = "d", "f", "l"
 

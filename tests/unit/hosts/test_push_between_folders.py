@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +50,15 @@ def shell(hosts: Path, host: Host, line: str) -> list[str]:
     folder = hosts / host.name
     (folder / "here").mkdir(parents=True, exist_ok=True)
     return ["sh", "-c", f"cd {shlex.quote(str(folder))} && {line}"]
+
+
+@pytest.fixture
+def modes_count(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere; on the hosts it may no longer."""
+    command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    monkeypatch.setattr(
+        fan_out, "shell_command", lambda host, line: [*command, *shell(hosts, host, line)]
+    )
 
 
 def write(folder: Path, **files: str) -> None:
@@ -129,6 +139,7 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     write(there, runs__log="of that host")
     (there / "lib" / "__pycache__").mkdir()
     (there / "lib" / "__pycache__" / "a").write_text("compiled there")
+    (there / "lib" / "two.history.jsonl").write_text("seen there")
     _, (target,), _ = ask(["node1"])
     assert (target.lacks, target.differs) == (None, False)
     target.peer.close()
@@ -140,7 +151,8 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     target.peer.close()
     assert send(["node1"]).sent == 10
     assert files_of(there) == {
-        **files_of(Path(HERE)), "runs/log": "of that host", "lib/__pycache__/a": "compiled there"
+        **files_of(Path(HERE)), "runs/log": "of that host",
+        "lib/__pycache__/a": "compiled there", "lib/two.history.jsonl": "seen there",
     }  # fmt: skip
     assert (there / "stays").stat().st_ino == stays
 
@@ -188,6 +200,34 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     assert files_of(there) == files_of(Path(HERE))
     assert header["trees"][0]["names"] == ["a", "b", "c"]
     assert again.header["trees"][0]["digest"] != header["trees"][0]["digest"]
+
+
+@pytest.mark.usefixtures("modes_count")
+def test_what_a_broken_push_has_left_is_no_part_of_the_next(hosts: Path) -> None:
+    write(Path(HERE), lib__a="1")
+    there = hosts / "node1" / HERE
+    arrived = there / ".mpiddp-push" / "new" / "lib"
+    write(arrived, gone__deep__x="2")
+    arrived.chmod(0o555)
+    assert send(["node1"]).failures == {}
+    assert [path.name for path in (there / "lib").iterdir()] == ["a"]
+
+
+@pytest.mark.usefixtures("modes_count")
+def test_folders_that_may_not_be_written_change_too(hosts: Path) -> None:
+    there = hosts / "node1" / HERE
+    for text in ("before", "after"):
+        write(Path(HERE), lib__a=text, z__deep__b=text)
+        folders = [top / name for top in (Path(HERE), there) for name in ("lib", "z", "z/deep")]
+        for folder in folders[:3]:
+            folder.chmod(0o555)
+        assert send(["node1"]).failures == {}
+        assert files_of(there) == files_of(Path(HERE)) == {"lib/a": text, "z/deep/b": text}
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o555}
+        for folder in folders[:3]:
+            folder.chmod(0o755)
+    for folder in folders:
+        folder.chmod(0o755)
 
 
 def test_from_four_hosts_on_those_that_have_it_pass_it_on(
@@ -287,6 +327,25 @@ def test_a_file_that_becomes_shorter_ends_the_push(hosts: Path) -> None:
     assert (done.done, files_of(hosts / "node1" / HERE)) == ([], {})
 
 
+def test_a_file_system_that_keeps_whole_seconds(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coarse = (
+        "keep = os.utime; os.utime = lambda path, ns: keep(path, tuple(t // 10**9 for t in ns))"
+    )
+
+    def shell_there(host: Host, line: str) -> list[str]:
+        return shell(hosts, host, line.replace("import sys;", f"import os, sys; {coarse};"))
+
+    monkeypatch.setattr(fan_out, "shell_command", shell_there)
+    write(Path(HERE), a="1")
+    os.utime(Path(HERE, "a"), ns=(1, 1))
+    done = send(["node1"])
+    assert list(done.failures.values()) == [
+        f"{HERE} is on a file system that keeps no nanoseconds. Use another."
+    ]
+
+
 def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
     write(Path(HERE), a="1")
     first, second = ask(["node1"])[1][0].peer, ask(["node1"])[1][0].peer
@@ -332,11 +391,34 @@ def test_a_connection_that_ends_says_why(
     assert str(raised.value) == sentence
 
 
-def test_what_a_shell_prints_before_is_kept(hosts: Path) -> None:
-    peer = Peer(["sh", "-c", f"echo welcome; cd {hosts} && {START}"], receiving_program())
+def test_a_login_that_does_not_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Path(HERE), a="1")
+    monkeypatch.setattr(fan_out.transfer, "LOGIN_S", 0.2)
+    command = ["sleep", str(PATIENCE_S)]
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
+    for each in ("push", "pull"):
+        with pytest.raises(UserError) as raised:
+            verb(each, HERE)
+        assert str(raised.value) == "node1: ssh node1: no answer in 0.2 s. Try: ssh node1 true"
+
+
+def test_a_host_whose_login_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it reads no program, here one that no pipe holds."""
+    monkeypatch.setattr(fan_out, "receiving_program", lambda: b"\n" * (1 << 21))
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: ["false"])
+    with pytest.raises(Failed, match=r"^ssh node1 failed: no output\. Try: ssh node1 true$"):
+        Target.connect(Host("node1")).ask(Content({}, []))
+
+
+@pytest.mark.parametrize("greeting", ["welcome\n", "welcome\nthe title of a window", ""])
+def test_what_a_shell_prints_before_is_kept(hosts: Path, greeting: str) -> None:
+    line = f"printf %s {shlex.quote(greeting)}; cd {shlex.quote(str(hosts))} && {START}"
+    peer = Peer(["timeout", str(PATIENCE_S), "sh", "-c", line], receiving_program())
     peer.ask({"give": "./nothing"})
     assert peer.answer() == {"rows": []}
-    assert peer.greeting == b"welcome\n"
+    assert peer.greeting == greeting.encode()
     peer.close()
     peer.close()
 
@@ -356,6 +438,27 @@ def test_what_is_left_out(hosts: Path) -> None:
     assert [row[0] for row in with_data.rows[0]] == [".git", "a", "data", "data/x", "lib", "lib/a"]
 
 
+def test_a_folder_in_another_is_pushed_once(hosts: Path) -> None:
+    write(Path(HERE), a="1", lib__x__b="22", data__x__c="333")
+    folders = (f"{HERE}/lib/x", HERE, f"{HERE}/data/x")
+    assert [tree["folder"] for tree in read_content(Options(folders)).header["trees"]] == [
+        HERE, f"{HERE}/data/x"
+    ]  # fmt: skip
+    names = [Host("localhost"), Host("node1")]
+    assert push.push(names, Options(folders)).lacked == {names[1]: 6}
+    assert push.push(names, Options(folders)).lacked == {names[1]: push.SAME}
+    write(Path(HERE), lib__x__b="4444", data__x__c="55555")
+    assert push.push(names, Options(folders)).lacked == {names[1]: 9}
+    assert files_of(hosts / "node1" / HERE) == files_of(Path(HERE))
+    write(hosts, disk__b="6")
+    Path(HERE, "lib", "link").symlink_to(hosts / "disk")
+    with pytest.raises(UserError) as raised:
+        read_content(Options((HERE, f"{HERE}/lib/link")))
+    assert str(raised.value) == (
+        f"{HERE}/lib/link leads out of {HERE} by a link. Name the folder itself: {hosts}/disk"
+    )
+
+
 def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> None:
     python = hosts / "uv" / "bin" / "python3.12"
     write(python.parent, **{"python3.12": ""})
@@ -369,9 +472,12 @@ def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> Non
 
 def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(hosts / "here" / "home"))
+    (hosts / "disk" / "user").mkdir(parents=True)
+    (hosts / "here" / "home").symlink_to(hosts / "disk" / "user")
     for folder, sentence in {
         str(hosts / "nowhere"): " is no folder of this host. Name the folder to push.",
-        str(hosts): " is or holds your home folder. Name the folder of a project.",
+        str(hosts / "here"): " is or holds your home folder. Name the folder of a project.",
+        str(hosts / "disk"): " is or holds your home folder. Name the folder of a project.",
         HERE: " has nothing to push.",
     }.items():
         with pytest.raises(UserError) as raised:
@@ -439,7 +545,7 @@ def test_a_push_that_too_few_hosts_have_got_is_a_failed_job(
     with pytest.raises(JobFailed, match=r"^node1: .*\.mpiddp-push/new: No such file "):
         push.push([Host("localhost"), Host("node1")], Options((HERE,)))
     few = push.push([Host("localhost"), Host("node1")], Options((HERE,), min_hosts=1))
-    assert (list(few.lacked), list(few.failures)) == ([Host("node1")], [Host("node1")])
+    assert (few.lacked, list(few.failures), few.exit_code) == ({}, [Host("node1")], 1)
 
 
 def verb(*arguments: str) -> int:
@@ -468,6 +574,8 @@ def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
         ("runs", (), False),
         ("data", (), False),
         ("data", ("--include", "runs", "--include", "data"), True),
+        ("data", ("--include", "data/"), True),
+        ("a", ("--leave-out", "a//"), False),
         (".venv.lock", (), False),
         (".mpiddp-push", ("--include", ".mpiddp-push"), False),
         ("__pycache__", (), False),
@@ -482,6 +590,15 @@ def test_which_entries_the_verb_pushes(
         return
     with pytest.raises(UserError, match=r"/here/project has nothing to push\.$"):
         verb("push", HERE, *options, "--dry-run")
+
+
+@pytest.mark.parametrize("option", ["--include", "--leave-out"])
+@pytest.mark.parametrize("name", ["lib/big", "/", ""])
+def test_an_entry_is_a_name(option: str, name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"{option}: expected a name without a folder, not '{name}'"
+    ):
+        verb("push", HERE, option, name)
 
 
 def test_hosts_that_the_verb_goes_without(
@@ -587,6 +704,17 @@ def test_a_pull_brings_what_is_not_here(hosts: Path, pull: Callable[..., str]) -
 
 def test_a_pull_of_nothing(hosts: Path, pull: Callable[..., str]) -> None:
     assert pull() == "nothing new"
+
+
+def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
+    """A limit for the size of a file ends a write as a full disk does: the error names no path."""
+    write(hosts / "node1" / "run", log="1" * 2_000_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert pull() == "File too large."
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_complete_checkpoint_comes_whole(hosts: Path, pull: Callable[..., str]) -> None:
