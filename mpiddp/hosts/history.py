@@ -184,21 +184,25 @@ class Files:
 
     @classmethod
     def of(cls, hostfile: str | None, env: Mapping[str, str]) -> Files:
-        """The files for a hostfile. `hostfile` is None for hosts that have none."""
+        """The files for a hostfile. `hostfile` is None for hosts that have none.
+
+        A folder that may not be searched has none: there pathlib raises, and `os.path` answers False.
+        """
         beside = None
         is_device = hostfile is not None and hostfile.startswith(("/dev/", "/proc/"))  # <(…)
-        if hostfile and not is_device and os.path.isfile(hostfile):  # noqa: PTH113 - False for any error
+        if hostfile and not is_device and os.path.isfile(hostfile):  # noqa: PTH113
             beside = Path(f"{hostfile}{ENDING}").absolute()
         home = Path(os.path.expanduser("~"))  # noqa: PTH111 - no error without a home folder
         state = Path(env.get("XDG_STATE_HOME", ""))
         if not state.is_absolute():
             state = home / ".local" / "state"
-        has_home = state.is_dir() or (home.is_absolute() and home.is_dir())
+        has_home = os.path.isdir(state) or (home.is_absolute() and os.path.isdir(home))  # noqa: PTH112
         return cls(beside, state / "mpiddp" / f"hosts{ENDING}" if has_home else None)
 
     @property
     def existing(self) -> list[Path]:
-        return [path for path in (self.beside, self.state) if path is not None and path.is_file()]
+        both = (self.beside, self.state)
+        return [path for path in both if path is not None and os.path.isfile(path)]  # noqa: PTH113
 
     def read(self) -> History:
         """The history in the files that can be read."""

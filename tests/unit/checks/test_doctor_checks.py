@@ -377,3 +377,5 @@ def test_bad_usage_is_one_sentence() -> None:
 
     with pytest.raises(UserError, match=r"--script nowhere\.py not found"):
         main(["-H", "localhost", "--script", "nowhere.py"])
+    with pytest.raises(UserError, match=r"^--script /x+: File name too long\.$"):
+        main(["-H", "localhost", "--script", f"/{'x' * 300}"])

@@ -202,6 +202,18 @@ def test_a_place_that_takes_nothing_is_no_error(
     assert history.broken == (f"{beside}:1",)
 
 
+@pytest.mark.parametrize("name", ["HOME", "XDG_STATE_HOME"])
+def test_a_folder_that_cannot_be_asked_for_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As one that another user owns; a name that is too long is one for root, too."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(name, f"/{'x' * 300}")
+    assert files(None).existing == []
+    assert files(None).append(job(1)) is None
+
+
 def test_launches_at_the_same_time_lose_no_line(hostfile: Path) -> None:
     """Also while the older half of the file is dropped: each has its latest lines."""
     program = (
