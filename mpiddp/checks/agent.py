@@ -85,7 +85,7 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         **process_facts(),
         "folders": folders,
-        "files": {path: _hash(path) for path in wanted["files"]},
+        "files": {path: _file(path) for path in wanted["files"]},
         "gpus": _gpus(wanted["path"]),
     }
 
@@ -183,12 +183,15 @@ def _mtu(interface: str) -> int:
     return int(struct.unpack_from("i", answer, 16)[0])
 
 
-def _hash(path: str) -> str:
+def _file(path: str) -> dict[str, str]:
+    """The hash of a file, or why it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:12]
+            return {"hash": hashlib.sha256(file.read()).hexdigest()[:12], "error": ""}
+    except FileNotFoundError:
+        return {"hash": "", "error": "is missing"}
     except OSError as error:
-        return "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
 
 
 def _gpus(path: str) -> dict[str, Any] | None:

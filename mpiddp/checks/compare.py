@@ -198,9 +198,25 @@ def _folders(facts: Facts) -> Iterator[Found]:
 def files(facts: Facts) -> list[Line]:
     """Whether the files of the job are the same, by their SHA-256."""
     paths = list(dict.fromkeys(path for found in facts.values() for path in found["files"]))
-    each = [differences(p, {n: found["files"][p] for n, found in facts.items()}) for p in paths]
     well = f"{counted(len(paths), 'file')} of the script, the same on every host"
-    return lines("files", [(FAIL, fact, _PUSH) for fact in each if fact], well)
+    rows = [(FAIL, fact, _PUSH) for path in paths for fact in _file(facts, path)]
+    return lines("files", rows, well)
+
+
+def _file(facts: Facts, path: str) -> Iterator[str]:
+    """What is wrong with one of the files."""
+    hashes: dict[str, str] = {}
+    errors: dict[str, list[str]] = {}
+    for name, found in facts.items():
+        each = found["files"][path]
+        if each["error"]:
+            errors.setdefault(each["error"], []).append(name)
+        else:
+            hashes[name] = each["hash"]
+    for error, hosts in errors.items():
+        yield f"{path} {error} on {all_of(hosts)}"
+    if fact := differences(path, hashes):
+        yield fact
 
 
 def clocks(skews: Mapping[str, float]) -> list[Line]:

@@ -1,6 +1,6 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/checks/compare.py, links.py, report.py.
+Tests mpiddp/checks/agent.py, compare.py, links.py, report.py.
 python -m pytest tests/unit/checks/test_doctor_checks.py
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.checks import compare, links
+from mpiddp.checks import agent, compare, links
 from mpiddp.checks.hosts import agent_program
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
@@ -43,7 +43,7 @@ HEALTHY = {
     "ports": [32768, 60999],
     "load": 0.3,
     "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
-    "files": {"/w/train.py": "1f3a"},
+    "files": {"/w/train.py": {"hash": "1f3a", "error": ""}},
     "gpus": {"each": [GPU], "users": [], "xids": []},
 }
 
@@ -117,7 +117,7 @@ def the_one(facts: dict[str, Any]) -> Line:
         ),
         (("shm", "total"), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
         (
-            ("files", "/w/train.py"),
+            ("files", "/w/train.py", "hash"),
             "9c2e",
             FAIL,
             "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts",
@@ -139,6 +139,15 @@ def test_the_odd_host_is_named(
         inner = inner[key]
     inner[path[-1]] = value
     assert (the_one(facts).status, the_one(facts).fact) == (status, fact)
+
+
+def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str, Any]) -> None:
+    for found in facts.values():
+        found["files"] = {"/w/none.py": agent._file("/w/none.py"), "/": agent._file("/")}
+    assert [(line.status, line.fact) for line in compare.files(facts)] == [
+        (FAIL, "/w/none.py is missing on a, b and c"),
+        (FAIL, "/ cannot be read (Is a directory) on a, b and c"),
+    ]
 
 
 def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
