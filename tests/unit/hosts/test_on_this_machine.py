@@ -98,18 +98,29 @@ def needs(here: Path, **more: str) -> Needs:
 
 def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     a, b = Host("a.invalid"), Host("b.invalid")
-    infos, complaints = preflight([a, b], needs(tmp_path), SHELL)
-    assert (list(infos), complaints) == ([a, b], {})
+    infos, complaints, silent = preflight([a, b], needs(tmp_path), SHELL)
+    assert (list(infos), complaints, silent) == ([a, b], {}, {})
     assert infos[a].host == a
     assert infos[a].mpirun == "mpirun (Open MPI) 5.0.11"
     assert (infos[a].has_folder, infos[a].has_daemon, infos[a].has_program) == (True, True, True)
     assert infos[b].interfaces == tuple(interfaces())
     lacking = needs(tmp_path, program="no-such-program", folder=str(tmp_path / "none"))
-    infos, complaints = preflight([b], lacking, SHELL)
-    assert (infos[b].has_folder, infos[b].has_program) == (False, False)
+    infos, complaints, silent = preflight([b], lacking, SHELL)
+    assert (infos[b].has_folder, infos[b].has_program, silent) == (False, False, {})
     assert complaints[b].startswith("b.invalid: the working folder ")
     lacking = needs(tmp_path, interface="none0")
     assert '"none0" is not on b.invalid' in preflight([b], lacking, SHELL)[1][b]
+
+
+def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
+    """The history does not hold it against the host."""
+    a, b = Host("a.invalid"), Host("b.invalid")
+    script = 'case $0 in a*) eval "$1" ;; *) exit 1 ;; esac'
+    shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
+    lacking = needs(tmp_path, python=str(tmp_path / "python"))
+    infos, complaints, silent = preflight([a, b], lacking, shell)
+    assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
+    assert complaints[a].startswith(f"a.invalid: {tmp_path}/python is missing. ")
 
 
 def test_a_host_is_asked_until_it_answers(
@@ -124,9 +135,9 @@ def test_a_host_is_asked_until_it_answers(
         esac; eval "$1" """
     slow = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE", hint="Ask for help.")
     a, b, c = (Host(f"{name}.invalid") for name in "abc")
-    infos, complaints = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
+    infos, complaints, silent = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
     assert list(infos) == [a, b]
-    assert list(complaints) == [c]
+    assert list(complaints) == list(silent) == [c]
     assert complaints[c].startswith("shell c.invalid failed: Host key verification failed. ")
     assert complaints[c].endswith("--hostfile FILE\nAsk for help.")
     err = capfd.readouterr().err
