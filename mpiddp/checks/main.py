@@ -252,7 +252,12 @@ def _run_job(job: Sequence[str]) -> _Job:
     mend = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_JOB_S,
         )
     except subprocess.TimeoutExpired:
         return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})
