@@ -355,11 +355,33 @@ def test_who_reaches_whom(reached: dict[str, list[str]], lines: list[str]) -> No
     assert keys.summary(reached) == lines
 
 
+@pytest.mark.parametrize(
+    ("found", "unknown", "text"),
+    [
+        ([], ["n2", "n3"], "which other hosts it reaches is not known"),
+        (["n2"], ["n3"], "reaches n2; not known: n3"),
+        ([], ["n3"], "does not reach n2; not known: n3"),
+    ],
+)
+def test_what_was_not_answered_is_not_known(
+    found: list[str], unknown: list[str], text: str
+) -> None:
+    others = {"n2": ["n1", "n3"], "n3": ["n1", "n2"]}
+    lines = keys.summary({"n1": found, **others}, {"n1": unknown})
+    assert lines == [f"n1: {text}", "n[2-3]: reaches every other host"]
+
+
 def test_this_machine_reaches_all() -> None:
-    assert keys.reached([HERE, Host("127.0.0.1")], None) == {
-        "localhost": ["127.0.0.1"],
-        "127.0.0.1": ["localhost"],
-    }
+    found, unknown = keys.reached([HERE, Host("127.0.0.1")], None)
+    assert found == {"localhost": ["127.0.0.1"], "127.0.0.1": ["localhost"]}
+    assert unknown == {}
+
+
+def test_what_was_printed_before_the_time_was_over() -> None:
+    """It may be no UTF-8, such as the banner of a host."""
+    for end in ("sleep 1000", "exit 1"):
+        done = keys._run(["sh", "-c", f"printf 'caf\\351\\n'; {end}"], limit_s=1.0)
+        assert (done.returncode, done.stdout) == (1, "caf\N{REPLACEMENT CHARACTER}\n")
 
 
 @pytest.mark.parametrize(
@@ -368,11 +390,14 @@ def test_this_machine_reaches_all() -> None:
         ("login", Host("login"), "login"),
         ("me@login:2222", Host("login", user="me", port=2222), "me@login:2222"),
         ("me@10.0.0.1", Host("10.0.0.1", user="me"), "me@10.0.0.1"),
+        ("2001:db8::1", Host("2001:db8::1"), "[2001:db8::1]"),
+        ("me@[2001:db8::1]", Host("2001:db8::1", user="me"), "me@[2001:db8::1]"),
+        ("[2001:db8::1]:2222", Host("2001:db8::1", port=2222), "[2001:db8::1]:2222"),
     ],
 )
 def test_a_jump_host(text: str, jump: Host, written: str) -> None:
     found = keys.parse_jump(text)
-    assert (found.name, found.user, found.port) == (jump.name, jump.user, jump.port)
+    assert found == jump
     assert keys._by_jump(["ssh", "--", "x"], found) == ["ssh", "-J", written, "--", "x"]
     assert keys._by_jump(["ssh"], None) == ["ssh"]
 
