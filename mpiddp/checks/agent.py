@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -141,11 +142,17 @@ def _folder(path: str, label: str) -> dict[str, Any]:
         space = os.statvfs(path)
         found["free"] = space.f_bavail * space.f_frsize
         if label == "data":
-            rows = [(name, os.path.getsize(os.path.join(path, name))) for name in names]
+            rows = [(name, _size(os.path.join(path, name))) for name in names]
             found["entries"] = hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
     except OSError as error:
         found["error"] = str(error.strerror)
     return found
+
+
+def _size(path: str) -> int | None:
+    """The bytes of a regular file. That of a folder is the file system's, and a link may lead anywhere."""
+    status = os.lstat(path)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _leave_mark(folder: dict[str, Any], token: str) -> list[str]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +206,41 @@ def test_a_clock_that_is_wrong() -> None:
     assert line.status == OK
 
 
+@pytest.mark.parametrize("others", [{}, {"c": 0.0}])
+def test_clocks_of_which_none_is_the_odd_one(others: dict[str, float]) -> None:
+    (line,) = compare.clocks({"a": 1.95, "b": -1.95, **others})
+    assert (line.status, line.fact) == (WARN, "the clocks of b and a are 3.9 s apart")
+    off = [line.fact for line in compare.clocks({"a": 0.0, "b": 0.0, "c": 9.0, "d": 9.0})]
+    assert off == ["the clock of c is 9.0 s ahead", "the clock of d is 9.0 s ahead"]
+
+
+def test_the_runs_of_one_host_are_not_said_to_be_shared(facts: dict[str, Any]) -> None:
+    well = "present, readable and with space"
+    assert [line.fact for line in compare.folders({"a": facts["a"]}, {"a": 1})] == [well]
+    for marks, more in ({"a": 2, "b": 2}, "shared"), ({"a": 1, "b": 1}, "not shared"):
+        (line,) = compare.folders(facts, marks)
+        assert line.fact == f"{well}; runs are {more}"
+
+
+def test_a_data_folder_is_known_by_its_regular_files(tmp_path: Path) -> None:
+    """The size of a folder's inode is the file system's; a link may lead nowhere."""
+
+    def entries() -> str:
+        found = agent._folder(str(tmp_path), "data")
+        assert found["error"] == ""
+        return str(found["entries"])
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "file").write_text("1")
+    before = entries()
+    for number in range(1000):
+        (tmp_path / "folder" / f"{number:0100}").touch()
+    assert entries() == before
+    (tmp_path / "file").write_text("12")
+    assert entries() != before
+
+
 def test_a_slow_host() -> None:
     values = {"a": {"memory copy": 100.0}, "b": {"memory copy": 85.0}, "c": {"memory copy": 102.0}}
     (line,) = compare.speeds(values)
@@ -295,6 +331,27 @@ def test_ports_that_are_closed_or_taken(facts: dict[str, Any]) -> None:
         "a → b fails at 32768 and 60979, and not at other ports: no answer in 3 s",
         "allow TCP from a on b at all of 32768 to 60999",
     )
+
+
+def test_what_was_not_tried_is_unknown(facts: dict[str, Any]) -> None:
+    """As between hosts that did not answer in time."""
+    listening = {"a": {"port": 40000, "ports": [32768], "busy": ""}}
+    unreached = {"a": {"b": {"error": "no route", "closed": {}}}}
+    assert [
+        (line.status, line.fact)
+        for line in (
+            *links.mtu(facts, {}),
+            *links.reach({}, {}, facts),
+            *links.ports({}, {}, facts),
+            *links.ports(unreached, listening, facts),
+            *links.second_networks({"10.1.0.0/24 (eth1)": {}}, {"10.0.0.1"}),
+        )
+    ] == [
+        (UNKNOWN, "no host told the MTU of its interface"),
+        (UNKNOWN, "no direction between the hosts was tried"),
+        *[(UNKNOWN, "no port was tried: no direction between the hosts is open")] * 2,
+        (UNKNOWN, "the network 10.1.0.0/24 (eth1) was not tried"),
+    ]
 
 
 def test_another_network_that_connects_no_hosts() -> None:
