@@ -29,6 +29,7 @@ from mpiddp.hosts.hostfile import (
     read_hostfile,
 )
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
@@ -491,6 +492,22 @@ def test_an_error_of_the_command_is_one_sentence_and_exit_code_2() -> None:
     done = python("-m", "mpiddp", "hosts", "check", "hosts.txt")
     message = f'hosts.txt:1: "slots=two" {NUMBER}\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
+    Path("hosts").write_text("node1:1\n")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpiddp", "hosts", "convert", "hosts", "--to", "mpich"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    sentence = "mpiddp hosts: its output cannot be written (No space left on device).\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
 
 
 def test_mpiddp_hosts_imports_only_the_standard_library() -> None:
