@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -25,6 +26,8 @@ from mpiddp.errors import (
 from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is full
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input prints one sentence on stderr and returns exit code 2."""
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _call(verb, rest)
         finally:
             if not is_rank and sys.stdout is not None:  # None if it was closed
-                sys.stdout.flush()  # here, where a BrokenPipeError can still be handled
+                sys.stdout.flush()  # here, where its error can still be handled
     except UserError as error:
         # One rank of a job prints it. Other verbs ignore a launcher's variables.
         rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
@@ -56,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_rank:
             raise
         silence_stdout()
+        return FAILED
+    except OSError as error:
+        # Not of a file that was opened by its name: of stdout.
+        if is_rank or error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        silence_stdout()
+        print_error(f"mpiddp {verb}: its output cannot be written ({error.strerror}).")
         return FAILED
     except KeyboardInterrupt:
         if is_rank:  # a script ends as it would under python

@@ -125,5 +125,5 @@ def print_line(line: str, stream: TextIO) -> None:
 
 
 def silence_stdout() -> None:
-    """Redirect stdout to /dev/null once its reader is gone, so that Python's flush at exit succeeds."""
+    """Redirect stdout to /dev/null once it cannot be written, so that Python's flush at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

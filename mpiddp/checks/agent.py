@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         **process_facts(),
         "folders": folders,
-        "files": {path: _hash(path) for path in wanted["files"]},
+        "files": {path: _file(path) for path in wanted["files"]},
         "gpus": _gpus(wanted["path"]),
     }
 
@@ -141,11 +142,17 @@ def _folder(path: str, label: str) -> dict[str, Any]:
         space = os.statvfs(path)
         found["free"] = space.f_bavail * space.f_frsize
         if label == "data":
-            rows = [(name, os.path.getsize(os.path.join(path, name))) for name in names]
+            rows = [(name, _size(os.path.join(path, name))) for name in names]
             found["entries"] = hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
     except OSError as error:
         found["error"] = str(error.strerror)
     return found
+
+
+def _size(path: str) -> int | None:
+    """The bytes of a regular file. That of a folder is the file system's, and a link may lead anywhere."""
+    status = os.lstat(path)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _leave_mark(folder: dict[str, Any], token: str) -> list[str]:
@@ -183,12 +190,15 @@ def _mtu(interface: str) -> int:
     return int(struct.unpack_from("i", answer, 16)[0])
 
 
-def _hash(path: str) -> str:
+def _file(path: str) -> dict[str, str]:
+    """The hash of a file, or why it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:12]
+            return {"hash": hashlib.sha256(file.read()).hexdigest()[:12], "error": ""}
+    except FileNotFoundError:
+        return {"hash": "", "error": "is missing"}
     except OSError as error:
-        return "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
 
 
 def _gpus(path: str) -> dict[str, Any] | None:

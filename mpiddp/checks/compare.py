@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
-from statistics import mean, median, stdev
+from statistics import mean, median, median_low, stdev
 from typing import Any
 
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
@@ -171,9 +171,9 @@ def _processes(facts: Facts, where: str) -> Iterator[Found]:
 
 def folders(facts: Facts, marks: Mapping[str, int]) -> list[Line]:
     """Whether each folder can be used. `marks`: of how many hosts each sees one in the folder of runs."""
-    is_shared = bool(marks) and {*marks.values()} == {len(marks)}
-    well = f"present, readable and with space; runs are {'' if is_shared else 'not '}shared"
-    return lines("folders", _folders(facts), well)
+    is_shared = {*marks.values()} == {len(marks)}
+    runs = f"; runs are {'' if is_shared else 'not '}shared" if len(marks) > 1 else ""
+    return lines("folders", _folders(facts), f"present, readable and with space{runs}")
 
 
 def _folders(facts: Facts) -> Iterator[Found]:
@@ -198,24 +198,46 @@ def _folders(facts: Facts) -> Iterator[Found]:
 def files(facts: Facts) -> list[Line]:
     """Whether the files of the job are the same, by their SHA-256."""
     paths = list(dict.fromkeys(path for found in facts.values() for path in found["files"]))
-    each = [differences(p, {n: found["files"][p] for n, found in facts.items()}) for p in paths]
     well = f"{counted(len(paths), 'file')} of the script, the same on every host"
-    return lines("files", [(FAIL, fact, _PUSH) for fact in each if fact], well)
+    rows = [(FAIL, fact, _PUSH) for path in paths for fact in _file(facts, path)]
+    return lines("files", rows, well)
+
+
+def _file(facts: Facts, path: str) -> Iterator[str]:
+    """What is wrong with one of the files."""
+    hashes: dict[str, str] = {}
+    errors: dict[str, list[str]] = {}
+    for name, found in facts.items():
+        each = found["files"][path]
+        if each["error"]:
+            errors.setdefault(each["error"], []).append(name)
+        else:
+            hashes[name] = each["hash"]
+    for error, hosts in errors.items():
+        yield f"{path} {error} on {all_of(hosts)}"
+    if fact := differences(path, hashes):
+        yield fact
 
 
 def clocks(skews: Mapping[str, float]) -> list[Line]:
-    """Whether the clocks agree with that of most hosts."""
-    usual = median(skews.values()) if skews else 0.0
+    """Whether the clocks agree; if not, which differ from that of most hosts."""
+    return lines("clock", _clocks(skews), f"all within {MOST_SKEW_S:g} s")
+
+
+def _clocks(skews: Mapping[str, float]) -> Iterator[Found]:
+    in_order = sorted(skews, key=lambda name: skews[name])
+    apart = skews[in_order[-1]] - skews[in_order[0]] if skews else 0.0
+    if apart <= MOST_SKEW_S:
+        return
+    usual = median_low(skews.values())
     off = {name: skew - usual for name, skew in skews.items() if abs(skew - usual) > MOST_SKEW_S}
-    found = [
-        (
-            WARN,
-            f"the clock of {name} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}",
-            f"start a time service: ssh {name} sudo timedatectl set-ntp true",
-        )
-        for name, skew in off.items()
-    ]
-    return lines("clock", found, f"all within {MOST_SKEW_S:g} s")
+    if len(skews) < LEAST_COMPARED or not off:
+        fact = f"the clocks of {in_order[0]} and {in_order[-1]} are {apart:.1f} s apart"
+        yield WARN, fact, "start a time service on both: sudo timedatectl set-ntp true"
+        return
+    for name, skew in off.items():
+        fact = f"the clock of {name} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+        yield WARN, fact, f"start a time service: ssh {name} sudo timedatectl set-ntp true"
 
 
 def slow_hosts(speeds: Speeds) -> dict[tuple[str, str], float]:

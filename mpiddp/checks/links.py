@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from mpiddp.checks.compare import Facts, differences
-from mpiddp.checks.report import FAIL, WARN, Found, Line, lines
+from mpiddp.checks.report import FAIL, UNKNOWN, WARN, Found, Line, lines
 from mpiddp.text import all_of, counted, size_text
 
 Pair = Mapping[str, float]  # "rate" in bytes a second, and "latency_ms"
@@ -35,10 +35,11 @@ def mtu(facts: Facts, addresses: Mapping[str, str]) -> list[Line]:
         for each in found
         if each["address"] == addresses[name]
     }
+    if not values:
+        return [Line("network", UNKNOWN, "no host told the MTU of its interface")]
     mend = "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
     fact = differences("the MTU", values)
-    well = f"MTU {max(values.values(), default='unknown')}"
-    return lines("network", [(WARN, fact, mend)] if fact else [], well)
+    return lines("network", [(WARN, fact, mend)] if fact else [], f"MTU {max(values.values())}")
 
 
 def reach(
@@ -53,6 +54,8 @@ def reach(
         if each["address"] in sources
     }
     count = sum(len(each) for each in found.values())
+    if not count:
+        return [Line("network", UNKNOWN, "no direction between the hosts was tried")]
     return lines("network", _reach(found, addresses), f"all {count} directions open{_over(over)}")
 
 
@@ -99,7 +102,10 @@ def ports(
     text = all_of([f"{first} to {last}" for first, last in sorted(ranges)]) or "unknown"
     tried = max((len(each["ports"]) for each in listening.values()), default=0)
     well = f"{counted(tried, 'port')} tried in each direction, among them of {text}"
-    return lines("ports", _ports(found, listening, text), well)
+    rows = [*_ports(found, listening, text)]
+    if all(answer["error"] for each in found.values() for answer in each.values()):
+        rows.append((UNKNOWN, "no port was tried: no direction between the hosts is open", ""))
+    return lines("ports", rows, well)
 
 
 def _ports(
@@ -128,7 +134,9 @@ def second_networks(
     rows: list[Found] = []
     for network, answers in found.items():
         errors = [answer["error"] for each in answers.values() for answer in each.values()]
-        if errors and all(errors):
+        if not errors:
+            rows.append((UNKNOWN, f"the network {network} was not tried", ""))
+        elif all(errors):
             fact = f"the network {network} connects no two hosts: {errors[0]}"
             mend = f"see its cable and switch, or take it down; the job takes {all_of(sorted(job))}"
             rows.append((WARN, fact, mend))

@@ -37,6 +37,7 @@ from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
+from mpiddp.paths import named_by
 from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
@@ -239,7 +240,9 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     if script is None:
         return ()
     path = folder / script
-    if not path.is_file():
+    with named_by("--script"):
+        is_file = path.is_file()
+    if not is_file:
         raise UserError(f"--script {script} not found (looked in {folder}).")
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
@@ -249,7 +252,12 @@ def _run_job(job: Sequence[str]) -> _Job:
     mend = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_JOB_S,
         )
     except subprocess.TimeoutExpired:
         return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})

@@ -24,14 +24,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mpiddp.paths import read_limited
 from mpiddp.text import counted
 
 Figures = Mapping[str, Mapping[str, float]]  # of each host, by what they are of
 
 ENDING = ".history.jsonl"
 STEPS = "steps"  # the rank that held the others up is there
-MAX_BYTES = 1 << 18  # then the older half is dropped
+MAX_BYTES = 1 << 18  # then the older half of the lines is dropped
+_MAX_UNLOCKED = 2 * MAX_BYTES  # where another launch may write meanwhile, whose line is lost then
+_MAX_READ = 4 * MAX_BYTES  # of a file that nobody could shorten
 LAST_JOBS = 5  # that count
 FLAKY = 2  # so many failures among them are more than bad luck
 _OUTDATED_S = 30 * 86400.0  # a host that is left out cannot show that it was mended
@@ -121,7 +122,10 @@ class Record:
 
 @dataclass(frozen=True)
 class History:
-    """The events of a user's files, oldest first. `broken` names the lines that are none: "FILE:3"."""
+    """The events of a user's files, oldest first.
+
+    `broken` names the lines that are none: "FILE:3", or "a line of FILE" if its beginning was not read.
+    """
 
     events: tuple[Event, ...] = ()
     broken: tuple[str, ...] = ()
@@ -184,21 +188,25 @@ class Files:
 
     @classmethod
     def of(cls, hostfile: str | None, env: Mapping[str, str]) -> Files:
-        """The files for a hostfile. `hostfile` is None for hosts that have none."""
+        """The files for a hostfile. `hostfile` is None for hosts that have none.
+
+        A folder that may not be searched has none: there pathlib raises, and `os.path` answers False.
+        """
         beside = None
         is_device = hostfile is not None and hostfile.startswith(("/dev/", "/proc/"))  # <(…)
-        if hostfile and not is_device and os.path.isfile(hostfile):  # noqa: PTH113 - False for any error
+        if hostfile and not is_device and os.path.isfile(hostfile):  # noqa: PTH113
             beside = Path(f"{hostfile}{ENDING}").absolute()
         home = Path(os.path.expanduser("~"))  # noqa: PTH111 - no error without a home folder
         state = Path(env.get("XDG_STATE_HOME", ""))
         if not state.is_absolute():
             state = home / ".local" / "state"
-        has_home = state.is_dir() or (home.is_absolute() and home.is_dir())
+        has_home = os.path.isdir(state) or (home.is_absolute() and os.path.isdir(home))  # noqa: PTH112
         return cls(beside, state / "mpiddp" / f"hosts{ENDING}" if has_home else None)
 
     @property
     def existing(self) -> list[Path]:
-        return [path for path in (self.beside, self.state) if path is not None and path.is_file()]
+        both = (self.beside, self.state)
+        return [path for path in both if path is not None and os.path.isfile(path)]  # noqa: PTH113
 
     def read(self) -> History:
         """The history in the files that can be read."""
@@ -206,13 +214,14 @@ class Files:
         broken: list[str] = []
         for path in self.existing:
             with contextlib.suppress(OSError):
-                lines = read_limited(path, 4 * MAX_BYTES).split(b"\n")
+                with path.open("rb") as file:
+                    lines, is_whole = _last_lines(file.fileno())
                 for number, line in enumerate(lines, start=1):
                     event = parse(line)
                     if event is not None:
                         events.append(event)
                     elif line.strip():
-                        broken.append(f"{path}:{number}")
+                        broken.append(f"{path}:{number}" if is_whole else f"a line of {path}")
         return History(tuple(sorted(events, key=lambda event: event.at)), tuple(broken))
 
     def append(self, event: Event) -> Path | None:
@@ -264,6 +273,14 @@ def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
     return {what: float(f"{value:.4g}") for what, value in figures.items()}
 
 
+def _last_lines(file: int) -> tuple[list[bytes], bool]:
+    """The whole lines at the end of a file, and whether these are all. The last one may lack its end."""
+    size = os.fstat(file).st_size
+    first = max(0, size - _MAX_READ)
+    lines = os.pread(file, size - first, first).splitlines(keepends=True)
+    return (lines[1:], False) if first else (lines, True)
+
+
 def _append(path: Path, line: bytes) -> None:
     """Append a line by one write, which no other can divide. Drop the older half of a long file."""
     with _opened(path) as (file, is_locked):
@@ -271,14 +288,20 @@ def _append(path: Path, line: bytes) -> None:
         if size and os.pread(file, 1, size - 1) != b"\n":  # a full disk has cut the last line
             line = b"\n" + line
         os.write(file, line)
-        if is_locked and size + len(line) > MAX_BYTES:
-            newer = os.pread(file, size + len(line), (size + len(line)) // 2)
-            # A new file, because a launch that is killed here must not lose both halves.
-            part = path.with_name(f"{path.name}.part")
-            part.unlink(missing_ok=True)
-            with part.open("xb") as kept:
-                kept.write(newer.partition(b"\n")[2])
-            part.replace(path)
+        if size + len(line) > (MAX_BYTES if is_locked else _MAX_UNLOCKED):
+            with contextlib.suppress(OSError):  # the line is there
+                _shorten(path, file)
+
+
+def _shorten(path: Path, file: int) -> None:
+    """Drop the older half of the lines of an open file, and never the newest one."""
+    lines, _ = _last_lines(file)
+    # A new file, because a launch that is killed here must not lose both halves.
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    with part.open("xb") as kept:
+        kept.writelines(lines[len(lines) // 2 :])
+    part.replace(path)
 
 
 @contextlib.contextmanager

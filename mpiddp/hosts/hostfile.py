@@ -27,6 +27,7 @@ _KEYS = ("slots", "max_slots", "gpus", "port", "user")
 
 # A name becomes an argument of ssh and of mpirun, so it must not look like an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
 _LONGEST_NAME = 253  # characters of a name in DNS
@@ -290,7 +291,7 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
             return str(ipaddress.ip_address(name))
         except ValueError:
             raise UserError(f'{where}: "{shown(name)}" is not an IP address. {EXAMPLE}') from None
-    if not _NAME.fullmatch(name):
+    if not (_NAME if kind == "host" else _USER).fullmatch(name):
         raise UserError(
             f'{where}: {kind} "{shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
             f"{EXAMPLE}"

@@ -214,9 +214,10 @@ def run_preflight(
     )
     wait_s = 0.0 if proven else options.where.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]
-    found, complaints = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
+    found, complaints, silent = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
     infos = {**known, **found}
-    checked = Checked({host: infos[host] for host in named.usable if host in infos}, complaints)
+    in_order = {host: infos[host] for host in named.usable if host in infos}
+    checked = Checked(in_order, complaints, silent)
     strangers = preflight.strangers(checked.faultless, proven, needs.mpirun)
     checked = replace(checked, complaints=complaints | strangers)
     differences = preflight.disagreements(checked.faultless.values(), needs.mpirun)

@@ -67,10 +67,11 @@ Complaints = dict[Host, str]  # a sentence for each host that cannot be used
 
 def preflight(
     hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
-) -> tuple[dict[Host, HostInfo], Complaints]:
-    """What each host that answers has, and why some cannot be used.
+) -> tuple[dict[Host, HostInfo], Complaints, Complaints]:
+    """What each host that answers has, why some cannot be used, and of these those that did not answer.
 
-    Each host is asked until it answers once, for at most `wait_s` after the first time.
+    Each host is asked until it answers once, for at most `wait_s` after the first time. One that lacks the
+    interpreter has answered.
     """
     began = time.monotonic()
     infos: dict[Host, HostInfo] = {}
@@ -120,9 +121,10 @@ def preflight(
     if logged <= len(hosts) and not waiting:
         log.info(f"all {counted(len(hosts), 'host')} answer after {duration(now - began)}")
     in_order = {host: complaints[host] for host in hosts if host in complaints}
-    if transport.hint and (silent := [host for host in in_order if host not in answered]):
-        in_order[silent[-1]] += f"\n{transport.hint}"
-    return {host: infos[host] for host in hosts if host in infos}, in_order
+    silent = {host: why for host, why in in_order.items() if host not in answered}
+    if transport.hint and silent:
+        in_order[[*silent][-1]] += f"\n{transport.hint}"
+    return {host: infos[host] for host in hosts if host in infos}, in_order, silent
 
 
 def probe_program(needs: Needs) -> str:

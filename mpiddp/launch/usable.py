@@ -48,23 +48,20 @@ class Past:
 class Checked:
     """What a preflight has found; nothing if none was run.
 
-    infos: of each host that has answered. complaints: why some hosts cannot be used.
+    infos: what each host has. complaints: why some hosts cannot be used.
+    silent: of the complaints, those about hosts that have not answered.
     differences: of the versions of the others, a sentence each.
     """
 
     infos: Mapping[Host, HostInfo] = field(default_factory=dict)
     complaints: Mapping[Host, str] = field(default_factory=dict)
+    silent: Mapping[Host, str] = field(default_factory=dict)
     differences: tuple[str, ...] = ()
 
     @property
     def faultless(self) -> dict[Host, HostInfo]:
         """The infos of the hosts without a complaint."""
         return {host: info for host, info in self.infos.items() if host not in self.complaints}
-
-    @property
-    def silent(self) -> dict[Host, str]:
-        """The complaints about the hosts that have not answered."""
-        return {host: why for host, why in self.complaints.items() if host not in self.infos}
 
 
 def keep_usable(named: Hosts, checked: Checked, where: Where, past: Past) -> Hosts:

@@ -13,11 +13,14 @@ import argparse
 import os
 import pwd
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
@@ -32,9 +35,10 @@ from mpiddp.text import escaped
 # sshd refuses some of more than ten logins that arrive at once (MaxStartups), and all pass the jump host.
 _AT_ONCE, _AT_ONCE_BY_JUMP = 32, 8
 _ANSWER_S, _SCAN_S = 60.0, 5
+_LOGIN_S, _LOGINS_S = 6.0, 600.0  # more for a login from a host to another, and to all others
 # Of a host's keys the first one is taken: that of the file to which a person is sent.
 _PREFERRED = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa")
-_PROOF = "mpiddp-reaches"
+_REACHES, _MISSES = "mpiddp-reaches", "mpiddp-misses"
 
 # The commands of the shell on a host. They hold no input: it comes through stdin. sshd ignores a file of
 # keys that others may write.
@@ -47,7 +51,7 @@ echo "$kind $key $comment" >> $file"""
 _REACH = f"""\
 while read -r name target port; do
     ssh -n -T -o BatchMode=yes -o ConnectTimeout=5 ${{port:+-p "$port"}} -- "$target" true >/dev/null 2>&1 &&
-    echo "{_PROOF} $name"
+    echo "{_REACHES} $name" || echo "{_MISSES} $name"
 done; exit 0"""
 
 Done = subprocess.CompletedProcess[str]
@@ -76,7 +80,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         open_logins(others, jump)
     except OSError as error:  # of the files in ~/.ssh
         raise UserError(f"{error.filename}: {error.strerror}.") from None
-    for line in summary(reached(hosts.hosts, jump)):
+    for line in summary(*reached(hosts.hosts, jump)):
         print(line)
     if jump is not None:
         print("Every other command goes that way too where ~/.ssh/config has:")
@@ -86,14 +90,19 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 def parse_jump(text: str) -> Host:
     """The host of --jump. Raises UserError as for a hostfile."""
-    name, _, port = text.partition(":") if text.count(":") == 1 else (text, "", "")
+    # An address of IPv6 has a port only after its bracket.
+    with_port = re.fullmatch(r"([^\[:]*|.*\]):([^:]*)", text)
+    name, port = with_port.groups() if with_port else (text, "")
     if len(name.split()) != 1:
         raise UserError("--jump: expected one host. Example: --jump me@login.example.org")
     return granted_hosts([[name, *([f"port={port}"] if port else [])]], "--jump").hosts[0]
 
 
 def _jump_text(jump: Host) -> str:
-    return f"{jump.ssh_target}:{jump.port}" if jump.port else jump.ssh_target
+    """The value of ssh -J, which cuts a name without brackets at its first colon."""
+    name = f"[{jump.name}]" if ":" in jump.name else jump.name
+    user = f"{jump.user}@" if jump.user else ""
+    return f"{user}{name}:{jump.port}" if jump.port else f"{user}{name}"
 
 
 def open_logins(hosts: Sequence[Host], jump: Host | None) -> None:
@@ -212,14 +221,23 @@ def _public_key(host: Host) -> str:
         print(f"{own} is a new key, without a passphrase")
     public = own.with_name(f"{own.name}.pub")
     if public.exists():
-        return public.read_text().strip()
-    command = ["ssh-keygen", "-y", "-f", str(own)]  # it may ask for the passphrase at the terminal
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
+        key = public.read_text(errors="replace").strip()
+    else:
+        # It may ask for the passphrase at the terminal.
+        command = ["ssh-keygen", "-y", "-f", str(own)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
+        key = done.stdout.strip()
+    if len(key.split()) < 2:
+        make = f"ssh-keygen -y -f {shlex.quote(str(own))} > {shlex.quote(str(public))}"
+        raise UserError(f"{own}: its public key cannot be read. Make it: {make}")
+    return key
 
 
 def _add_key(host: Host, key: str, jump: Host | None) -> None:
     command = _by_jump(shell_command(host, _ADD_KEY, batch=False), jump)
-    done = subprocess.run(command, input=f"{key}\n", text=True, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        command, input=f"{key}\n", text=True, errors="replace", stderr=subprocess.PIPE
+    )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise UserError(
@@ -228,8 +246,13 @@ def _add_key(host: Host, key: str, jump: Host | None) -> None:
         )
 
 
-def reached(hosts: Sequence[Host], jump: Host | None) -> dict[str, list[str]]:
-    """For each host the names of the others to which it can log in. From here all have been reached."""
+def reached(
+    hosts: Sequence[Host], jump: Host | None
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """For each host the names of the others to which it can log in, and those of which nobody knows.
+
+    From here all have been reached. A host that is lost, or out of time, tells only a part.
+    """
     inputs: dict[Host, str] = {}
     for index, host in enumerate(hosts):
         if not is_this_host(host.name):
@@ -239,42 +262,67 @@ def reached(hosts: Sequence[Host], jump: Host | None) -> dict[str, list[str]]:
                 f"{each.name} {each.ssh_target} {each.port or ''}\n" for each in rest
             )
     found = {host.name: [each.name for each in hosts if each != host] for host in hosts}
-    for host, answer in _on_each(_REACH, inputs, jump).items():
-        answered = re.findall(rf"^{_PROOF} (.*)$", answer.stdout, re.MULTILINE)
-        found[host.name] = [name for name in found[host.name] if name in answered]
-    return found
+    unknown: dict[str, list[str]] = {}
+    more_s = min(_LOGIN_S * len(hosts), _LOGINS_S)
+    for host, answer in _on_each(_REACH, inputs, jump, _ANSWER_S + more_s).items():
+        others = found[host.name]
+        yes, no = (
+            re.findall(rf"^{word} (.*)\n", answer.stdout, re.MULTILINE)
+            for word in (_REACHES, _MISSES)
+        )
+        found[host.name] = [name for name in others if name in yes]
+        unknown[host.name] = [name for name in others if name not in yes + no]
+    return found, unknown
 
 
-def summary(reached: Mapping[str, Sequence[str]]) -> list[str]:
+def summary(
+    reached: Mapping[str, Sequence[str]],
+    unknown: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[str]:
     """Which host reaches which, hosts of the same kind together."""
     groups: dict[str, list[str]] = {}
     for name, found in reached.items():
-        missed = [other for other in reached if other != name and other not in found]
-        text = "reaches no other host" if missed else "reaches every other host"
-        if missed and found:
-            text = f"reaches {compress_names(found)}, not {compress_names(missed)}"
-        groups.setdefault(text, []).append(name)
+        unsure = unknown.get(name, ())
+        missed = [each for each in reached if each not in (name, *found, *unsure)]
+        groups.setdefault(_text(found, missed, unsure), []).append(name)
     return [f"{compress_names(names)}: {text}" for text, names in groups.items()]
 
 
-def _on_each(line: str, inputs: Mapping[Host, str], jump: Host | None) -> dict[Host, Done]:
+def _text(found: Sequence[str], missed: Sequence[str], unknown: Sequence[str]) -> str:
+    if not missed and not unknown:
+        return "reaches every other host"
+    if not found and not unknown:
+        return "reaches no other host"
+    if not found and not missed:
+        return "which other hosts it reaches is not known"
+    text = f"reaches {compress_names(found)}" if found else ""
+    text += f"{', not' if found else 'does not reach'} {compress_names(missed)}" if missed else ""
+    return text + (f"; not known: {compress_names(unknown)}" if unknown else "")
+
+
+def _on_each(
+    line: str, inputs: Mapping[Host, str], jump: Host | None, limit_s: float = _ANSWER_S
+) -> dict[Host, Done]:
     """Run `line` in a shell on each host, with its stdin, without a question to the user."""
     commands = [_by_jump(shell_command(host, line), jump) for host in inputs]
     with ThreadPoolExecutor(_AT_ONCE if jump is None else _AT_ONCE_BY_JUMP) as pool:
-        return dict(zip(inputs, pool.map(_run, commands, inputs.values()), strict=True))
+        done = pool.map(partial(_run, limit_s=limit_s), commands, inputs.values())
+        return dict(zip(inputs, done, strict=True))
 
 
 def _by_jump(command: list[str], jump: Host | None) -> list[str]:
     return command if jump is None else [command[0], "-J", _jump_text(jump), *command[1:]]
 
 
-def _run(command: Sequence[str], stdin: str = "") -> Done:
+def _run(command: Sequence[str], stdin: str = "", limit_s: float = _ANSWER_S) -> Done:
+    """The outcome of a command; of one that does not end in time, what it has printed until then."""
     try:
         return subprocess.run(
-            command, input=stdin, capture_output=True, timeout=_ANSWER_S, text=True
+            command, input=stdin, capture_output=True, timeout=limit_s, text=True, errors="replace"
         )
-    except subprocess.TimeoutExpired:
-        return Done(command, 1, "", "timed out")
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout or b""  # as bytes, also with text=True
+        return Done(command, 1, printed.decode(errors="replace"), "timed out")
 
 
 def _path(path: str) -> Path:

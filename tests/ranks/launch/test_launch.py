@@ -2,7 +2,7 @@
 
 python -m tests.support.mpis install     # the MPIs beside Open MPI 5
 
-Tests mpiddp/launch/.
+Tests mpiddp/launch/, and the job of mpiddp/checks/main.py.
 python -m pytest tests/ranks/launch/test_launch.py
 """
 
@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.checks import main
+from mpiddp.checks.report import FAIL
 from tests.support.first_jobs import PRINT_IDENTITY, SLEEP, started
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
@@ -241,6 +243,11 @@ def test_a_closed_stdout_gets_no_traceback(options: list[str]) -> None:
     done = in_bash(f"{{ sleep 0.2; {line}; }} | true; exit ${{PIPESTATUS[0]}}")
     assert done.returncode in (0, 1)  # argparse ignores the broken pipe
     assert "Broken pipe" not in done.stderr, done.stderr
+
+
+def test_the_job_of_the_doctor_may_print_any_bytes() -> None:
+    line, _ = main._run_job(["-n", "1", "--", "sh", "-c", r"printf '\377' >&2; exit 3"])
+    assert (line.status, line.fact.partition(":")[0]) == (FAIL, "exit code 1")
 
 
 def test_hosts_without_slots_may_be_unreachable(tmp_path: Path) -> None:

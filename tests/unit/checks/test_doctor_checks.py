@@ -1,6 +1,6 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/checks/compare.py, links.py, report.py.
+Tests mpiddp/checks/agent.py, compare.py, links.py, report.py.
 python -m pytest tests/unit/checks/test_doctor_checks.py
 """
 
@@ -11,11 +11,12 @@ import subprocess
 import sys
 from copy import deepcopy
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.checks import compare, links
+from mpiddp.checks import agent, compare, links
 from mpiddp.checks.hosts import agent_program
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
@@ -43,7 +44,7 @@ HEALTHY = {
     "ports": [32768, 60999],
     "load": 0.3,
     "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
-    "files": {"/w/train.py": "1f3a"},
+    "files": {"/w/train.py": {"hash": "1f3a", "error": ""}},
     "gpus": {"each": [GPU], "users": [], "xids": []},
 }
 
@@ -117,7 +118,7 @@ def the_one(facts: dict[str, Any]) -> Line:
         ),
         (("shm", "total"), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
         (
-            ("files", "/w/train.py"),
+            ("files", "/w/train.py", "hash"),
             "9c2e",
             FAIL,
             "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts",
@@ -139,6 +140,15 @@ def test_the_odd_host_is_named(
         inner = inner[key]
     inner[path[-1]] = value
     assert (the_one(facts).status, the_one(facts).fact) == (status, fact)
+
+
+def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str, Any]) -> None:
+    for found in facts.values():
+        found["files"] = {"/w/none.py": agent._file("/w/none.py"), "/": agent._file("/")}
+    assert [(line.status, line.fact) for line in compare.files(facts)] == [
+        (FAIL, "/w/none.py is missing on a, b and c"),
+        (FAIL, "/ cannot be read (Is a directory) on a, b and c"),
+    ]
 
 
 def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
@@ -194,6 +204,41 @@ def test_a_clock_that_is_wrong() -> None:
     assert line.fact == "the clock of b is 40.0 s behind"
     (line,) = compare.clocks({"a": 0.1, "b": -0.4, "c": 0.0})
     assert line.status == OK
+
+
+@pytest.mark.parametrize("others", [{}, {"c": 0.0}])
+def test_clocks_of_which_none_is_the_odd_one(others: dict[str, float]) -> None:
+    (line,) = compare.clocks({"a": 1.95, "b": -1.95, **others})
+    assert (line.status, line.fact) == (WARN, "the clocks of b and a are 3.9 s apart")
+    off = [line.fact for line in compare.clocks({"a": 0.0, "b": 0.0, "c": 9.0, "d": 9.0})]
+    assert off == ["the clock of c is 9.0 s ahead", "the clock of d is 9.0 s ahead"]
+
+
+def test_the_runs_of_one_host_are_not_said_to_be_shared(facts: dict[str, Any]) -> None:
+    well = "present, readable and with space"
+    assert [line.fact for line in compare.folders({"a": facts["a"]}, {"a": 1})] == [well]
+    for marks, more in ({"a": 2, "b": 2}, "shared"), ({"a": 1, "b": 1}, "not shared"):
+        (line,) = compare.folders(facts, marks)
+        assert line.fact == f"{well}; runs are {more}"
+
+
+def test_a_data_folder_is_known_by_its_regular_files(tmp_path: Path) -> None:
+    """The size of a folder's inode is the file system's; a link may lead nowhere."""
+
+    def entries() -> str:
+        found = agent._folder(str(tmp_path), "data")
+        assert found["error"] == ""
+        return str(found["entries"])
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "file").write_text("1")
+    before = entries()
+    for number in range(1000):
+        (tmp_path / "folder" / f"{number:0100}").touch()
+    assert entries() == before
+    (tmp_path / "file").write_text("12")
+    assert entries() != before
 
 
 def test_a_slow_host() -> None:
@@ -288,6 +333,27 @@ def test_ports_that_are_closed_or_taken(facts: dict[str, Any]) -> None:
     )
 
 
+def test_what_was_not_tried_is_unknown(facts: dict[str, Any]) -> None:
+    """As between hosts that did not answer in time."""
+    listening = {"a": {"port": 40000, "ports": [32768], "busy": ""}}
+    unreached = {"a": {"b": {"error": "no route", "closed": {}}}}
+    assert [
+        (line.status, line.fact)
+        for line in (
+            *links.mtu(facts, {}),
+            *links.reach({}, {}, facts),
+            *links.ports({}, {}, facts),
+            *links.ports(unreached, listening, facts),
+            *links.second_networks({"10.1.0.0/24 (eth1)": {}}, {"10.0.0.1"}),
+        )
+    ] == [
+        (UNKNOWN, "no host told the MTU of its interface"),
+        (UNKNOWN, "no direction between the hosts was tried"),
+        *[(UNKNOWN, "no port was tried: no direction between the hosts is open")] * 2,
+        (UNKNOWN, "the network 10.1.0.0/24 (eth1) was not tried"),
+    ]
+
+
 def test_another_network_that_connects_no_hosts() -> None:
     dead = {
         here: {there: {**answer, "error": "no route"} for there, answer in each.items()}
@@ -377,3 +443,5 @@ def test_bad_usage_is_one_sentence() -> None:
 
     with pytest.raises(UserError, match=r"--script nowhere\.py not found"):
         main(["-H", "localhost", "--script", "nowhere.py"])
+    with pytest.raises(UserError, match=r"^--script /x+: File name too long\.$"):
+        main(["-H", "localhost", "--script", f"/{'x' * 300}"])

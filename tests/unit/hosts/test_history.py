@@ -202,6 +202,18 @@ def test_a_place_that_takes_nothing_is_no_error(
     assert history.broken == (f"{beside}:1",)
 
 
+@pytest.mark.parametrize("name", ["HOME", "XDG_STATE_HOME"])
+def test_a_folder_that_cannot_be_asked_for_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As one that another user owns; a name that is too long is one for root, too."""
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(name, f"/{'x' * 300}")
+    assert files(None).existing == []
+    assert files(None).append(job(1)) is None
+
+
 def test_launches_at_the_same_time_lose_no_line(hostfile: Path) -> None:
     """Also while the older half of the file is dropped: each has its latest lines."""
     program = (
@@ -243,8 +255,34 @@ def test_a_launch_that_holds_the_file_delays_no_other(hostfile: Path) -> None:
         began = time.monotonic()
         assert files(hostfile).append(job(2)) == path
         assert time.monotonic() - began < 10
+        assert len(files(hostfile).read().events) == 2
+        # So a file system without locks has a bounded file, too.
+        path.write_bytes(b"x\n" * MAX_BYTES)
+        files(hostfile).append(job(3))
+        assert path.stat().st_size < 1.1 * MAX_BYTES
         holder.communicate(timeout=PATIENCE_S)
-    assert len(files(hostfile).read().events) == 2
+    assert [event.job for event in files(hostfile).read().events] == ["job3"]
+
+
+def test_a_long_line_does_not_drop_all_others(hostfile: Path) -> None:
+    """As that of a doctor who has measured thousands of hosts."""
+    for number in range(9):
+        files(hostfile).append(job(number))
+    for number in (9, 10):
+        files(hostfile).append(job(number, hosts=["x" * MAX_BYTES]))
+    assert [event.job for event in files(hostfile).read().events] == ["job8", "job9", "job10"]
+
+
+def test_the_end_of_a_file_is_read_that_nobody_could_shorten(hostfile: Path) -> None:
+    path = files(hostfile).append(job(1))
+    assert path is not None
+    line = path.read_bytes()
+    path.write_bytes(b"x" * 8 * MAX_BYTES + b"\nbroken\n" + line)
+    history = files(hostfile).read()
+    assert ([event.job for event in history.events], history.broken) == (
+        ["job1"],
+        (f"a line of {path}",),
+    )
 
 
 @pytest.mark.parametrize(

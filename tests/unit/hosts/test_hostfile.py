@@ -29,6 +29,7 @@ from mpiddp.hosts.hostfile import (
     read_hostfile,
 )
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
@@ -81,6 +82,7 @@ def refusal(call: Callable[[], object]) -> str:
         ("fe80::1 slots=2", Host("fe80::1", slots=2)),
         ("[::1]:2", Host("::1", slots=2)),
         ("joe@[::1]", Host("::1", user="joe")),
+        ("_svc@node1", Host("node1", user="_svc")),
         ("FE80:0:0::1:2", Host("fe80::1:2")),
         ("node1 port=1", Host("node1", port=1)),
         ("node1 port=65535", Host("node1", port=65535)),
@@ -151,6 +153,7 @@ def test_ip_addresses_are_not_shortened() -> None:
         ("-l@node1", f':1: user "-l" {OPTION}'),
         ("node1 user=-oProxyCommand=x", f':1: user "-oProxyCommand=x" {OPTION}'),
         ("@node1", f':1: user "" {NAME}'),
+        ("_node1", f':1: host "_node1" {NAME}'),
         ("node$(id)", f':1: host "node$(id)" {NAME}'),
         ("node1\u00a0slots=2", rf':1: host "node1\xa0slots=2" {NAME}'),
         ("fe80::1%eth0", f':1: host "fe80::1%eth0" {NAME}'),
@@ -489,6 +492,22 @@ def test_an_error_of_the_command_is_one_sentence_and_exit_code_2() -> None:
     done = python("-m", "mpiddp", "hosts", "check", "hosts.txt")
     message = f'hosts.txt:1: "slots=two" {NUMBER}\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_sentence(unbuffered: str) -> None:
+    Path("hosts").write_text("node1:1\n")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpiddp", "hosts", "convert", "hosts", "--to", "mpich"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    sentence = "mpiddp hosts: its output cannot be written (No space left on device).\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
 
 
 def test_mpiddp_hosts_imports_only_the_standard_library() -> None:

@@ -80,6 +80,17 @@ def test_the_key_that_ssh_offers_first(tmp_path: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().out == ""
 
 
+def test_a_key_that_cannot_be_read_is_not_copied(tmp_path: Path) -> None:
+    """As one with a passphrase that nobody knows."""
+    (tmp_path / "id_rsa").write_text("no key")
+    with pytest.raises(UserError) as raised:
+        keys._public_key(Host("a.invalid"))
+    own = tmp_path / "id_rsa"
+    assert str(raised.value) == (
+        f"{own}: its public key cannot be read. Make it: ssh-keygen -y -f {own} > {own}.pub"
+    )
+
+
 def test_a_key_is_made_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +240,14 @@ def test_a_host_that_ssh_does_not_reach(capfd: pytest.CaptureFixture[str]) -> No
     far = Host("a.invalid")
     with pytest.raises(UserError, match=r"^ssh a\.invalid failed: "):
         keys.open_logins([Host("localhost"), far], None)
-    assert keys.reached([Host("localhost"), far], None) == {
-        "localhost": ["a.invalid"],
-        "a.invalid": [],
-    }
+    found, unknown = keys.reached([Host("localhost"), far], None)
+    assert found == {"localhost": ["a.invalid"], "a.invalid": []}
+    assert unknown == {"a.invalid": ["localhost"]}
+
+
+def test_each_host_says_whom_it_reaches_and_whom_not() -> None:
+    """The command of the hosts, run here."""
+    with Path("config").open("a") as config:
+        config.write("  ProxyCommand false\n")
+    done = keys._on_each(keys._REACH, {Host("localhost"): "n1 a.invalid \nn2 b.invalid 22\n"}, None)
+    assert done[Host("localhost")].stdout == "mpiddp-misses n1\nmpiddp-misses n2\n"

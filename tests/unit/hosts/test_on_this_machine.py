@@ -98,18 +98,29 @@ def needs(here: Path, **more: str) -> Needs:
 
 def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     a, b = Host("a.invalid"), Host("b.invalid")
-    infos, complaints = preflight([a, b], needs(tmp_path), SHELL)
-    assert (list(infos), complaints) == ([a, b], {})
+    infos, complaints, silent = preflight([a, b], needs(tmp_path), SHELL)
+    assert (list(infos), complaints, silent) == ([a, b], {}, {})
     assert infos[a].host == a
     assert infos[a].mpirun == "mpirun (Open MPI) 5.0.11"
     assert (infos[a].has_folder, infos[a].has_daemon, infos[a].has_program) == (True, True, True)
     assert infos[b].interfaces == tuple(interfaces())
     lacking = needs(tmp_path, program="no-such-program", folder=str(tmp_path / "none"))
-    infos, complaints = preflight([b], lacking, SHELL)
-    assert (infos[b].has_folder, infos[b].has_program) == (False, False)
+    infos, complaints, silent = preflight([b], lacking, SHELL)
+    assert (infos[b].has_folder, infos[b].has_program, silent) == (False, False, {})
     assert complaints[b].startswith("b.invalid: the working folder ")
     lacking = needs(tmp_path, interface="none0")
     assert '"none0" is not on b.invalid' in preflight([b], lacking, SHELL)[1][b]
+
+
+def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
+    """The history does not hold it against the host."""
+    a, b = Host("a.invalid"), Host("b.invalid")
+    script = 'case $0 in a*) eval "$1" ;; *) exit 1 ;; esac'
+    shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
+    lacking = needs(tmp_path, python=str(tmp_path / "python"))
+    infos, complaints, silent = preflight([a, b], lacking, shell)
+    assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
+    assert complaints[a].startswith(f"a.invalid: {tmp_path}/python is missing. ")
 
 
 def test_a_host_is_asked_until_it_answers(
@@ -124,9 +135,9 @@ def test_a_host_is_asked_until_it_answers(
         esac; eval "$1" """
     slow = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE", hint="Ask for help.")
     a, b, c = (Host(f"{name}.invalid") for name in "abc")
-    infos, complaints = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
+    infos, complaints, silent = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
     assert list(infos) == [a, b]
-    assert list(complaints) == [c]
+    assert list(complaints) == list(silent) == [c]
     assert complaints[c].startswith("shell c.invalid failed: Host key verification failed. ")
     assert complaints[c].endswith("--hostfile FILE\nAsk for help.")
     err = capfd.readouterr().err
@@ -344,11 +355,33 @@ def test_who_reaches_whom(reached: dict[str, list[str]], lines: list[str]) -> No
     assert keys.summary(reached) == lines
 
 
+@pytest.mark.parametrize(
+    ("found", "unknown", "text"),
+    [
+        ([], ["n2", "n3"], "which other hosts it reaches is not known"),
+        (["n2"], ["n3"], "reaches n2; not known: n3"),
+        ([], ["n3"], "does not reach n2; not known: n3"),
+    ],
+)
+def test_what_was_not_answered_is_not_known(
+    found: list[str], unknown: list[str], text: str
+) -> None:
+    others = {"n2": ["n1", "n3"], "n3": ["n1", "n2"]}
+    lines = keys.summary({"n1": found, **others}, {"n1": unknown})
+    assert lines == [f"n1: {text}", "n[2-3]: reaches every other host"]
+
+
 def test_this_machine_reaches_all() -> None:
-    assert keys.reached([HERE, Host("127.0.0.1")], None) == {
-        "localhost": ["127.0.0.1"],
-        "127.0.0.1": ["localhost"],
-    }
+    found, unknown = keys.reached([HERE, Host("127.0.0.1")], None)
+    assert found == {"localhost": ["127.0.0.1"], "127.0.0.1": ["localhost"]}
+    assert unknown == {}
+
+
+def test_what_was_printed_before_the_time_was_over() -> None:
+    """It may be no UTF-8, such as the banner of a host."""
+    for end in ("sleep 1000", "exit 1"):
+        done = keys._run(["sh", "-c", f"printf 'caf\\351\\n'; {end}"], limit_s=1.0)
+        assert (done.returncode, done.stdout) == (1, "caf\N{REPLACEMENT CHARACTER}\n")
 
 
 @pytest.mark.parametrize(
@@ -357,11 +390,14 @@ def test_this_machine_reaches_all() -> None:
         ("login", Host("login"), "login"),
         ("me@login:2222", Host("login", user="me", port=2222), "me@login:2222"),
         ("me@10.0.0.1", Host("10.0.0.1", user="me"), "me@10.0.0.1"),
+        ("2001:db8::1", Host("2001:db8::1"), "[2001:db8::1]"),
+        ("me@[2001:db8::1]", Host("2001:db8::1", user="me"), "me@[2001:db8::1]"),
+        ("[2001:db8::1]:2222", Host("2001:db8::1", port=2222), "[2001:db8::1]:2222"),
     ],
 )
 def test_a_jump_host(text: str, jump: Host, written: str) -> None:
     found = keys.parse_jump(text)
-    assert (found.name, found.user, found.port) == (jump.name, jump.user, jump.port)
+    assert found == jump
     assert keys._by_jump(["ssh", "--", "x"], found) == ["ssh", "-J", written, "--", "x"]
     assert keys._by_jump(["ssh"], None) == ["ssh"]
 
