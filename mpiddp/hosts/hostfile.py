@@ -128,7 +128,7 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        folder = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+        folder = "" if Path(path).is_absolute() else f" (looked in {_working_folder()})"
         raise UserError(f"{source} not found{folder}. Not falling back to this machine.") from None
     except IsADirectoryError:
         raise UserError(f"{source} is a directory. Name a hostfile in it.") from None
@@ -138,6 +138,13 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
     except OSError as error:
         raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source, keep_fqdn=keep_fqdn)
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "a folder that was removed"
 
 
 def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Hosts:

@@ -68,10 +68,10 @@ class HostSearch:
 def look(options: LaunchOptions, plan: Plan) -> Found:
     """Look once, for hosts that `plan` could do with."""
     try:
-        hosts = _candidates(options, plan)
-    except (UserError, JobFailed) as error:
-        return Found(problem=ignored(error))
-    try:
+        try:
+            hosts = _candidates(options, plan)
+        except (UserError, JobFailed) as error:
+            return Found(problem=ignored(error))
         usable = _usable(hosts, options, plan) if hosts else []
     except (UserError, JobFailed) as error:
         return Found(problem=f"the job cannot grow now: {error}")

@@ -188,7 +188,7 @@ class _Job:
             self._plan = self._next_plan()
         except (UserError, JobFailed) as error:  # a host may be usable after the next pause
             failure = Outcome(FAILED, str(error))
-        if stop_is_requested(signals, within_s=0.0):
+        if self._must_stop():
             return _interrupted(is_saved=False)
         if failure is not None:
             return failure

@@ -24,6 +24,7 @@ with a secret that is derived from the ranks'. "stopping" tells the rank that it
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -148,8 +149,15 @@ def _are_phases(values: object) -> bool:
         isinstance(values, dict)
         and values.keys() == {"steps", *PHASES}
         and type(values["steps"]) is int
-        and all(type(value) in (int, float) for value in values.values())
+        and all(type(value) in (int, float) and _is_bounded(value) for value in values.values())
     )
+
+
+def _is_bounded(value: object) -> bool:
+    """False for a number that a division or a conversion to float could fail on."""
+    if isinstance(value, int):
+        return abs(value) <= LARGEST_WHOLE
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_pair(value: object) -> bool:
@@ -167,6 +175,8 @@ def is_argument(text: str) -> bool:
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     """Whether a rank may send this message of a known kind: its fields, their types and their ranges."""
     if not all(isinstance(facts.get(name, facts), types) for name, types in MESSAGES[kind].items()):
+        return False
+    if not all(map(_is_bounded, facts.values())):
         return False
     if kind == "progress":
         phases = facts.get("phases")

@@ -26,7 +26,14 @@ STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
 # What accept() reports while this machine has no file or no memory left. The connection then waits.
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_WRONG = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,9 @@ class ChannelServer:
 
 def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
     handed = {"stream": facts["stream"], "host": facts["host"]}
-    if handed["stream"] not in STREAMS or not isinstance(handed["host"], str):
+    if type(handed["stream"]) is not int or handed["stream"] not in STREAMS:
+        raise ValueError(handed)
+    if not isinstance(handed["host"], str):
         raise ValueError(handed)
     return handed
 

@@ -110,8 +110,8 @@ class HangWatch:
 
     def _note_steps(self) -> None:
         step, at = max(self._ranks.steps.values(), default=(0, 0.0))
-        if step > self._step:
-            if self._step:
+        if step != self._step:
+            if 0 < self._step < step:
                 self._step_s.append((at - self._step_at) / (step - self._step))
             self._step, self._step_at = step, at
 

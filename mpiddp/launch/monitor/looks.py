@@ -151,7 +151,7 @@ class LookWatch:
 
     def _note_steps(self) -> None:
         step, at = max(self._ranks.steps.values(), default=(0, 0.0))
-        if step <= self._step:
+        if step == self._step:
             return
         window, self._in_pause = self._in_pause, _Window()
         if culprit := window.culprit(self._host_of):
@@ -160,6 +160,6 @@ class LookWatch:
                 f"{culprit} held the others up once, for {duration(at - self._step_at)} after step "
                 f"{self._step}: {_what(blamed)}"
             )
-        elif self._step and not window.looks:
+        elif 0 < self._step < step and not window.looks:
             self._step_s = (at - self._step_at) / (step - self._step)
         self._step, self._step_at = step, at

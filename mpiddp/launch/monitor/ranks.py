@@ -84,7 +84,7 @@ class Ranks:
             case "supports_stop":
                 self.supports_stop.add(rank)
             case "progress":
-                if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
+                if self.steps.get(rank, (-1, 0.0))[0] != facts["step"]:  # it may begin anew
                     self.steps[rank] = (facts["step"], message.at)
                 self.paces.setdefault(rank, Pace()).add(message.at, facts)
                 if rank == 0:

@@ -123,7 +123,8 @@ def verdict(history: History) -> Verdict:
         return Verdict(INTERRUPTED, _interruption(stop))
     if ranks.all_done:
         return _after_success(ranks, mpirun)
-    if mpirun.code < 0 and not mpirun.was_ended:
+    has_said_why = first is not None and first.kind == "failed"
+    if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
         return _by_mpirun(mpirun)
     if first is not None:
         return _after_early_ends(ranks, first, _of_failure(history, first))

@@ -121,9 +121,10 @@ class LauncherClient:
             self.send("exited" if is_early else "done")
 
     def _send_stacks(self) -> None:
-        from mpiddp.runtime.launcher.stacks import look  # few ranks need it
+        with contextlib.suppress(OSError):  # no file is left, not even to import
+            from mpiddp.runtime.launcher.stacks import look  # few ranks need it
 
-        self.send("stacks", step=self.step, **look())
+            self.send("stacks", step=self.step, **look())
 
     def _listen(self) -> None:
         with contextlib.suppress(LookupError, ValueError, TypeError):  # it is not the launcher

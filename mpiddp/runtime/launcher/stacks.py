@@ -25,12 +25,11 @@ def look() -> dict[str, Any]:
     """The fields of a message "stacks", but for the step."""
     from mpiddp.hosts.processes import processor_time
 
-    return {
-        "text": _stacks(),
-        "cpu_s": processor_time(os.getpid()),
-        "state": _state(),
-        "unsent": [list(pair) for pair in sorted(_unsent())[:MOST_UNSENT]],
-    }
+    facts: dict[str, Any] = {"text": _stacks(), "cpu_s": 0.0, "state": _state(), "unsent": []}
+    with contextlib.suppress(OSError):  # this process has no file left
+        facts["cpu_s"] = processor_time(os.getpid())
+        facts["unsent"] = [list(pair) for pair in sorted(_unsent())[:MOST_UNSENT]]
+    return facts
 
 
 def _stacks() -> str:

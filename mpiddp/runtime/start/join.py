@@ -93,17 +93,22 @@ def _report_optimizer_steps(report: Callable[[int], None]) -> None:
     """Let torch call `report` after each step of any optimizer, with the number of steps of that one.
 
     They are the steps of a script that tells none. It is a public hook of torch, and costs a microsecond a
-    step. A compiled optimizer reports none.
+    step. A compiled optimizer reports none. A later optimizer, of the next fold for example, goes on from the
+    steps of the others.
     """
     import torch
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
     counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+    newest = 0
 
     def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        nonlocal newest
         if torch.compiler.is_compiling():
             return
-        counts[optimizer] = steps = counts.get(optimizer, 0) + 1
+        # Two optimizers of one step, as of a GAN, count it once.
+        counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
+        newest = max(newest, steps)
         report(steps)
 
     register_optimizer_step_post_hook(count)

@@ -58,6 +58,22 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
         assert job._next_plan().request.world_size == 1
 
 
+def test_a_working_folder_that_was_removed_is_a_problem_of_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "hosts.txt").write_text("localhost slots=1\n")
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
+    options = parse_options([*where, "--grow", "1h", "--", "true"])
+    plan = make_plan(options, os.environ)
+    (folder / "hosts.txt").unlink()
+    folder.rmdir()
+    said = look(options, plan).problem
+    assert "hosts.txt not found (looked in a folder that was removed)." in said
+
+
 # --- one look ---
 
 

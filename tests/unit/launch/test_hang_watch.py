@@ -103,6 +103,19 @@ def test_one_rank_holds_the_others_up() -> None:
     assert job.after(3600) == ""  # it is said once
 
 
+@pytest.mark.parametrize("timeout_s", [None, 100.0])
+def test_a_script_that_counts_its_steps_anew_does_not_hang(timeout_s: float | None) -> None:
+    """In each epoch, or each fold."""
+    job = Job(2, timeout_s)
+    job.stacks = {0: BACKWARD, 1: OPENS}
+    for _ in range(3):
+        for step in range(1, 50):
+            assert job.after(2) == ""
+            for rank in (0, 1):
+                job.note(rank, "progress", **progress(step))
+    assert "rank 1 on b" in job.after(400)
+
+
 def test_steps_end_a_hang_and_the_next_one_is_named_again() -> None:
     job = Job(2)
     job.steps(5, every_s=1)

@@ -86,6 +86,15 @@ def test_only_the_seconds_of_known_phases_are_told() -> None:
         assert not is_valid("progress", {**progress(1), "phases": phases}), phases
 
 
+def test_numbers_that_the_launcher_cannot_compute_with_are_refused() -> None:
+    assert is_valid("progress", {**progress(1), "step": 1 << 62})
+    phases = {"steps": 2, **dict.fromkeys(PHASES, 0.5)}
+    for wrong in ({"step": 10**400}, {"own_s": float("nan")}, {"memory": -(10**400)}):
+        assert not is_valid("progress", {**progress(1), **wrong}), wrong
+    for wrong in ({"steps": 10**400}, {"data": float("inf")}):
+        assert not is_valid("progress", {**progress(1), "phases": {**phases, **wrong}}), wrong
+
+
 def test_loss_accuracy_and_lr_come_first() -> None:
     ranks = Ranks(["a"])
     report(ranks, 0, 1, 0.0, epoch=2, step_time_s=0.1, lr=0.5, train_loss=1.5)

@@ -112,6 +112,16 @@ def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Ve
 CASES = [
     Case("all ranks done", Verdict(DONE), DONE_BY_ALL, (0, "")),
     Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), BY_USER),
+    Case(
+        "mpirun crashes while it ends the others",
+        of_rank(
+            1,
+            "rank 1 on b failed first: KeyError: 'x'. The other ranks were stopped.",
+            "KeyError: 'x'",
+        ),
+        [failed(1, error="KeyError: 'x'")],
+        (-11, None),
+    ),
     Case("stopped to grow", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), TO_GROW),
     Case(
         "stopped, some had finished before",
