@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
                 assert parameter.grad is not None
                 gradient = parameter.grad + group["weight_decay"] * parameter
                 buffer = self._add_to_momentum(parameter, gradient, group["momentum"])
-                direction = gradient.add_(buffer, alpha=group["momentum"])  # Nesterov's
+                direction = gradient + group["momentum"] * buffer  # Nesterov's
                 parameter.add_(direction, alpha=-group["lr"])
 
     def _step_orthogonal(self, convolutions: list[nn.Parameter], *, lr: float) -> None:
@@ -71,13 +71,10 @@ class Muon(torch.optim.Optimizer):
         largest = max(sum(parameter.numel() for parameter in share) for share in shares)
         new = convolutions[0].new_zeros(largest)
         for parameter, weight in _parts(new, shares[rank]):
-            order = _order(parameter)
-            filters = parameter.permute(order)
-            scaled = filters * (len(filters) ** 0.5 / filters.norm())
             assert parameter.grad is not None
-            direction = parameter.grad.add(buffers[parameter], alpha=_MOMENTUM)
-            update = orthogonal(direction.permute(order).flatten(1))
-            weight.copy_(scaled).sub_(update.view_as(weight), alpha=lr)
+            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
+            direction = parameter.grad + _MOMENTUM * buffers[parameter]
+            weight.copy_((scaled - lr * orthogonal(direction)).permute(_order(parameter)))
         of_ranks = [new]
         if world_size > 1:
             of_ranks = [torch.empty_like(new) for _ in shares]
@@ -122,17 +119,18 @@ def _order(weights: Tensor) -> tuple[int, ...]:
 def orthogonal(weights: Tensor) -> Tensor:
     """Nearly the closest matrix with orthogonal rows, or columns, whichever are fewer.
 
-    Newton and Schulz's iteration brings the singular values to between 0.7 and 1.2, in bfloat16: this exact
-    the update need not be. Each round multiplies the matrix by a polynomial of its product with its
-    transpose. That product is smaller, so the rounds work on it, and the matrix is multiplied once.
+    Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
+    and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
+    of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
+    multiplied once.
 
     Args:
-        weights: [C_out, C_in · height · width], these in any order.
+        weights: [C_out, C_in, height, width].
 
     Returns:
         The same shape and type.
     """
-    matrix = weights.bfloat16()
+    matrix = weights.reshape(len(weights), -1).bfloat16()
     is_tall = matrix.shape[0] > matrix.shape[1]
     if is_tall:
         matrix = matrix.T
@@ -146,12 +144,11 @@ def orthogonal(weights: Tensor) -> Tensor:
     matrix = factor @ matrix
     if is_tall:
         matrix = matrix.T
-    result: Tensor = matrix.to(weights.dtype)
+    result: Tensor = matrix.reshape(weights.shape).to(weights.dtype)
     return result
 
 
 def _polynomial(product: Tensor) -> Tensor:
     """The factor of a round, from the product [n, n] of the matrix with its transpose."""
-    result = torch.addmm(product, product, product, beta=_THIRD, alpha=_FIFTH)
-    result.diagonal().add_(_FIRST)
-    return result
+    unit = torch.eye(len(product), dtype=product.dtype, device=product.device)
+    return _FIRST * unit + _THIRD * product + _FIFTH * product @ product

@@ -19,22 +19,24 @@ from mpiddp.train.resnet import ARCHS
 from tests.support.training import configured
 
 
-@pytest.mark.parametrize("shape", [(128, 1152), (64, 36), (16, 64)])
+@pytest.mark.parametrize("shape", [(128, 128, 3, 3), (64, 4, 3, 3), (16, 64, 1, 1)])
 def test_an_update_moves_the_weights_about_as_far_in_every_direction(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
 ) -> None:
     torch.manual_seed(0)
-    gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1)
+    gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1, 1, 1)
     update = orthogonal(gradient)
     assert update.shape == shape
-    before, after = (torch.linalg.svdvals(each) for each in (gradient, update))
+    before, after = (
+        torch.linalg.svdvals(each.reshape(shape[0], -1)) for each in (gradient, update)
+    )
     assert before.max() > 30
     assert after.max() < 1.3
     assert after.max() / after.min() < before.max() / before.min() / 3
 
 
 def test_no_gradient_is_no_update() -> None:
-    assert not orthogonal(torch.zeros(4, 27)).any()
+    assert not orthogonal(torch.zeros(4, 3, 3, 3)).any()
 
 
 def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[Tensor]:
