@@ -15,6 +15,7 @@ import re
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from mpiddp.launch import log
 from mpiddp.protocol.messages import LONGEST_LINE
 
 _QUIET_S = 1.0
+_LOCKED_S = 0.2  # longer than a thread takes to write to a reader that reads
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
 # The status is drawn at least once a second. After a longer time this process was stopped (Ctrl-Z), and the
@@ -48,7 +50,9 @@ class Source:
 class Screen:
     """The file descriptor `target`, the launcher's `name`. Any thread may write.
 
-    A reader that goes away loses the output, not the job.
+    A reader that goes away loses the output, not the job. One that reads no more, as a pager or a terminal
+    after Ctrl-S, makes the threads wait that copy output, but not `log` and `show_status`: the event loop
+    that calls these has to stop the job in time.
 
     Args:
         is_shared: several ranks are shown here.
@@ -60,6 +64,7 @@ class Screen:
         self._is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._target: int | None = os.dup(target)
         self._lock = threading.Lock()
+        self._unsaid: deque[bytes] = deque()  # lines of the launcher that wait for the reader
         self._has_complained = False
         self._at: Source | None = None  # whose open line the cursor is in, unless it is shared
         self._open: set[Source] = set()  # with an open line, if it is shared
@@ -80,6 +85,7 @@ class Screen:
                 self._show_lines(source, text)
             else:
                 self._pass_on(source, text)
+            self._say()
 
     def end(self, source: Source) -> None:
         """A source has ended. Its open line is shown as it is."""
@@ -98,9 +104,15 @@ class Screen:
                     self._write(source.prefix + bytes(source.line) + b"\n")
 
     def log(self, sentence: str) -> None:
-        """Show a line of the launcher itself."""
-        with self._lock:
-            self._write_lines(log.line(sentence))
+        """Show a line of the launcher itself, now or once its reader reads on."""
+        self._unsaid.append(log.line(sentence))
+        # A thread that holds the lock for longer waits for the reader, and shows the line then.
+        if self._lock.acquire(timeout=_LOCKED_S):
+            try:
+                if self._is_writable():
+                    self._say()
+            finally:
+                self._lock.release()
 
     @property
     def columns(self) -> int:
@@ -113,22 +125,40 @@ class Screen:
             return 0
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show these lines below all others on a terminal, in place of the last ones."""
-        with self._lock:
-            if self._is_terminal and (lines or self._status):
+        """Show these lines below all others on a terminal, in place of the last ones, if it reads now."""
+        if not self._is_terminal or not self._lock.acquire(timeout=_LOCKED_S):
+            return
+        try:
+            if (lines or self._status) and self._is_writable():
                 shown = [line[: self.columns - 1] for line in lines]
                 self._status = [line.encode(errors="backslashreplace") for line in shown]
                 self._draw(b"", always=True)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the open line on a terminal, since a shell's prompt follows."""
         with self._lock:
             self._status = []
+            self._say()
             if self._is_terminal:
                 self._write_lines(b"")
             if self._target is not None:
                 os.close(self._target)
                 self._target = None
+
+    def _say(self) -> None:
+        """Show the lines of the launcher that wait."""
+        while self._unsaid:
+            self._write_lines(self._unsaid.popleft())
+
+    def _is_writable(self) -> bool:
+        """Whether a short text can be written without waiting for the reader."""
+        if self._target is None:
+            return True  # nothing is written
+        poll = select.poll()
+        poll.register(self._target, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def _pass_on(self, source: Source, text: bytes) -> None:
         begin = b""

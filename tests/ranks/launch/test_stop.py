@@ -6,6 +6,7 @@ python -m pytest tests/ranks/launch/test_stop.py
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import re
@@ -13,9 +14,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import pytest
 
@@ -55,6 +59,19 @@ if __name__ == "__main__":
             if mpiddp.should_stop():
                 print("saved", step, flush=True)
                 break
+"""
+FLOOD = """
+import threading, time
+from pathlib import Path
+import mpiddp
+def flood():
+    while True:
+        print("x" * 200)
+with mpiddp.process_group() as world:
+    threading.Thread(target=flood, daemon=True).start()
+    while not mpiddp.should_stop():
+        time.sleep(0.05)
+    Path(f"saved{world.rank}").touch()
 """
 WITHOUT_SUPPORT = """
 import os, signal, sys, time
@@ -330,3 +347,31 @@ def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
         if is_in_time:
             break
     assert stdout == "received SIGTERM\nwrote\n", stderr
+
+
+def test_a_reader_that_reads_no_more_does_not_delay_a_stop(tmp_path: Path) -> None:
+    """As a pager does, until the walltime is over."""
+    command = [*LAUNCH, "-H", "localhost:2", *LONG_GRACE, script(tmp_path, FLOOD)]
+    with subprocess.Popen(
+        command,
+        env=clean_env(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as job:
+        wait_until(lambda: waiting_bytes(job.stdout) > 60_000)
+        job.send_signal(signal.SIGTERM)
+        wait_until(lambda: all((tmp_path / f"saved{rank}").exists() for rank in (0, 1)))
+        job.communicate(timeout=PATIENCE_S)
+
+
+def waiting_bytes(pipe: Any) -> int:
+    """Of 65,536 that a pipe holds."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -11,8 +11,9 @@ import os
 import socket
 import struct
 import termios
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,6 +21,7 @@ from mpiddp.launch.streams import screen as screens
 from mpiddp.launch.streams.output import EndMessage, JobOutput
 from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE
+from tests.support.patience import PATIENCE_S
 
 
 class Reader:
@@ -186,6 +188,52 @@ def test_an_open_line_stays_below_the_others_on_a_terminal(monkeypatch: pytest.M
     assert terminal.seen() == b"\r\x1b[J\x1b[?7l" + ZERO + b"3%\x1b[0m\x1b[?7h"
     terminal.screen.close()
     os.close(terminal.reader)
+
+
+def does_not_wait(call: Callable[[], object]) -> None:
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(PATIENCE_S)
+    assert not caller.is_alive()
+
+
+def test_a_reader_that_reads_no_more_delays_the_ranks_and_not_the_launcher() -> None:
+    """As a pager does."""
+    reader, writer = os.pipe()
+    screen = Screen(writer, "stderr", is_shared=False)
+    os.close(writer)
+    text = b"x" * (1 << 20) + b"\n"
+    rank = threading.Thread(target=screen.show, args=(Source(0), text), daemon=True)
+    rank.start()
+    assert os.read(reader, 1) == b"x"  # the pipe is being filled
+    does_not_wait(lambda: screen.log("stopping"))
+    does_not_wait(lambda: screen.show_status(["step 1"]))
+    assert rank.is_alive()
+    with os.fdopen(reader, "rb") as file:
+        does_not_wait(lambda: [file.read(1 << 20), rank.join(), screen.close()])
+        assert file.read() == b"mpiddp: stopping\n"
+
+
+def test_a_terminal_after_ctrl_s_does_not_delay_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    master, terminal = os.openpty()
+    screen = Screen(terminal, "stdout", is_shared=True)
+    termios.tcflow(terminal, termios.TCOOFF)
+    does_not_wait(lambda: screen.show_status(["step 1"]))
+    does_not_wait(lambda: screen.log("stopping"))
+    termios.tcflow(terminal, termios.TCOON)
+    does_not_wait(lambda: screen.show_status(["step 2"]))
+    does_not_wait(lambda: screen.log("stopped"))
+    shown = b""
+    while b"stopped" not in shown:
+        shown += os.read(master, 1 << 16)
+    assert b"step 1" not in shown
+    assert shown.index(b"stopping") < shown.index(b"stopped")
+    screen.close()
+    os.close(master)
+    os.close(terminal)
 
 
 def test_a_reader_that_goes_away_loses_the_output(capfd: pytest.CaptureFixture[str]) -> None:
