@@ -64,14 +64,18 @@ FLOOD = """
 import threading, time
 from pathlib import Path
 import mpiddp
+is_over = threading.Event()
 def flood():
-    while True:
+    while not is_over.is_set():
         print("x" * 200)
 with mpiddp.process_group() as world:
-    threading.Thread(target=flood, daemon=True).start()
+    printing = threading.Thread(target=flood)
+    printing.start()
     while not mpiddp.should_stop():
         time.sleep(0.05)
     Path(f"saved{world.rank}").touch()
+    is_over.set()
+    printing.join()
 """
 WITHOUT_SUPPORT = """
 import os, signal, sys, time
@@ -359,14 +363,14 @@ def test_a_reader_that_reads_no_more_does_not_delay_a_stop(tmp_path: Path) -> No
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     ) as job:
-        wait_until(lambda: waiting_bytes(job.stdout) > 60_000)
+        wait_until(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
         job.send_signal(signal.SIGTERM)
         wait_until(lambda: all((tmp_path / f"saved{rank}").exists() for rank in (0, 1)))
         job.communicate(timeout=PATIENCE_S)
 
 
 def waiting_bytes(pipe: Any) -> int:
-    """Of 65,536 that a pipe holds."""
+    """Of at most 65,536 that a pipe holds."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
