@@ -62,7 +62,7 @@ def _of_train(
 
 
 def _generators(rank: dict[str, Any]) -> dict[str, Any]:
-    """The states of `rng.rng_states`. Only the CPU's and the rank's own GPU were saved."""
+    """The states of `contents.rng_states`. Only the CPU's and the rank's own GPU were saved."""
     states = {"torch": rank["cpu_rng"]}
     if "device_rng" in rank:
         states["own_gpu"] = rank["device_rng"]

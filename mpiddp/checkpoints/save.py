@@ -89,14 +89,14 @@ class Saver:
             parts = self._sharded.plan(sharded)
         elif not self._run.is_writer:
             return
-        copied, boxes = self._memory.copy((whole, parts))
+        copied, boxes = self._memory.copy(whole, parts)
         contents = Contents(step, copied, ranks, config)
         self._pending = self._thread.submit(self._write, contents, boxes)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Any]:
         """Each rank's own state and generators, complete on the writer ranks: [world_size]. A collective."""
         memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
-        copied = memory.copy(per_rank)
+        (copied,) = memory.copy(per_rank)
         memory.wait()
         own = {"rng": rng_states(self._run.ranks.local_rank), "state": copied}
         group = self._run.ranks.group
@@ -253,8 +253,8 @@ class HostMemory:
         self._used: list[tuple[_Layout, Tensor]] = []
         self._copied: dict[torch.device, torch.Event] = {}
 
-    def copy(self, nested: Any) -> Any:
-        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copy.
+    def copy(self, *states: Any) -> list[Any]:
+        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copies.
 
         Call `wait` before reading the copies.
         """
@@ -262,7 +262,7 @@ class HostMemory:
             self._free[layout].append(host)
         self._used = []
         self._copied = {}
-        copied = mapped(nested, self._copy)
+        copied = [mapped(state, self._copy) for state in states]
         for device, event in self._copied.items():
             event.record(torch.accelerator.current_stream(device))
         return copied

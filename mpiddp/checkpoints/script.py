@@ -20,6 +20,7 @@ from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
+from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.text import Interval, parse_interval
@@ -40,7 +41,8 @@ class Checkpoints:
     methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
     The errors below are raised on all ranks.
 
-    As a context manager it closes itself at the end of the body; after an error it only gives the folder up.
+    A context manager closes itself at the end of the body, and at a sys.exit() that is no failure. After
+    an error it only gives the folder up.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if not ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
             self.close()
         else:
             self._give_up()
@@ -158,7 +160,9 @@ class Checkpoints:
                 run.set_newer_aside(resumed.step)
             self._step = resumed.step
             current().stop.count_from(resumed.step)
-            self._verified = found.folder if found.is_own else None
+            # A sharded one that another host had better stays here as it was.
+            if found.is_own and (not found.is_sharded or found.host_of(run.ranks.node_rank)):
+                self._verified = found.folder
             self._start(run, resumed.step)
         except BaseException:
             run.close(removes_new=True)
@@ -238,7 +242,6 @@ class Checkpoints:
             )
         if step == self._step:
             return
-        self._step = step
         if self._saver is None:
             self._saver = Saver(
                 self._run,
@@ -247,6 +250,9 @@ class Checkpoints:
                 verified=self._verified,
             )
         self._saver.save(step, dict(state), dict(per_rank or {}), self._config)
+        self._step = (
+            step  # the save before has not failed, or a script that goes on may repeat this one
+        )
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.

@@ -104,7 +104,7 @@ class Coordinator:
         """Forget what this rank has put under keys with this prefix, once all ranks have collected it."""
         if self.channel is not None:
             self.channel.forget(prefix)
-        self._own.clear()
+        self._own = {key: value for key, value in self._own.items() if not key.startswith(prefix)}
 
     def no_answer(self, missing: Sequence[int], timeout_s: float) -> NoAnswer:
         """The error that names the ranks that did not answer."""

@@ -46,7 +46,7 @@ def test_a_snapshot_does_not_change_during_training() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
     staging = HostMemory()
-    first = staging.copy(state)
+    first = staging.copy(state)[0]
     expected = weight.clone()
     weight.zero_()
     assert torch.equal(first["a"], expected)
@@ -54,7 +54,7 @@ def test_a_snapshot_does_not_change_during_training() -> None:
     assert first["b"][1] == (3, "text")
     assert first["c"][0] == 7
     addresses = {tensor.data_ptr() for tensor in (first["a"], first["b"][0], first["c"][0])}
-    second = staging.copy(state)
+    second = staging.copy(state)[0]
     assert torch.equal(second["a"], weight)
     assert {t.data_ptr() for t in (second["a"], second["b"][0], second["c"][0])} == addresses
 

@@ -619,6 +619,52 @@ sys.exit(0)
 """
 
 
+FAILS = """
+import sys, mpiddp, torch
+import mpiddp.checkpoints.save as files
+from mpiddp.errors import JobFailed
+write_files = files.write_files
+def full_disk(*arguments):
+    raise OSError(28, "No space left on device")
+files.write_files = full_disk
+"""
+EXITS_IN_THE_BODY = """
+with mpiddp.Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, {})
+    sys.exit(0)
+"""
+SAVES_AGAIN = """
+checkpoints = mpiddp.Checkpoints(sys.argv[1], on_save_error="stop")
+checkpoints.save(1, {})
+try:
+    checkpoints.save(2, {})
+except JobFailed:
+    files.write_files = write_files
+    checkpoints.save(2, {})
+"""
+
+
+def test_a_last_save_that_fails_is_a_failure_also_at_an_exit_within_the_body(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS + EXITS_IN_THE_BODY, tmp_path / "run"],
+        env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "step 1 needs" in done.stderr
+
+
+def test_a_step_whose_save_did_not_begin_may_be_saved_again(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS + SAVES_AGAIN, tmp_path / "run"],
+        env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folders = sorted(each.name for each in (tmp_path / "run/checkpoints").iterdir())
+    assert folders == ["step_00000002"]
+
+
 def end_of(tmp_path: Path, how: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-c", SAVES, tmp_path / "run", how],
