@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 
 from mpiddp.hosts import gpus, interfaces, names, probe, versions
-from mpiddp.hosts.cluster.transfer import LOGIN_S
 from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -27,6 +26,7 @@ from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, counted, duration, listed
 
+LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
 
