@@ -102,8 +102,8 @@ def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
         assert point[f"{name}_ratio"]["median"] == pytest.approx(ratio)
     assert 0.5 < ours["wall_s"]["median"] < 60
     assert 0.5 < ours["cpu_s"]["median"] < 60  # the import of torch alone takes longer
-    assert ours["resident_mb"] < 20
     assert theirs["resident_mb"] > 100  # the agent has imported torch
+    assert 5 < ours["resident_mb"] < theirs["resident_mb"] / 2
     assert 0 < ours["children_mb"] < 100
 
 

@@ -65,9 +65,9 @@ def test_the_folder_tells_of_the_restart(run: Path) -> None:
     assert second.step % 10 == 0
     assert [len(rank.attempts) for rank in found.ranks] == [2, 2]
     assert [rank.step_times_s[-1] > 0 for rank in found.ranks] == [True, True]
-    assert first.ends is not None
-    assert second.idle_s is not None
-    assert second.repeated_s is not None
+    # mpirun may end rank 0 before it has noticed the loss. Then no file tells when it ended.
+    is_known = first.ends is not None
+    assert (second.idle_s is not None, second.repeated_s is not None) == (is_known, is_known)
     assert len(found.curves["train_loss"].steps) == 40
 
 
