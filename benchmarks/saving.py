@@ -1,20 +1,24 @@
 """Measure the time that saves add to the steps, and print the table of docs/evidence/performance.md.
 
     python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
+    python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet --peers --disk-mb-per-s 100
 
-Three kinds of blocks of 20 steps alternate in one job: without a save; with a save in a thread after the
-first step; and with a save that completes before the next step, as with a plain torch.save. The checkpoints
-are written into a new folder in --folder. A step is timed until the next one begins, so it includes the
-snapshot. The last step of a block does not wait for the writing thread. `benchmarks.ranks.saving` runs in
-the ranks.
+Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; and with
+a save that completes before the next step. `--peers` adds blocks with the saves of other programs. The
+checkpoints are written into a new folder in --folder. A step is timed until the next one begins, so it
+includes the snapshot. The last step of a block does not wait for the writing thread.
+`benchmarks.ranks.saving` runs in the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean, median
 
+from benchmarks import slow_disk
 from benchmarks.harness import start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
@@ -26,18 +30,21 @@ from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES
 
 NO_SAVE, IN_THREAD, AT_ONCE = "no save", "in a thread", "at once"
-VARIANTS = (NO_SAVE, IN_THREAD, AT_ONCE)
 
 
 @dataclass(frozen=True)
 class Options:
     rounds: int
+    steps: int
+    batch_size: int
     arch: str
     stem: str
     image_size: int
     parallel: str
     backend: str
     folder: str | None
+    peers: bool
+    disk_mb_per_s: int | None
 
 
 def rank_options(argv: list[str]) -> Options:
@@ -46,6 +53,12 @@ def rank_options(argv: list[str]) -> Options:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser, default=5)
+    parser.add_argument(
+        "--steps", type=whole(2), default=20, metavar="N", help="steps of a block, and so of a save"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole(1), default=64, metavar="N", help="images per rank and step"
+    )
     parser.add_argument(
         "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="model"
     )
@@ -68,12 +81,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", metavar="DIR", help="folder of the checkpoints (default: the temporary folder)"
     )
+    parser.add_argument(
+        "--peers", action="store_true", help="also torch.save, DCP, and Lightning where installed"
+    )
+    parser.add_argument(
+        "--disk-mb-per-s",
+        type=whole(1),
+        metavar="N",
+        help="write files on this machine no faster than N MB/s (default: as fast as its disk)",
+    )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
     note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
     job = ("-m", "benchmarks.ranks.saving", *as_arguments(options))
-    [found] = jobs.run_job(*job, ranks=jobs.slots).results
+    with tempfile.TemporaryDirectory() as folder:
+        if options.disk_mb_per_s is not None:
+            library = slow_disk.build(Path(folder), options.disk_mb_per_s)
+            jobs = replace(jobs, where=(*jobs.where, "-x", f"LD_PRELOAD={library}"))
+        [found] = jobs.run_job(*job, ranks=jobs.slots).results
     return found
 
 

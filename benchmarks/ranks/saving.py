@@ -1,7 +1,8 @@
-"""A rank of `python -m benchmarks.saving`: steps without a save, and with saves in a thread or at once."""
+"""A rank of `python -m benchmarks.saving`: steps without a save, and with those of each variant."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, rank_options
+from benchmarks.ranks.peer_saves import PEERS, PeerSave
+from benchmarks.saving import AT_ONCE, IN_THREAD, NO_SAVE, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.runtime.job.session import current
@@ -28,14 +30,16 @@ from mpiddp.train.order import Step
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
 
-STEPS = 20
-
 
 def main() -> None:
     options = rank_options(sys.argv[1:])
     training = parse(
         [
-            *(f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"),
+            *(
+                f"--arch={options.arch}",
+                f"--batch-size={options.batch_size}",
+                f"--backend={options.backend}",
+            ),
             f"--parallel={options.parallel}",
         ]
     )
@@ -46,10 +50,11 @@ def main() -> None:
         with default_group(coordinator, options.backend, device, timeout_s=600):
             torch.manual_seed(0)
             size = options.image_size
-            images = torch.randn(64, 3, size, size, device=device).to(
+            num_images = options.batch_size
+            images = torch.randn(num_images, 3, size, size, device=device).to(
                 memory_format=torch.channels_last
             )
-            labels = torch.randint(10, (64,), device=device)
+            labels = torch.randint(10, (num_images,), device=device)
             net = ARCHS[options.arch](num_classes=10, stem=options.stem)
             model = to_device(net, config, device)
             copies = find_copies(config, coordinator)
@@ -60,9 +65,23 @@ def main() -> None:
             state = TrainState(model, optimizer, scaler)
             checkpoints = checkpoint.open_checkpoints(root, config)
             checkpoints.resume()
-            step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
+            global_batch = num_images * coordinator.world.world_size
+            step = Step((torch.arange(num_images),), global_batch, True)
+            peers = _peers() if options.peers else {}
+            variants = (NO_SAVE, IN_THREAD, AT_ONCE, *peers)
 
-            def wait_for_saves() -> None:
+            def save(variant: str, number: int) -> None:
+                if peer := peers.get(variant):
+                    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    peer.save(states, root / f"{variant} {number}")
+                elif variant != NO_SAVE:
+                    checkpoint.save(checkpoints, state, Progress(number), config, "synthetic")
+                if variant == AT_ONCE:
+                    wait_for_saves(variant)
+
+            def wait_for_saves(variant: str) -> None:
+                if peer := peers.get(variant):
+                    peer.wait()
                 current().wait_for_saves()
                 dist.barrier()
 
@@ -70,34 +89,49 @@ def main() -> None:
                 """Run a block and return the seconds of each step."""
                 dist.barrier()
                 marks = [_now(device)]
-                for index in range(STEPS):
+                for index in range(options.steps):
                     backward(ddp, iter([(images, labels)]), step, scaler, config)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
-                    if variant != NO_SAVE and index == 0:
-                        progress = Progress(first + index + 1)
-                        checkpoint.save(checkpoints, state, progress, config, "synthetic")
-                    if variant == AT_ONCE and index == 0:
-                        wait_for_saves()
+                    if index == 0:
+                        save(variant, first + 1)
                     marks.append(_now(device))
                 return [end - start for start, end in itertools.pairwise(marks)]
 
-            step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
-            cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+            step_s: dict[str, list[list[float]]] = {variant: [] for variant in variants}
+            cpu_s: dict[str, list[float]] = {variant: [] for variant in variants}
             first = 0
             # The warm-up round allocates memory and momentum, and selects kernels.
-            for number, variant in turns(VARIANTS, options.rounds, warmup=1):
+            for number, variant in turns(variants, options.rounds, warmup=1):
                 start = time.process_time()
                 seconds = block(variant, first)
-                wait_for_saves()
+                wait_for_saves(variant)
                 if number > 0:
                     step_s[variant].append(seconds)
                     cpu_s[variant].append(time.process_time() - start)
-                first += STEPS
+                if variant in peers and coordinator.world.rank == 0:
+                    _remove(root / f"{variant} {first + 1}")
+                first += options.steps
             checkpoints.close()
             if coordinator.world.rank == 0:
                 shutil.rmtree(root)
                 emit({"step_s": step_s, "cpu_s": cpu_s})
+
+
+def _peers() -> dict[str, PeerSave]:
+    """The saves of other programs that are installed."""
+    peers = {}
+    for name, make in PEERS.items():
+        with contextlib.suppress(ImportError):
+            peers[name] = make()
+    return peers
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _now(device: torch.device) -> float:

@@ -15,7 +15,7 @@ def is_this_host(name: str) -> bool:
     """Whether `name` is the machine that this process runs on."""
     if name.lower() in ("localhost", socket.gethostname().lower()):
         return True
-    return any(_is_own_address(family, address) for family, address in addresses_of(name))
+    return any(is_own_address(family, address) for family, address in addresses_of(name))
 
 
 @cache
@@ -44,14 +44,14 @@ def resolve_all(names: Collection[str]) -> None:
         list(threads.map(addresses_of, names))
 
 
-def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
+def is_own_address(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
     """Whether this machine has `address`: a packet to it would come from the same one, or from the loopback.
 
     Nothing is sent. Binding proves less: a load balancer may bind to addresses that it does not have.
     """
-    with socket.socket(family, socket.SOCK_DGRAM) as packet:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as packet:  # a kernel without IPv6 has none
             packet.connect((address[0], 9, *address[2:]))
-        except OSError:
-            return False
-        return packet.getsockname()[0] in (address[0], "127.0.0.1", "::1")
+            return packet.getsockname()[0] in (address[0], "127.0.0.1", "::1")
+    except OSError:
+        return False

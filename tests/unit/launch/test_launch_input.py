@@ -21,7 +21,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import probe
 from mpiddp.hosts.hostfile import Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.names import is_own_address, is_this_host
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.launch import network
@@ -168,6 +168,11 @@ def test_this_machine_gets_its_own_name() -> None:
     assert ranks_by_host(hosts) == ["far.invalid: rank 0", f"{own}: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # reserved for documentation
+
+
+def test_a_name_with_an_address_of_a_kind_that_this_kernel_lacks() -> None:
+    """As with IPv6 where it is switched off. No kernel has DECnet any more."""
+    assert not is_own_address(socket.AF_DECnet, ("fd00::1",))
 
 
 def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
