@@ -43,8 +43,8 @@ def _without_limit(path: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
-        owner, name = ast.unparse(node.func.value), node.func.attr
-        waits = (owner == "subprocess" and name in RUNS) or name == "communicate"
-        waits = waits or (name == "wait" and not node.args)
+        name = node.func.attr
+        is_run = name in RUNS and ast.unparse(node.func.value) == "subprocess"
+        waits = is_run or name == "communicate" or (name == "wait" and not node.args)
         if waits and not {"timeout", None} & {keyword.arg for keyword in node.keywords}:
             yield node.lineno

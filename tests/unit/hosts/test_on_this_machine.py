@@ -305,8 +305,8 @@ def test_a_command_in_the_home_folder(
 
 def test_a_command_that_does_not_end(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=2.0)
-    assert outcomes[HERE] == Outcome("", "", "no end in 2 s; stopped")
+    outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=1.0)
+    assert outcomes[HERE] == Outcome("", "", "no end in 1 s; stopped")
     deadline = time.monotonic() + 60
     while file.exists() and Path("/proc", file.read_text().strip()).exists():
         assert time.monotonic() < deadline
