@@ -127,7 +127,9 @@ def train(
             if ends_epoch:
                 progress = Progress(progress.step, epoch + 1, 0)
                 per_rank_log.epoch_ends(timer.read()[-len(steps) :])
-                if data.test is not None:
+                # After an epoch on smaller images, the accuracy on whole ones tells little.
+                is_whole = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
+                if data.test is not None and is_whole:
                     score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
                     log_metrics(
                         progress.step,

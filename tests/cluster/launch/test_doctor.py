@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.cluster import Cluster, why_not
 from tests.support.doctor_faults import (
+    EXPLAINED,
     FAULTS,
     NAMES,
-    UNTRIED,
     WORK,
     Fault,
     doctor,
@@ -53,7 +53,7 @@ def require_found(hosts: Cluster, faults: list[Fault], *arguments: str) -> None:
     missed = {fault.name for fault in faults if len(unexplained(said, [fault.says])) == len(said)}
     assert missed == set(), said
     patterns = [pattern for fault in faults for pattern in (fault.says, *fault.also)]
-    assert unexplained(said, [*patterns, *UNTRIED]) == []
+    assert unexplained(said, [*patterns, *EXPLAINED]) == []
     assert code == 1
 
 

@@ -25,8 +25,7 @@ SIZES = ("--samples", "256", "--batch-size", "32")
 TOLERANCE = 1e-4
 LAUNCHERS = ("python", "mpiddp launch", "mpirun", "torchrun")
 # What differs between launchers is in mpiddp.process_group(), which both scripts call.
-LAUNCHED = [("many_hosts.py", launcher) for launcher in LAUNCHERS]
-LAUNCHED += [("sharded.py", launcher) for launcher in ("python", "torchrun")]
+LAUNCHED = [*(("many_hosts.py", launcher) for launcher in LAUNCHERS), ("sharded.py", "python")]
 
 
 @pytest.fixture(scope="module")

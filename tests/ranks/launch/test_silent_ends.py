@@ -9,6 +9,8 @@ python -m pytest tests/ranks/launch/test_silent_ends.py
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,19 @@ def seen(output: str) -> list[str]:
     return sorted(line for line in output.splitlines() if " sees " in line or line == "went on")
 
 
+@pytest.fixture(scope="module")
+def torchrun_sees(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """What a job under torchrun shows that ends with code 0. Each job runs once, for all MPIs."""
+
+    @cache
+    def run(text: str, *arguments: str) -> list[str]:
+        theirs = torchrun(2, script(tmp_path_factory.mktemp("torchrun"), text), *arguments)
+        assert theirs.returncode == 0, theirs.stderr
+        return seen(theirs.stdout)
+
+    return run
+
+
 def by(mpi: str, *arguments: str) -> tuple[str, ...]:
     return ("--mpirun", mpirun_of(mpi), "-H", "localhost:2", *arguments)
 
@@ -50,12 +65,11 @@ def by(mpi: str, *arguments: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("text", [BARE, AFTER_A_GROUP], ids=["bare", "after a group"])
-def test_ranks_that_all_end_by_os_exit_0_are_a_success(tmp_path: Path, text: str, mpi: str) -> None:
-    job = script(tmp_path, text)
-    theirs = torchrun(2, job)
-    ours = launch(*by(mpi, job))
-    assert theirs.returncode == 0, theirs.stderr
-    assert (ours.returncode, seen(ours.stdout)) == (0, seen(theirs.stdout)), ours.stderr
+def test_ranks_that_all_end_by_os_exit_0_are_a_success(
+    tmp_path: Path, torchrun_sees: Callable[..., list[str]], text: str, mpi: str
+) -> None:
+    ours = launch(*by(mpi, script(tmp_path, text)))
+    assert (ours.returncode, seen(ours.stdout)) == (0, torchrun_sees(text)), ours.stderr
     assert "mpiddp: " not in ours.stderr
 
 
@@ -142,7 +156,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("ranks", ["01", "0", "1"])
+@pytest.mark.parametrize("ranks", ["01", "0"])
 def test_a_rank_that_starts_itself_again_joins_again(tmp_path: Path, ranks: str) -> None:
     job = script(tmp_path, START_AGAIN)
     theirs = torchrun(2, job, ranks, str(tmp_path / "theirs"))
@@ -196,12 +210,10 @@ OF_MPICH = "system msg for write_line failure : Bad file descriptor"
     ],
 )
 def test_a_script_may_close_all_files_at_its_end(
-    tmp_path: Path, mpi: str, first: str, then: str
+    tmp_path: Path, torchrun_sees: Callable[..., list[str]], mpi: str, first: str, then: str
 ) -> None:
-    job = script(tmp_path, CLOSES_ALL)
-    theirs = torchrun(2, job, first, then)
-    ours = launch(*by(mpi, job, first, then))
-    assert theirs.returncode == 0, theirs.stderr
+    torchrun_sees(CLOSES_ALL, first, then)
+    ours = launch(*by(mpi, script(tmp_path, CLOSES_ALL), first, then))
     assert (ours.returncode, seen(ours.stdout)) == (0, BOTH), ours.stderr
     assert "Bad file descriptor" not in ours.stderr.replace(OF_MPICH, "")
     assert "mpiddp: " not in ours.stderr

@@ -90,8 +90,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_a_stop_is_known_before_the_step_that_it_ends(tmp_path: Path, attempt: int) -> None:
+def test_a_stop_is_known_before_the_step_that_it_ends(tmp_path: Path) -> None:
     """So that a script can save before it calls should_stop(). Requests come at any moment."""
     command = [*LAUNCH, *LONG_GRACE, "-H", "localhost:3", script(tmp_path, FORETOLD)]
     with start(command, ranks=3) as job:

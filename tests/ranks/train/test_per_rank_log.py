@@ -1,4 +1,4 @@
-"""--per-rank-log: the lines of the guides' script, from every rank, whatever starts it.
+"""--per-rank-log: the lines of the guides' script, from every rank, with a launcher of ours and without.
 
 Tests mpiddp/train/per_rank_log.py.
 python -m pytest tests/ranks/train/test_per_rank_log.py
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ def train(launcher: str, out: Path, *options: str) -> list[str]:
     command = {
         "mpirun": mpirun_command(2),
         "mpiddp launch": [*LAUNCH, "-H", "localhost:2"],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
     }[launcher]
     done = subprocess.run(
         [*command, *options, *TRAINING, f"--out={out}"],
@@ -43,7 +41,7 @@ def train(launcher: str, out: Path, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "mpiddp launch", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiddp launch"])
 def test_every_rank_prints_its_epochs_and_its_step_times(tmp_path: Path, launcher: str) -> None:
     lines = train(launcher, tmp_path / "run")
     text = "\n".join(lines)
