@@ -178,6 +178,8 @@ class Attempt:
 
     def _join(self) -> None:
         self._phase = Phase.JOINING
+        self._timers.cancel(Event.START_TIMEOUT)
+        self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
 
     def _unstarted(self) -> None:
         """mpirun hangs, and no other limit would end it."""
@@ -185,6 +187,14 @@ class Attempt:
             f"no rank has started in {self._start_timeout_s:g} s: mpirun or one of its ssh logins "
             "hangs. If a start takes that long, raise --timeout."
         )
+
+    def _see_start(self) -> None:
+        """All ranks may import torch from a file system that is away, or is only slow."""
+        if not self.ranks.joining:
+            self._request_stacks(Event.START_STACKS)
+
+    def _tell_start(self) -> None:
+        self._log(missing_sentence(self.ranks, self._start_timeout_s))
 
     def _await_rest(self) -> None:
         self._timers.after(self._join_timeout_s, Event.JOIN_TIMEOUT)
@@ -387,7 +397,8 @@ class Attempt:
         Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
         Event.SECOND_STOP:   (_kill_now,   _kill_now,   _kill_now,   _kill_now,   _kill_now,   _kill_now),
         # Timers, and what the stacks that one of them has requested are for:
-        Event.START_TIMEOUT: (_unstarted,  __,          __,          __,          __,          __),
+        Event.START_TIMEOUT: (_unstarted,  _see_start,  __,          __,          __,          __),
+        Event.START_STACKS:  (__,          _tell_start, __,          __,          __,          __),
         Event.JOIN_TIMEOUT:  (_seek,       _seek,       __,          __,          __,          __),
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),

@@ -30,6 +30,7 @@ class Event(Enum):
     SECOND_STOP = auto()
     HOST_FOUND = auto()  # it can join the job
     START_TIMEOUT = auto()
+    START_STACKS = auto()  # all stacks are there, for a sentence about ranks of which none joins
     JOIN_TIMEOUT = auto()
     JOIN_STACKS = auto()  # all stacks are there, for the report of the ranks that have not joined
     SEE_STEPS = auto()

@@ -151,17 +151,28 @@ def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_rank_that_starts_ends_the_limit_of_the_start(jobs: list[Job]) -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_ranks_of_which_none_joins_are_told_and_not_ended(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str], joins: bool
+) -> None:
+    """They may import torch from a slow disk."""
     job = started(jobs)
     job.start(0)
+    if joins:
+        job.say(0, "joining", timeout_s=1000)
     job.until(Event.START_TIMEOUT)
     assert job.attempt.ended_because == ""
     assert job.mpirun.code is None
+    told = "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. "
+    assert (told in capfd.readouterr().err) is not joins
 
 
 def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
     assert Event.START_TIMEOUT in started(jobs).timers
-    assert Event.START_TIMEOUT not in started(jobs, starter=srun()).timers
+    job = started(jobs, starter=srun())
+    assert Event.START_TIMEOUT not in job.timers
+    job.start(0)
+    assert Event.START_TIMEOUT in job.timers
 
 
 def srun() -> RankStarter:
