@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
+unset CDPATH # cd would print the folders that it finds there
 
 usage() {
   cat <<'END'
@@ -224,4 +225,5 @@ else
 fi
 export MPIDDP_PREFIX=${MPIDDP_PREFIX:-never} # only rank 0 prints in a training
 [[ -z $mpirun ]] || named+=(--mpirun "$mpirun")
+export MPIDDP_PROGRAM="$venv/bin/mpiddp" # in the line that says how to resume: no shell finds it on PATH
 exec "$venv/bin/python" -m mpiddp launch "${named[@]}" -m mpiddp train "$@"

@@ -16,7 +16,7 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
 OUT = "{out}"  # in an argument of the script: the folder of the run
-_RESUME = re.compile("mpiddp: to resume: mpiddp (.*)")
+_RESUME = re.compile(r"mpiddp: to resume: \S+ (.*)")
 
 
 @dataclass(frozen=True)

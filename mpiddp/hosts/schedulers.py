@@ -54,8 +54,8 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
         )
     names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
-    counts = f"{env.get('SLURM_GPUS_ON_NODE') or 1}(x{len(names)})"
-    counts_name = "SLURM_GPUS_ON_NODE"
+    counts_name, gpus = _gpus_of_slurm(env)
+    counts = f"{gpus}(x{len(names)})"
     if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
         counts_name = "SLURM_TASKS_PER_NODE"
         counts = env.get(counts_name, f"1(x{len(names)})")
@@ -67,6 +67,19 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
         )
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
+
+
+def _gpus_of_slurm(env: Mapping[str, str]) -> tuple[str, str]:
+    """The variable that has the GPUs of each host, and their number in it; 1 on CPU hosts.
+
+    Batch scripts have the first one, the shell of salloc only what was asked for: "2", or "a100:2,h100:1".
+    """
+    on_node, per_node = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"
+    name = on_node if env.get(on_node) else per_node
+    text = env.get(name) or "0"
+    numbers = [part.rpartition(":")[2] for part in text.split(",")]
+    are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
+    return name, str(sum(map(int, numbers)) or 1) if are_whole else text
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -128,7 +141,9 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         raise UserError(
             f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
         ) from None
-    rows = [[name] for name in names]
+    rows = [
+        [name] for name in dict.fromkeys(names)
+    ]  # an instance may have several brokers on a host
     return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
 
 
@@ -164,14 +179,14 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
 
 def azure_batch(env: Mapping[str, str]) -> Hosts | None:
     """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
-    listed = env.get("AZ_BATCH_HOST_LIST") or env.get("AZ_BATCH_NODE_LIST", "").replace(";", ",")
-    if not listed:
+    source = "AZ_BATCH_HOST_LIST" if env.get("AZ_BATCH_HOST_LIST") else "AZ_BATCH_NODE_LIST"
+    rows = [[name.strip()] for name in re.split("[,;]", env.get(source, "")) if name.strip()]
+    if not rows:
         raise UserError(
             "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
             f"nodes of this Azure Batch task are not known. {NAME_THEM}"
         )
-    rows = [[name.strip()] for name in listed.split(",")]
-    hosts = replace(granted_hosts(rows, "AZ_BATCH_HOST_LIST"), source="the Azure Batch task")
+    hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
     if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
         raise UserError(
             "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "

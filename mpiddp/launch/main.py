@@ -17,6 +17,7 @@ from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.options import Where, parse_options
 from mpiddp.launch.streams.output import open_closed_streams
+from mpiddp.protocol.variables import PROGRAM
 from mpiddp.world import World, leave_enclosing_job
 
 
@@ -55,7 +56,13 @@ def main(argv: list[str]) -> int:
     if outcome.resumes:
         exports, job = options.how.exports, argv[len(argv) - len(options.job.command) :]
         own = without_values(argv[: len(argv) - len(job)], exports, os.environ)
-        again = ["mpiddp", "launch", *own, *job, *outcome.announcement.resume_args]
+        again = [
+            os.environ.get(PROGRAM, "mpiddp"),
+            "launch",
+            *own,
+            *job,
+            *outcome.announcement.resume_args,
+        ]
         log.info(f"to resume: {shell_line(again)}")
         if hint := fill_in_hint(exports, os.environ):
             log.info(hint)

@@ -58,7 +58,7 @@ def with_slots(
             gpus = _usable(host, _installed_here(host, env), env)
         if host.slots is None:
             if is_default and where.names_ranks:  # the user requests a number
-                slots = gpus or len(os.sched_getaffinity(0))
+                slots = (0 if backend == "gloo" else gpus) or len(os.sched_getaffinity(0))
             else:
                 is_known = host in infos or is_here
                 slots = gpus if is_known else _unknown_slots(hosts, host, options.dry_run)

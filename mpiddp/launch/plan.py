@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.schedulers import find_allocation
@@ -203,6 +204,7 @@ def run_preflight(
     from mpiddp.launch import preflight  # only jobs over several hosts pay for it
 
     interface = options.how.interface
+    exports = parse_exports(options.how.all_exports, env).items()
     needs = preflight.Needs(
         python=str(_python()),
         mpirun=str(starter.program),
@@ -211,6 +213,9 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
+        uses_gpus=not hides_all_gpus(
+            {**env, **{name: value for name, value in exports if value is not None}}
+        ),
     )
     wait_s = 0.0 if proven else options.where.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 
 from mpiddp.hosts import gpus, interfaces, names, probe, versions
-from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
+from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sources import program_with
@@ -45,6 +45,7 @@ class Needs:
     path: str  # the PATH that the ranks will have
     interface: str | None = None  # by name, address or network
     program: str | None = None  # that the ranks run, by its path or on `path`
+    uses_gpus: bool = True  # False if a variable of the ranks hides them all
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
     if not info.has_program:
         where = "missing or not executable" if os.sep in str(needs.program) else "not on PATH"
         return f"{name}: {needs.program} is {where}. Install it on every host."
-    if info.gpus is None and not hides_all_gpus(os.environ):
+    if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     interface = needs.interface
     if interface and not any(each.matches(interface) for each in info.interfaces):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Block = Literal["basic", "bottleneck"]
+SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,13 @@ ARCHITECTURES = {
         "basic", (2, 2, 2), (32, 64, 128), "half", 10, pad_shortcuts=True, optimizer="muon"
     ),
 }
+
+
+def stem_of(arch: str, stem: str, pixels: int) -> str:
+    """The stem of --stem, which "auto" leaves to the architecture and the height of the images."""
+    if stem != "auto":
+        return stem
+    if pixels >= SMALL_IMAGE:
+        return "imagenet"
+    own = ARCHITECTURES[arch].stem
+    return own if own != "imagenet" else "cifar"

@@ -13,7 +13,8 @@ from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.architectures import ARCHITECTURES, stem_of
+from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.device_defaults import ON_CPU, ON_GPU
 from mpiddp.train.option_parser import options_of
 from mpiddp.train.options import TrainOptions
@@ -62,12 +63,23 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Chang
     Paths, the split of the same global batch, settings that change weights by rounding at most, and
     intervals of logging and saving are none of them.
     """
-    before = {**_WITHOUT, **saved}
+    before, now = {**_WITHOUT, **saved}, config.as_json()
     return [
-        Change(name, before.get(name), getattr(config, name), about.fixed)
+        Change(name, before.get(name), now[name], about.fixed)
         for name, about in options_of(TrainOptions).items()
-        if (about.noted or about.fixed) and before.get(name) != getattr(config, name)
+        if (about.noted or about.fixed) and _meaning(name, before) != _meaning(name, now)
     ]
+
+
+def _meaning(name: str, values: Mapping[str, Any]) -> Any:
+    """What the value of an option stands for: a default may be spelled out in the resumed run."""
+    spec = DATASETS.get(values.get("dataset", ""))
+    pixels = values.get("image_size") or (spec and spec.size)
+    if name == "image_size":
+        return pixels
+    if name == "stem" and pixels and values.get("arch") in ARCHITECTURES:
+        return stem_of(values["arch"], values["stem"], pixels)
+    return values.get(name)
 
 
 def resolve_defaults(
@@ -89,6 +101,10 @@ def resolve_defaults(
     low_res_epochs = options.low_res_epochs
     if low_res_epochs is None:
         low_res_epochs = round(defaults.low_res * epochs)
+    if low_res_epochs > epochs:
+        raise UserError(
+            f"--low-res-epochs {low_res_epochs} is more than --epochs {epochs}. Use {epochs} or less."
+        )
     arch = options.arch or defaults.arch
     is_usual = not on_gpu and options.parallel == "ddp" and options.amp != "fp16"
     optimizer = options.optimizer or (ARCHITECTURES[arch].optimizer if is_usual else "sgd")

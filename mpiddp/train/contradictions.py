@@ -21,6 +21,10 @@ def refuse_contradictions(options: Namespace) -> None:
         raise UserError(
             f"--max-shift shifts images of CIFAR-10 and its like, not those of {images}. Leave one out."
         )
+    if options.profile is None and options.profile_ranks != "0":
+        raise UserError(
+            "--profile-ranks needs --profile FIRST:LAST. Add it, or leave this one out."
+        )
     if options.keep_tail and options.sync_bn:
         raise UserError(
             "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import cause_of
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.architectures import stem_of
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.data.low_resolution import low_resolution
@@ -27,8 +27,6 @@ from mpiddp.train.order import Step
 from mpiddp.train.parallel import is_sharded, reducing
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_batch_norm import synchronized
-
-SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,7 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
         UserError: --weights names a file that does not fit, or the batches are too small for BatchNorm.
     """
     channels, height, _ = data.shape
-    stem = config.stem
-    if stem == "auto":
-        own = ARCHITECTURES[config.arch].stem
-        small = own if own != "imagenet" else "cifar"
-        stem = small if height < SMALL_IMAGE else "imagenet"
+    stem = stem_of(config.arch, config.stem, height)
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](
         num_classes=data.num_classes, stem=stem, in_channels=channels

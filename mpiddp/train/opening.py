@@ -11,6 +11,7 @@ import torch
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DATA
+from mpiddp.text import shown
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.arrays import ImageArrays
 from mpiddp.train.data.dataset import Batch, Data
@@ -190,7 +191,10 @@ def _image_folder(config: TrainConfig, device: torch.device, size: int) -> Data:
         for split, augment in (("train", True), ("val", False))
     )
     if test.classes != train.classes:
-        raise UserError(f"{folder}: train/ and val/ contain different classes.")
+        one_sided = sorted({*train.classes} ^ {*test.classes})[0]
+        raise UserError(
+            f"{folder}: train/ and val/ contain different classes. {shown(one_sided)} is in one of them."
+        )
     digest = sha256("\n".join([*train.names(), *test.names()]).encode(errors="surrogateescape"))
     return Data(
         folder.resolve().name,

@@ -26,7 +26,7 @@ from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
 from tests.support.ranks import ROOT, run_command, run_forked
 
-NO_SCRIPTS = {"__init__", "harness", "smoke"}
+NO_SCRIPTS = {"__init__", "harness", "smoke", "slow_disk"}
 
 
 def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ _SHOWN = re.compile(rf"({_OPTION.pattern})?[A-Za-z_][A-Za-z0-9_]*={LEFT_OUT}")
 
 
 def is_secret(name: str) -> bool:
-    return _matches(name.upper(), SECRET)
+    is_partition = name.upper().endswith("_PKEY")  # of InfiniBand: NCCL_IB_PKEY
+    return _matches(name.upper(), SECRET) and not is_partition
 
 
 def without_value(export: str, env: Mapping[str, str]) -> str:

@@ -38,7 +38,15 @@ def srun(starter: RankStarter, request: Request) -> Command:
         flag(f"--chdir={request.folder}", why=WDIR),
         flag(f"--export={','.join(_with_login(request))}", why=EXPORT_ONLY),
     ]
-    if cpus := request.env.get("SLURM_CPUS_PER_TASK"):
+    cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
+    most = max(host.ranks for host in request.hosts.hosts)
+    if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.env.keys():
+        # As scripts for torchrun do: the job has the cores of one task on each host, and several GPUs.
+        flags.append(
+            flag("--overcommit", why="the ranks of a host share the cores of its one task")
+        )
+        cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""
+    if cpus:
         flags.append(
             flag(f"--cpus-per-task={cpus}", why="srun does not inherit this option from sbatch")
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import struct
 import warnings
 from typing import NamedTuple
 
@@ -24,7 +25,10 @@ from mpiddp.paths import cause_of
 PREFETCH = 2  # batches that a worker prepares ahead
 RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
 # Pillow raised these errors for thousands of damaged files. Its UnidentifiedImageError is an OSError.
-_UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
+_UNREADABLE = (
+    *(OSError, EOFError, SyntaxError, ValueError, IndexError, struct.error),
+    Image.DecompressionBombError,
+)
 # Pillow recognizes a file by its contents, whatever its name, and reads some formats with other programs:
 # EPS with Ghostscript. A file of one of these formats may have the suffix of another, as some of ImageNet's.
 FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.text import escaped
+from mpiddp.text import escaped, shown
 from mpiddp.train.data.dataset import Batch
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.data.decode import FORMATS, PREFETCH, Decoded, Decoder, Key
@@ -55,9 +55,11 @@ class ImageFolder:
             for path in sorted((folder / name).iterdir())
             if path.suffix.lower() in FORMATS
         )
-        if not self.samples:
+        filled = {label for _, label in self.samples}
+        if empty := [name for label, name in enumerate(self.classes) if label not in filled]:
             raise UserError(
-                f"{folder}: its class folders contain no images ({', '.join(sorted(FORMATS))})."
+                f"{folder}: the folder {shown(empty[0])} contains no images ({', '.join(sorted(FORMATS))}). "
+                "Each folder there is a class."
             )
         self.num_images = len(self.samples)
         self.device = device
@@ -148,7 +150,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The classes of the folder: its subfolders in sorted order, numbered as in torchvision.
+    """The classes of the folder: its subfolders in sorted order, numbered as in torchvision, but hidden ones.
 
     Raises:
         UserError: the folder does not exist or has no subfolders.
@@ -157,7 +159,8 @@ def class_names(folder: Path) -> tuple[str, ...]:
         raise UserError(
             f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
         )
-    names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    names = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
     if not names:
         raise UserError(f"{folder} contains no folders. Expected one folder of images per class.")
     return names

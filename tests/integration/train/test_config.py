@@ -277,6 +277,20 @@ def test_every_difference_is_listed_and_those_of_past_steps_are_refused() -> Non
     ]
 
 
+def test_options_that_would_have_no_effect() -> None:
+    assert "more than --epochs 3. Use 3 or less" in refusal("--low-res-epochs=9", "--epochs=3")
+    assert "--profile-ranks needs --profile" in refusal("--profile-ranks=1")
+
+
+def test_a_default_that_is_spelled_out_is_no_change() -> None:
+    folder = ("--dataset=image-folder", "--data-dir=x", "--arch=resnet18")
+    spelled = configured(*folder, "--stem=imagenet", "--image-size=224")
+    assert changes(saved(configured(*folder)), spelled) == []
+    assert changes(saved(configured(*folder)), configured(*folder, "--stem=cifar")) == [
+        "--stem auto, now cifar (its tensors have other shapes)"
+    ]
+
+
 def test_what_a_resume_may_change() -> None:
     options = options_of(TrainOptions)
     assert {name for name, about in options.items() if about.fixed} == {

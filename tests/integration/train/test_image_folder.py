@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,18 @@ def test_a_broken_image_is_named_in_one_sentence(
     assert "\n" not in message
 
 
+def test_an_image_that_fails_in_another_way_is_named_too(folder: Path) -> None:
+    """An empty profile after the pixels: Pillow raises IndexError."""
+    path = folder / "cat" / "0.png"
+    content = path.read_bytes()
+    end = content.index(b"IEND") - 4
+    chunk = b"iCCP"
+    empty = bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    path.write_bytes(content[:end] + empty + content[end:])
+    with pytest.raises(UserError, match=r"cat/0\.png: Pillow cannot read this image \("):
+        everything(source(folder))
+
+
 def test_a_decompression_bomb_is_refused(folder: Path) -> None:
     path = folder / "cat" / "3.bmp"
     content = bytearray(path.read_bytes())
@@ -351,7 +364,14 @@ def test_a_folder_without_classes(tmp_path: Path) -> None:
 
 
 def test_classes_without_images(tmp_path: Path) -> None:
-    (tmp_path / "cat").mkdir()
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
     (tmp_path / "cat" / "notes.txt").write_text("no image")
-    with pytest.raises(UserError, match=r"no images \(\.bmp, \.jpeg, "):
+    Image.new("RGB", (9, 9)).save(tmp_path / "dog" / "0.png")
+    with pytest.raises(UserError, match=r"the folder cat contains no images \(\.bmp, \.jpeg, "):
         source(tmp_path)
+
+
+def test_a_hidden_folder_is_no_class(folder: Path) -> None:
+    (folder / ".ipynb_checkpoints").mkdir()
+    assert source(folder).classes == ("cat", "dog", "eel")

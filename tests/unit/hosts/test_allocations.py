@@ -111,6 +111,8 @@ IPS = ["10.0.0.4", "10.0.0.5"]
          "the SkyPilot task", IPS, [4, 4]),
         (AZURE, "the Azure Batch task", IPS, [None, None]),
         (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
+        ({**AZURE_ML, "AZ_BATCH_NODE_LIST": "node-0;node-1;"}, "the Azure Batch task",
+         ["node-0", "node-1"], [None, None]),
     ],
 )  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
@@ -122,6 +124,13 @@ def test_the_hosts_and_slots_of_an_allocation(
 def test_flux_knows_its_hosts(in_folder: Path) -> None:
     env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
     assert found(env) == ("the Flux instance", ["n1", "n2"], [None, None])
+
+
+def test_several_brokers_of_flux_on_one_host(tmp_path: Path) -> None:
+    flux = tmp_path / "flux"
+    flux.write_text("#!/bin/sh\necho n1,n1,n2\n")
+    flux.chmod(0o755)
+    assert found(FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"})[1] == ["n1", "n2"]
 
 
 def test_a_flux_that_fails_in_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_job_that_is_interrupted_says_how_to_resume(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "secret")
+    monkeypatch.setenv("MPIDDP_PROGRAM", "/env/bin/mpiddp")  # as run.sh
     script = """
 import mpiddp, signal, time
 mpiddp.announce(resume_args=["--resume", "a b"])
@@ -145,7 +146,7 @@ time.sleep(1000)
     code, _, err = jobs.run(script, *options, arguments=(str(os.getpid()),))
     assert code == 130, err
     (line,) = re.findall("^mpiddp: to resume: (.*)$", err, re.MULTILINE)
-    assert line.startswith("mpiddp launch --mpirun ")
+    assert line.startswith("/env/bin/mpiddp launch --mpirun ")
     assert line.endswith(f"job.py {os.getpid()} --resume 'a b'")
     assert "-n 1 --grace 0.1s" in line
     assert "secret" not in err

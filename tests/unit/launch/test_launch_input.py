@@ -28,7 +28,7 @@ from mpiddp.launch import network
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import place, ranks_by_host, with_slots
-from mpiddp.launch.plan import read_hosts
+from mpiddp.launch.plan import THIS_MACHINE, read_hosts
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.starters.table import find_starter, identify
@@ -82,6 +82,8 @@ def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note(
     assert capfd.readouterr().err == note
     assert ranks(placed(hosts, {}, backend="gloo")) == [4]
     assert ranks(placed(hosts, {}, "--share-gpus")) == [4]
+    cores = len(os.sched_getaffinity(0))
+    assert ranks(placed(THIS_MACHINE, {}, "--share-gpus", "-n", str(cores))) == [cores]
     assert capfd.readouterr().err == ""
     with pytest.raises(UserError) as error:
         placed(hosts, {}, backend="nccl")
@@ -316,6 +318,9 @@ ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_P
     [
         ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
         ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
+        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "0"}, [1, 1]),
+        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "2"}, [2, 2]),  # in the shell of salloc
+        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, [3, 3]),
         (ALLOCATED, [1, 1]),
     ],
 )

@@ -387,9 +387,21 @@ def test_srun_passes_the_variables_of_a_login() -> None:
 
 
 def test_srun_gets_the_cores_of_a_task() -> None:
-    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": "7"})
+    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "3"})
     assert "--cpus-per-task=7" in argv_of("slurm", request)
     assert not any("cpus-per-task" in each for each in argv_of("slurm", UNEQUAL))
+
+
+@pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
+def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus: str, flags: list[str]) -> None:
+    """A script for torchrun asks for no tasks. Slurm then grants the cores of one on each host."""
+    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": cpus})
+    assert max(host.ranks for host in request.hosts.hosts) == 2
+    argv = argv_of("slurm", request)
+    assert [each for each in argv if "cpus-per-task" in each] == flags
+    assert "--overcommit" in argv
+    asked = replace(request, env={**request.env, "SLURM_NTASKS": "3"})
+    assert "--overcommit" not in argv_of("slurm", asked)
 
 
 def test_whether_env_can_shield_a_program_from_sigterm() -> None:

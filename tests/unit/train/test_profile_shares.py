@@ -40,4 +40,4 @@ def test_other_texts_are_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "0,", "none", "1-3", "-1"])
 def test_other_ranks_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"expected all, or ranks such as 0,5, not"):
-        parse([f"--profile-ranks={text}"])
+        parse(["--profile=1:2", f"--profile-ranks={text}"])
