@@ -51,7 +51,13 @@ SCENARIOS = {
         THREE, transport=QRSH, env=(("JOB_ID", "7"), ("PE_HOSTFILE", "/spool/pe_hostfile"))
     ),
     "in a job of Slurm": Scenario(
-        THREE, env=(("SLURM_JOB_ID", "7"), ("SLURM_CPUS_PER_TASK", "12"), ("HOME", "/home/ann"))
+        THREE,
+        env=(
+            ("SLURM_JOB_ID", "7"),
+            ("SLURM_CPUS_PER_TASK", "12"),
+            ("SLURM_NTASKS", "7"),
+            ("HOME", "/home/ann"),
+        ),
     ),
     "as root": Scenario(ONE, JobNetwork(), is_root=True),
     "a container": Scenario(THREE, is_command=True),
