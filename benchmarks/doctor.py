@@ -24,10 +24,10 @@ from mpiddp.errors import DONE
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.doctor_faults import (
-    EXPLAINED,
     FAULTS,
     HOSTS,
     OF_THIS_MACHINE,
+    UNTRIED,
     doctor,
     prepared,
     unexplained,
@@ -91,7 +91,7 @@ def _with_fault(hosts: Cluster, name: str) -> Run:
 
 def _judged(name: str, hosts: int, code: int, seconds: float, said: list[str]) -> Run:
     fault = FAULTS.get(name)
-    patterns = [fault.says, *fault.also, *EXPLAINED] if fault else []
+    patterns = [fault.says, *fault.also, *UNTRIED] if fault else []
     is_named = fault is not None and len(unexplained(said, [fault.says])) < len(said)
     wrong, load = unexplained(said, patterns), os.getloadavg()[0]
     return Run(name, hosts, bool(said), is_named, seconds, code, said, wrong, load)

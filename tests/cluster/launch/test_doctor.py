@@ -14,9 +14,9 @@ import pytest
 
 from tests.support.cluster import Cluster, why_not
 from tests.support.doctor_faults import (
-    EXPLAINED,
     FAULTS,
     NAMES,
+    UNTRIED,
     WORK,
     Fault,
     doctor,
@@ -42,8 +42,14 @@ def hosts() -> Iterator[Cluster]:
         yield standing
 
 
-def require_found(hosts: Cluster, faults: list[Fault], *arguments: str) -> None:
-    """With all of these at once, the doctor finds each and nothing else, and ends with code 1."""
+def require_found(
+    hosts: Cluster, faults: list[Fault], *arguments: str, also: tuple[str, ...] = ()
+) -> None:
+    """With all of these at once, the doctor finds each and nothing else, and ends with code 1.
+
+    Args:
+        also: patterns of lines that it may add.
+    """
     with ExitStack() as stack:
         for fault in faults:
             stack.enter_context(fault.inject(hosts))
@@ -53,7 +59,7 @@ def require_found(hosts: Cluster, faults: list[Fault], *arguments: str) -> None:
     missed = {fault.name for fault in faults if len(unexplained(said, [fault.says])) == len(said)}
     assert missed == set(), said
     patterns = [pattern for fault in faults for pattern in (fault.says, *fault.also)]
-    assert unexplained(said, [*patterns, *EXPLAINED]) == []
+    assert unexplained(said, [*patterns, *UNTRIED, *also]) == []
     assert code == 1
 
 
@@ -94,4 +100,6 @@ def test_faults_everywhere_at_once(hosts: Cluster) -> None:
     """One run with all of them: each has its line, none hides another."""
     left = {*FAULTS} - {*UNREACHED, *LACKING, *OTHERS} - ALONE
     faults = [fault for name, fault in FAULTS.items() if name in left]
-    require_found(hosts, faults, "--script", "train.py", "--data", "data")
+    # One host has one core, which another test may use while it is measured.
+    busy = r"speed warn node\d is slow: .* at 8\d % of the others'"
+    require_found(hosts, faults, "--script", "train.py", "--data", "data", also=(busy,))
