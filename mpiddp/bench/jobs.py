@@ -120,7 +120,7 @@ def run(
     before, started_at = _cpu_s(), time.time()
     lines: list[str] = []
     with (
-        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
         _child(argv, errors.fileno(), env, cwd) as child,
         _alarm(timeout_s, child) as timed_out,
     ):
@@ -168,6 +168,7 @@ def _child(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
+        errors="replace",
         env=env,
         cwd=cwd,
     )

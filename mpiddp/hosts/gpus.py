@@ -114,7 +114,7 @@ def gpu_uuids(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> dict[
     {} if they are not known.
     """
     arguments = (("-L",), ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
-    listing, table = (_answer("nvidia-smi", each, path, timeout_s) for each in arguments)
+    listing, table = (answer("nvidia-smi", each, path, timeout_s) for each in arguments)
     return addresses_by_uuid(listing or "", table or "")
 
 
@@ -148,11 +148,11 @@ def _found(
     program: str, arguments: tuple[str, ...], pattern: str, path: str | None, timeout_s: float
 ) -> list[str] | None:
     """What `pattern` finds in the program's output; [] without the program, None without an answer."""
-    answer = _answer(program, arguments, path, timeout_s)
-    return None if answer is None else re.findall(pattern, answer, re.MULTILINE)
+    text = answer(program, arguments, path, timeout_s)
+    return None if text is None else re.findall(pattern, text, re.MULTILINE)
 
 
-def _answer(
+def answer(
     program: str, arguments: tuple[str, ...], path: str | None, timeout_s: float
 ) -> str | None:
     """The program's output; "" without the program, None without an answer."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 
 from mpiddp.text import escaped
 
+_PATIENCE_S = 5.0  # with a reader that reads no more
 _is_quiet = False
 
 
@@ -33,7 +35,29 @@ def error(sentence: str) -> None:
     """
     # sys.stderr would flush again at exit, fail, and end this process with code 120.
     with contextlib.suppress(OSError):
-        os.write(2, line(sentence))
+        write_all(2, line(sentence))
+
+
+def write_all(target: int, text: bytes) -> None:
+    """Write all of the text, also to a descriptor that another program has made non-blocking.
+
+    Raises:
+        OSError: it cannot be written, or its reader reads nothing for some seconds.
+    """
+    rest = memoryview(text)
+    while rest:
+        try:
+            rest = rest[os.write(target, rest) :]
+        except BlockingIOError:
+            if not is_writable(target, _PATIENCE_S):
+                raise
+
+
+def is_writable(target: int, timeout_s: float = 0.0) -> bool:
+    """Whether a reader takes select.PIPE_BUF bytes without a wait, now or within `timeout_s`."""
+    poll = select.poll()
+    poll.register(target, select.POLLOUT)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def line(sentence: str) -> bytes:

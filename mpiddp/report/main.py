@@ -14,7 +14,7 @@ from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
 from mpiddp.report.html import MAX_RUNS
 from mpiddp.report.read import read_run
-from mpiddp.text import counted, escaped
+from mpiddp.text import counted, escaped, shown
 
 
 def main(argv: list[str]) -> int:
@@ -39,12 +39,15 @@ def main(argv: list[str]) -> int:
     folders = list(dict.fromkeys(Path(each) for each in options.runs))
     if len(folders) > MAX_RUNS:
         raise UserError(f"mpiddp report: at most {MAX_RUNS} runs fit a page, not {len(folders)}.")
+    out = Path(options.out)
+    if not out.name or out.is_dir():
+        raise UserError(f"--out {shown(options.out)} is a folder. Name a file: --out report.html")
     with named_by(""):
         runs = [read_run(each) for each in folders]
     from mpiddp.report.page import page  # needs bokeh
 
     content = page(runs).encode(errors="replace")
-    with named_by("--out"), replacing(Path(options.out)) as file:
+    with named_by("--out"), replacing(out) as file:
         file.write(content)
     for note in (note for run in runs for note in run.notes):
         print(escaped(note), file=sys.stderr)

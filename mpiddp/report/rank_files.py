@@ -23,6 +23,7 @@ _NAME = re.compile(r"rank_([0-9]{5,9})\.(?:log|err|out)")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (.*)")
 _STARTED = re.compile(r"started: rank \d+ of (\d+), .*?host (\S+), .*?(python \S+, torch [^\s,]+)")
 _STEP_TIME = re.compile(r"num_steps_per_gpu: \d+, avg_step_time: (\d+\.?\d*)")
+_TORCH = re.compile(r"\A\[rank[0-9]+\]: ?")  # before each line of a traceback
 _TRACEBACK = "Traceback (most recent call last)"
 _MOST_CHARACTERS = 600
 
@@ -137,6 +138,7 @@ def _entries(lines: Iterable[str]) -> list[tuple[float, str, list[str]]]:
 
 
 def _printed(lines: list[str]) -> str:
+    lines = [_TORCH.sub("", line) for line in lines]
     begins = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     return _exception(lines[begins[-1] :]) if begins else ""
 

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="(default: runs)")
     folder = Path(parser.parse_args(argv).dir)
     with named_by(""):
-        rows = [_HEAD, *(_row(read_run(each, only_end=True)) for each in _find(folder))]
+        rows = [_HEAD, *map(_row_of, _find(folder))]
     print(align_columns(rows, right=range(2, len(_HEAD))))
     return DONE
 
@@ -45,10 +45,24 @@ def _find(folder: Path) -> list[Path]:
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {problem}. Expected a folder of runs.")
-    found = sorted(each for each in folder.iterdir() if each.is_dir() and is_run(each))
+    found = sorted(each for each in folder.iterdir() if _is_run(each))
     if not found:
         raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
     return found
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and is_run(folder)
+    except OSError:  # another user's, or lost+found
+        return False
+
+
+def _row_of(folder: Path) -> tuple[str, ...]:
+    try:
+        return _row(read_run(folder, only_end=True))
+    except OSError as error:
+        return (escaped(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -29,6 +29,11 @@ _GIT_S = 10.0
 _WRITE_S = 2 * _GIT_S + 1.0  # for a record that is not written when the training ends
 # `user:password@host`. In a URL everything before the last @ counts: a password may contain anything.
 _PASSWORD = re.compile(r"(?<=://)[^\s/:]*:\S*@|(?<=://)[^\s/]*@|[^\s:/@=,]+:[^\s/]+@")
+_LONGEST_WORD = 2048  # the pattern takes the square of it, and holds the interpreter's lock
+# "+OPENAI_API_KEY=sk-…" in a diff. A short value is a number of the code, such as TOKEN_SIZE = 512.
+_SETTING = re.compile(
+    r"""^([-+ ]\s*(?:export )?["']?([A-Z][A-Z0-9_]*)["']?\s*[=:]\s*)\S{8,}.*$""", re.MULTILINE
+)
 
 
 @contextlib.contextmanager
@@ -60,11 +65,25 @@ def public(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_password(text: str) -> str:
-    return _PASSWORD.sub(f"{LEFT_OUT}@", text)
+    return re.sub(r"\S+", _without_password, text)
+
+
+def _without_password(word: re.Match[str]) -> str:
+    if "@" not in word[0]:
+        return word[0]
+    return LEFT_OUT if len(word[0]) > _LONGEST_WORD else _PASSWORD.sub(f"{LEFT_OUT}@", word[0])
+
+
+def _without_secret(line: re.Match[str]) -> str:
+    """A line of a diff that sets a variable: without the value of one with a secret name."""
+    return f"{line[1]}{LEFT_OUT}" if is_secret(line[2]) else line[0]
 
 
 def _write(run: RunDir, facts: dict[str, Any]) -> None:
-    packages = {each.metadata["Name"]: each.version for each in distributions()}
+    packages = {}
+    for each in distributions():
+        with contextlib.suppress(Exception):  # METADATA that is no text, for example
+            packages[each.metadata["Name"]] = each.version
     versions = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -85,7 +104,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     diff = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") or ""
     return {
         "commit": commit.strip(),
-        "diff": without_password(diff[:_DIFF_BYTES]),
+        "diff": _SETTING.sub(_without_secret, without_password(diff[:_DIFF_BYTES])),
         "diff_is_cut": len(diff) > _DIFF_BYTES,
     }
 

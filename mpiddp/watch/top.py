@@ -6,6 +6,8 @@ import argparse
 import os
 import select
 import shutil
+import signal
+import sys
 import termios
 import textwrap
 import threading
@@ -65,6 +67,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 @contextmanager
 def _screen() -> Iterator[None]:
     before = termios.tcgetattr(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(_ENTER, end="", flush=True)
     try:
         yield

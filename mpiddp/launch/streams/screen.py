@@ -16,13 +16,15 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mpiddp.launch import log
 from mpiddp.protocol.messages import LONGEST_LINE
 
 _QUIET_S = 1.0
+_TURN_S = 1.0  # of waiting for a reader
 _LOCKED_S = 0.2  # longer than a thread takes to write to a reader that reads
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
@@ -44,7 +46,7 @@ class Source:
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
     changed_at: float = 0.0
-    line_is_shown: bool = False
+    shown: int = 0  # bytes of the open line that are shown as a line of their own
 
 
 class Screen:
@@ -65,6 +67,8 @@ class Screen:
         self._target: int | None = os.dup(target)
         self._lock = threading.Lock()
         self._unsaid: deque[bytes] = deque()  # lines of the launcher that wait for the reader
+        self._rest = b""  # of a text whose beginning is written
+        self._waits = True  # for the reader
         self._has_complained = False
         self._at: Source | None = None  # whose open line the cursor is in, unless it is shared
         self._open: set[Source] = set()  # with an open line, if it is shared
@@ -90,7 +94,11 @@ class Screen:
     def end(self, source: Source) -> None:
         """A source has ended. Its open line is shown as it is."""
         with self._lock:
-            if source in self._open:
+            if source not in self._open:
+                return
+            if source.shown == len(source.line):
+                self._open.discard(source)
+            else:
                 self._show_lines(source, b"\n")
 
     def show_quiet_lines(self) -> None:
@@ -98,9 +106,9 @@ class Screen:
         now = time.monotonic()
         with self._lock:
             for source in self._open:
-                is_new = not source.line_is_shown and b"\r" not in source.line
+                is_new = not source.shown and b"\r" not in source.line
                 if is_new and now - source.changed_at >= _QUIET_S:
-                    source.line_is_shown = True
+                    source.shown = len(source.line)
                     self._write(source.prefix + bytes(source.line) + b"\n")
 
     def log(self, sentence: str) -> None:
@@ -109,7 +117,7 @@ class Screen:
         # A thread that holds the lock for longer waits for the reader, and shows the line then.
         if self._lock.acquire(timeout=_LOCKED_S):
             try:
-                if self._is_writable():
+                with self._without_waiting():
                     self._say()
             finally:
                 self._lock.release()
@@ -129,10 +137,11 @@ class Screen:
         if not self._is_terminal or not self._lock.acquire(timeout=_LOCKED_S):
             return
         try:
-            if (lines or self._status) and self._is_writable():
-                shown = [line[: self.columns - 1] for line in lines]
-                self._status = [line.encode(errors="backslashreplace") for line in shown]
-                self._draw(b"", always=True)
+            with self._without_waiting():
+                if (lines or self._status) and self._is_writable():
+                    shown = [line[: self.columns - 1] for line in lines]
+                    self._status = [line.encode(errors="backslashreplace") for line in shown]
+                    self._draw(b"", always=True)
         finally:
             self._lock.release()
 
@@ -143,22 +152,29 @@ class Screen:
             self._say()
             if self._is_terminal:
                 self._write_lines(b"")
+            if self._rest:
+                self._write(b"")
             if self._target is not None:
                 os.close(self._target)
                 self._target = None
 
     def _say(self) -> None:
         """Show the lines of the launcher that wait."""
-        while self._unsaid:
+        while self._unsaid and (self._waits or self._is_writable()):
             self._write_lines(self._unsaid.popleft())
 
     def _is_writable(self) -> bool:
         """Whether a short text can be written without waiting for the reader."""
-        if self._target is None:
-            return True  # nothing is written
-        poll = select.poll()
-        poll.register(self._target, select.POLLOUT)
-        return bool(poll.poll(0))
+        return self._target is None or log.is_writable(self._target)
+
+    @contextmanager
+    def _without_waiting(self) -> Iterator[None]:
+        """Within the body, what the reader does not read now is kept for the next write."""
+        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = True
 
     def _pass_on(self, source: Source, text: bytes) -> None:
         begin = b""
@@ -179,7 +195,7 @@ class Screen:
         if end:
             lines = _prefixed(bytes(source.line) + text[:end], source)
             source.line.clear()
-            source.line_is_shown = False
+            source.shown = 0
         source.line += text[end:]
         source.changed_at = time.monotonic()
         if len(source.line) >= LONGEST_LINE:
@@ -226,12 +242,17 @@ class Screen:
         return [source.prefix + _as_drawn(bytes(source.line))]
 
     def _write(self, text: bytes) -> None:
-        rest = memoryview(text)
+        rest = memoryview(self._rest + text)
+        self._rest = b""
         while rest and self._target is not None:
+            if not self._waits and not self._is_writable():
+                self._rest = bytes(rest)
+                return
             try:
-                rest = rest[os.write(self._target, rest) :]
+                part = rest if self._waits else rest[: select.PIPE_BUF]
+                rest = rest[os.write(self._target, part) :]
             except BlockingIOError:  # another program has made it non-blocking
-                select.select([], [self._target], [])
+                log.is_writable(self._target, _TURN_S)
             except BrokenPipeError:
                 os.close(self._target)
                 self._target = None

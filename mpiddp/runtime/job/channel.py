@@ -158,6 +158,7 @@ class JobChannel:
             self.connection.close()
         else:  # its number may be another file's
             self.connection.detach()
+        self.is_lost = self.was_closed_here = True  # a child does not connect again: it is no rank
 
     # --- what the ranks agree on ---
 

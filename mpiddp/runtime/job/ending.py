@@ -101,8 +101,12 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         return Ending(BAD_INPUT, missing_package("a rank", package))
     import traceback  # takes 5 ms, and few ranks need it
 
+    try:
+        said = str(error)
+    except Exception:  # its own __str__ fails
+        said = ""
     kind = type(error).__name__
-    sentence = f"{kind}: {error}" if str(error) else kind
+    sentence = f"{kind}: {said}" if said else kind
     return Ending(FAILED, sentence, "".join(traceback.format_exception(error)))
 
 

@@ -54,6 +54,7 @@ class FailureWatch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._previous_excepthook = sys.excepthook
+        self._pid = os.getpid()
         self._has_printed = False  # the sentence of an error
 
     def start(self) -> None:
@@ -105,6 +106,9 @@ class FailureWatch:
         The other ranks' errors about broken connections follow from it and would only hide it. An error
         that is a sentence needs no traceback. A launcher gets it from the previous hook.
         """
+        if os.getpid() != self._pid:  # a forked child, which is no rank
+            self._previous_excepthook(kind, error, traceback)
+            return
         ending = ending_of(error)
         if not ending.traceback and not self._has_launcher:
             self.fail(ending)

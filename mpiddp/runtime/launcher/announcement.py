@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.messages import is_argument
+from mpiddp.protocol.messages import LARGEST_WHOLE, is_argument
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.text import shown
@@ -65,6 +65,8 @@ def announce(
             raise TypeError(f"{name}: expected a whole number or None, not {value!r}")
         if value < 1:
             raise ValueError(f"{name}: expected 1 or more, not {value}")
+        if value > LARGEST_WHOLE:
+            raise ValueError(f"{name}: expected at most {LARGEST_WHOLE}, not {shown(str(value))}")
     script_session().send(
         "announce",
         resume_args=list(resume_args),

@@ -8,6 +8,7 @@ one job.
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 import threading
 import time
@@ -77,6 +78,8 @@ class LauncherClient:
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
         for name, value in values.items():
+            if type(value) not in (bool, int, float) and isinstance(value, numbers.Real):  # numpy's
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
             has_room = name in self._shown or len(self._shown) < MOST_SHOWN
             if has_room and is_short(name, value):
                 self._shown[name] = value

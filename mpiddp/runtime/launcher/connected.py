@@ -173,14 +173,14 @@ def _report_early_ends(session: Session, *, drains: bool) -> None:
 def _reporting(
     session: Session, replace_process: Callable[..., NoReturn]
 ) -> Callable[..., NoReturn]:
-    def replace(*args: Any) -> NoReturn:
+    def replace(*args: Any, **named: Any) -> NoReturn:
         if not session.is_of_this_process:
-            replace_process(*args)
+            replace_process(*args, **named)
         with session.replaced():
             # The other program would inherit what this one's handler needs.
             blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
             try:
-                replace_process(*args)
+                replace_process(*args, **named)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 

@@ -124,15 +124,19 @@ def _elastic_variables(world: World, run_id: str) -> dict[str, str]:
         "ROLE_NAME": "default",
         "ROLE_RANK": str(world.rank),
         "ROLE_WORLD_SIZE": str(world.world_size),
-        ERROR_FILE: str(_error_file(world.rank)),
+        **_error_file(world.rank),
     }
 
 
-def _error_file(rank: int) -> Path:
-    """A new file of this rank, into which torch.distributed's `@record` writes the script's error.
+def _error_file(rank: int) -> dict[str, str]:
+    """The variable of a new file of this rank, into which torch's `@record` writes the script's error.
 
-    No other user of the host can guess its name, and so create it before.
+    No other user of the host can guess its name, and so create it before. A full disk has no place for it.
     """
-    file = Path(tempfile.gettempdir(), f"mpiddp-{secrets.token_hex(16)}-{rank}-error.json")
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        return {}
+    file = Path(folder, f"mpiddp-{secrets.token_hex(16)}-{rank}-error.json")
     atexit.register(file.unlink, missing_ok=True)
-    return file
+    return {ERROR_FILE: str(file)}

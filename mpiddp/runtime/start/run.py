@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -47,9 +46,12 @@ def run_rank(
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`, and return the exit code."""
-    ours, is_command, command = _split_command(argv)
-    options = _parser().parse_args([*ours, "command"] if is_command else argv)
+    ours, rest = _split(argv)
+    is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]
+    job = rest[1:] if is_command or is_module else rest
+    options = _parser().parse_args([*ours, *(["command"] if is_command else job[:1])])
     if is_command:
+        command = job
         _check_command(command, keep_mpi=options.keep_mpi)
         from mpiddp.runtime.start.command import run_command  # a script needs none of it
 
@@ -58,8 +60,8 @@ def main(argv: list[str]) -> int:
 
     show_own_frames_only()
     return run_rank(
-        lambda session, job: run_script(
-            job, options.script, options.args, is_module=options.is_module
+        lambda session, coordinator: run_script(
+            coordinator, options.script, job[1:], is_module=is_module
         ),
         keep_mpi=options.keep_mpi,
     )
@@ -78,16 +80,14 @@ def _parser() -> RankParser:
         action="store_true",
         help="keep MPI initialized, for a script that uses mpi4py itself",
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
 
 
-def _split_command(argv: list[str]) -> tuple[list[str], bool, list[str]]:
-    """The options before a "--" that no script precedes, whether there is one, and what follows it."""
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and what follows: a script, "-m" and a module, or "--" and a command."""
     ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
-    return ours, argv[len(ours) : len(ours) + 1] == ["--"], argv[len(ours) + 1 :]
+    return ours, argv[len(ours) :]
 
 
 def _check_command(command: list[str], *, keep_mpi: bool) -> None:

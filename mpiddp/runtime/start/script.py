@@ -44,9 +44,13 @@ def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
     with named_by(""):
         if not Path(path).exists():
             raise UserError(f"{path} not found (looked in {Path.cwd()}).")
-        if not Path(path).is_file():
+        if Path(path).is_dir():
             raise UserError(
                 f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE"
+            )
+        if not Path(path).is_file():
+            raise UserError(
+                f"{path} is no regular file, and each rank reads its script from the disk."
             )
         source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link
@@ -59,7 +63,7 @@ def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
 def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
     try:
-        spec = find_spec(name)
+        spec = None if name.startswith(".") else find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:

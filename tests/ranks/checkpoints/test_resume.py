@@ -155,7 +155,7 @@ def test_resume_on_cifar10_across_the_end_of_an_epoch(tmp_path: Path, pool: Rank
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     command: Command = [
         f"--data-dir={fetched_cifar10()}", "--arch=resnet20", "--batch-size=8", "--epochs=2",
-        "--steps-per-epoch=2", "--stop-at-step=3",
+        "--steps-per-epoch=2", "--stop-at-step=3", "--low-res-epochs=0",
     ]  # fmt: skip
     ran = pool.run(
         2,

@@ -146,7 +146,7 @@ START_AGAIN = f"""
 import os, sys, time
 if "STARTED_AGAIN" not in os.environ and os.environ["RANK"] in sys.argv[1]:
     os.environ["STARTED_AGAIN"] = "1"
-    os.execv(sys.executable, [sys.executable, *sys.argv])
+    os.execve(sys.executable, [sys.executable, *sys.argv], env=os.environ)
 if os.environ["RANK"] == "0":
     open(sys.argv[2], "w").close()
 while not os.path.exists(sys.argv[2]):  # a group of the others would begin at rank 0's earlier store

@@ -91,7 +91,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("script", ["scripts/facts.py", "link.py"])
 def test_a_script_has_the_same_environment_as_under_python(folder: Path, script: str) -> None:
-    args = [script, "--flag", "-m", "--", "--keep-mpi", "a b"]
+    args = [script, "--", "--flag", "-m", "--", "--keep-mpi", "a b"]
     plain = python(*args, cwd=folder)
     done = python(*RUN, *args, cwd=folder)
     assert (plain.returncode, plain.stderr) == (3, "")

@@ -114,6 +114,7 @@ def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPa
         ({"resume_args": ["a\0b"]}, ValueError, "resume_args: not the arguments of a command"),
         ({"resume_args": ["\ud800"]}, ValueError, "resume_args: not the arguments of a command"),
         ({"max_ranks": 0}, ValueError, "max_ranks: expected 1 or more, not 0"),
+        ({"max_ranks": 1 << 63}, ValueError, "max_ranks: expected at most 9223372036854775807"),
     ],
 )
 def test_an_invalid_announcement(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from mpiddp.launch import log
 from mpiddp.launch.streams import screen as screens
 from mpiddp.launch.streams.output import EndMessage, JobOutput
 from mpiddp.launch.streams.screen import Screen, Source
@@ -387,3 +388,48 @@ def test_what_the_only_rank_that_is_shown_writes_is_seen_at_once(
     outputs.finish()
     assert outputs.is_finished(60)
     outputs.settle(is_said=True)
+
+
+def filled(file: int, room: int) -> None:
+    """Write to a pipe until it has room for `room` bytes more."""
+    size = fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, 1 << 16)
+    os.write(file, b"." * (size - room))
+
+
+def test_a_long_line_of_the_launcher_waits_for_no_reader(shared: Reader) -> None:
+    """As the stacks of a job that hangs: the event loop has to end the job in time."""
+    target = shared.screen._target
+    assert target is not None
+    filled(target, room=8192)
+    stacks = "x" * 30_000
+    shared.screen.log(stacks)  # with a reader that reads nothing
+    seen = shared.seen()
+    shared.screen.show(Source(0, ZERO), b"done\n")
+    seen += shared.seen()
+    assert seen.strip(b".") == f"mpiddp: {stacks}\n".encode() + ZERO + b"done\n"
+
+
+def test_a_quiet_line_that_ends_so_is_not_repeated(
+    shared: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screens, "_QUIET_S", 0.0)
+    source = Source(0, ZERO)
+    shared.screen.show(source, b"Enter: ")
+    shared.screen.show_quiet_lines()
+    shared.screen.end(source)
+    assert shared.seen() == ZERO + b"Enter: \n"
+    assert not shared.screen.has_open_lines
+
+
+def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    filled(writer, room=0)
+    thread = threading.Thread(target=log.write_all, args=(writer, b"rank 3 failed first\n"))
+    thread.start()
+    text = b""
+    while not text.endswith(b"first\n"):
+        text += os.read(reader, 1 << 20)
+    thread.join(60)
+    for file in (reader, writer):
+        os.close(file)

@@ -114,8 +114,9 @@ def test_any_script_has_curves_and_what_its_ranks_printed(tmp_path: Path) -> Non
     (tmp_path / "logs").mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "note": "a", "nan": null}\n')
     (tmp_path / "logs/rank_00001.err").write_text(
-        "a warning\nTraceback (most recent call last):\n"
-        '  File "a.py", line 1, in <module>\n    1 / 0\nZeroDivisionError: division by zero\n'
+        "a warning\n[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "a.py", line 1, in <module>\n[rank1]:     1 / 0\n'
+        "[rank1]: ZeroDivisionError: division by zero\n"
     )
     run = read_run(tmp_path)
     assert (run.state, list(run.curves), run.starts) == ("ended", ["loss"], [])

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mpiddp import cli
+from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
 
 
@@ -33,6 +36,35 @@ def test_the_runs_of_a_folder(
         "b          failed    100    91.00%  0.0639  1,049 images/s     100 s\n"
         "c\\x1b[31m  ended       7         -  0.5000               -         -\n"
     )
+
+
+AS_NOBODY = """
+import os, sys
+from mpiddp.report import runs
+os.chdir(sys.argv[1])
+runs.main(["a"])  # loads all that it needs
+if os.getuid() == 0:  # who may read everything
+    os.setuid(65534)
+sys.exit(runs.main(["."]))
+"""
+
+
+def test_folders_that_may_not_be_read_hide_no_run(tmp_path: Path) -> None:
+    """Another user's runs, and lost+found."""
+    folder = tmp_path / "runs"
+    for name in ("a", "b", "c"):
+        write_run(folder / name)
+    folder.chmod(0o755)
+    (folder / "b").chmod(0)
+    (folder / "c/metrics.jsonl").chmod(0)
+    command = [sys.executable, "-c", AS_NOBODY, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    (folder / "b").chmod(0o700)
+    assert (done.returncode, done.stderr) == (0, "")
+    a, c = done.stdout.splitlines()[-2:]
+    assert a.split()[:2] == ["a", "done"]
+    assert c.startswith("c ")
+    assert "(Permission denied)" in c
 
 
 def test_one_run_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,3 +93,12 @@ def test_an_exit_code_has_the_error_that_record_wrote(
 )
 def test_a_command(code: int, expected: Ending) -> None:
     assert ending_of_command(code) == expected
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        return 7  # type: ignore[return-value]
+
+
+def test_an_error_whose_text_cannot_be_had() -> None:
+    assert ending_of(Odd()).sentence == "Odd"

@@ -72,3 +72,10 @@ def test_the_commit_and_the_changes_of_a_repository(
     cut = git_state(tmp_path)
     assert cut is not None
     assert (len(cut["diff"]), cut["diff_is_cut"]) == (20, True)
+
+
+def test_a_long_word_takes_no_time() -> None:
+    """The pattern takes the square of its length, while the interpreter's lock is held."""
+    word = "a:" * 500_000
+    assert without_password(f"{word} me:hunter2@host") == f"{word} …@host"
+    assert without_password(f"{word}@host") == "…"
