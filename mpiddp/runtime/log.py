@@ -30,9 +30,10 @@ class _ConsoleHandler(logging.Handler):
         try:
             print_line(_encodable(self.format(record), stream), stream)
         except BrokenPipeError:  # the reader is gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except OSError:  # the terminal is gone, or the disk is full
-            pass
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError, AttributeError):
+            pass  # the terminal is gone, the disk is full, or the script has closed or replaced the stream
 
 
 def _encodable(text: str, stream: TextIO) -> str:

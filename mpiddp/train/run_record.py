@@ -74,8 +74,12 @@ def _without_password(word: re.Match[str]) -> str:
     return LEFT_OUT if len(word[0]) > _LONGEST_WORD else _PASSWORD.sub(f"{LEFT_OUT}@", word[0])
 
 
+def without_secrets(diff: str) -> str:
+    """The diff without passwords in URLs, and without the values of settings with secret names."""
+    return _SETTING.sub(_without_secret, without_password(diff))
+
+
 def _without_secret(line: re.Match[str]) -> str:
-    """A line of a diff that sets a variable: without the value of one with a secret name."""
     return f"{line[1]}{LEFT_OUT}" if is_secret(line[2]) else line[0]
 
 
@@ -104,7 +108,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     diff = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") or ""
     return {
         "commit": commit.strip(),
-        "diff": _SETTING.sub(_without_secret, without_password(diff[:_DIFF_BYTES])),
+        "diff": without_secrets(diff[:_DIFF_BYTES]),
         "diff_is_cut": len(diff) > _DIFF_BYTES,
     }
 

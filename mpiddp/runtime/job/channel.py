@@ -18,7 +18,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -109,6 +109,7 @@ class JobChannel:
         self._claims: dict[int, _Answer] = {}  # by stay
         self._codes: dict[int, int] = {}  # by stay: the exit code of the rank that has failed
         self._numbers = itertools.count(1)
+        self.on_closed: Callable[[], object] = lambda: None  # called once the script has closed it
         # A forked child that keeps the connection open would hide the death of this rank.
         os.register_at_fork(after_in_child=self._close_in_child)
 
@@ -132,6 +133,7 @@ class JobChannel:
         The rank can report its end over another connection. It reads no news there.
         """
         self.was_closed_here = True
+        self.on_closed()
         self.connection.detach()  # its number may be another file's
         if self._role == CHILD:  # which reports to nobody
             return

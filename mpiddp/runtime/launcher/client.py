@@ -18,7 +18,7 @@ from typing import Any
 from mpiddp.protocol.messages import MOST_SHOWN, TEXT_LIMIT, UNCONFIRMED_LIMIT, is_short
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
-from mpiddp.runtime.launcher.native_stacks import write_stack_on_urgent_byte
+from mpiddp.runtime.launcher.native_stacks import write_no_stack, write_stack_on_urgent_byte
 from mpiddp.world import World
 
 PROGRESS_EVERY_S = 0.5
@@ -59,6 +59,7 @@ class LauncherClient:
         self._unconfirmed = 0  # messages of progress
         self._is_over = False
         write_stack_on_urgent_byte(channel.connection)
+        channel.on_closed = write_no_stack
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **fields: object) -> None:

@@ -31,6 +31,11 @@ def write_stack_on_urgent_byte(connection: socket.socket) -> None:
     faulthandler.register(signal.SIGURG, file=connection.fileno(), all_threads=False)
 
 
+def write_no_stack() -> None:
+    """The connection's number may be another file's by now."""
+    faulthandler.unregister(signal.SIGURG)
+
+
 def _signal_main_thread(connection: socket.socket) -> None:
     owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
     fcntl.fcntl(connection, _F_SETOWN_EX, owner)

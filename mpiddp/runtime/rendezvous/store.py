@@ -9,10 +9,12 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
-from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open
+from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open, wait_for
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.name_service import no_dns
 from mpiddp.world import World, is_joined
+
+_PROBE_S = 1.0  # to find out whether anybody listens
 
 
 def serve_store(world: World, listener: socket.socket) -> Store:
@@ -45,11 +47,17 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
     """The store that rank 0, or torchrun's agent, serves.
 
     Raises:
-        JobFailed: another program listens there.
+        JobFailed: nobody listens there, or another program.
     """
     try:
         return _open(world, timeout_s, None)
     except RuntimeError:
+        if not wait_for(str(world.master_addr), world.master_port or 0, _PROBE_S):
+            raise JobFailed(
+                f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
+                f"{world.master_addr} port {world.master_port} in {timeout_s:g} s. Check that rank 0 is "
+                "running and that no firewall blocks the port."
+            ) from None
         raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
             f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.slurm import expand_nodelist
 from mpiddp.runtime.rendezvous.address import find_by_address
+from mpiddp.runtime.rendezvous.store import connect_to_store
 from mpiddp.world import World
 from tests.support.addresses import reserved
 from tests.support.patience import PATIENCE_S
@@ -188,3 +190,13 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(
         f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
         "Check that rank 0 is running and that no firewall blocks the port."
     )
+
+
+def test_nobody_listens_where_the_store_should_be() -> None:
+    """As behind a firewall: no other program is to blame."""
+    with reserved("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+        world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
+        sentence = rf"cannot reach torch's store of rank 0 at 127\.0\.0\.1 port {port} in 1 s"
+        with pytest.raises(JobFailed, match=sentence):
+            connect_to_store(world, 1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.train import run_record
-from mpiddp.train.run_record import git_state, public, without_password
+from mpiddp.train.run_record import git_state, public, without_password, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,15 @@ def test_a_long_word_takes_no_time() -> None:
     word = "a:" * 500_000
     assert without_password(f"{word} me:hunter2@host") == f"{word} …@host"
     assert without_password(f"{word}@host") == "…"
+
+
+def test_a_changed_setting_keeps_its_secret() -> None:
+    lines = (
+        "+OPENAI_API_KEY=sk-hunter2-hunter2",
+        '-    "HF_TOKEN": "hf_hunter2hunter2",',
+        "+TOKEN_SIZE = 512",
+        "+tokens = tokenizer.encode(text)",
+        "+NUM_WORKERS=1234567890",
+    )
+    kept = without_secrets("\n".join(lines)).splitlines()
+    assert kept == ["+OPENAI_API_KEY=…", '-    "HF_TOKEN": …', *lines[2:]]
