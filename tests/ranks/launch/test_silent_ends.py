@@ -219,6 +219,25 @@ def test_a_script_may_close_all_files_at_its_end(
     assert "mpiddp: " not in ours.stderr
 
 
+CLOSES_EARLY = """
+import os, signal, sys, mpiddp
+mpiddp.progress(1)
+os.closerange(3, 1_000_000)
+paths = [f"{sys.argv[1]}/{number}.txt" for number in range(60)]
+files = [open(path, "w") for path in paths]
+mpiddp.should_stop()
+mpiddp.announce(max_ranks=1)  # a message
+os.kill(os.getpid(), signal.SIGURG)  # as the launcher does for a stack
+print(sum(os.path.getsize(path) for path in paths), flush=True)
+"""
+
+
+def test_no_stack_is_written_into_a_file_of_the_script(tmp_path: Path) -> None:
+    """Which has the number of the connection that the script has closed."""
+    done = launch("-H", "localhost:1", script(tmp_path, CLOSES_EARLY), str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
 # --- what the other ranks print ---
 
 
