@@ -43,9 +43,13 @@ def main(argv: list[str]) -> int:
     work = _new_folder(options.work, has_hosts=bool(command.size.spare))
     stage = Stage(command, work, options.steps, seed)
     results = []
-    for result in _drill(stage, options):
-        results.append(result)
-        _say(f"{len(results)}/{len(options.only) + 1} {report.line(result)}")
+    try:
+        for result in _drill(stage, options):
+            results.append(result)
+            _say(f"{len(results)}/{len(options.only) + 1} {report.line(result)}")
+    except BaseException:  # Ctrl-C
+        _say(f"what the runs printed and wrote: {work}")
+        raise
     print(report.as_json(results) if options.json else report.table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:

@@ -6,8 +6,10 @@ python -m pytest tests/ranks/test_drill.py
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import pytest
 from tests.support import drills, frameworks
 from tests.support.drills import DEFECTS, RIGHT, command
 from tests.support.own_script import example
-from tests.support.ranks import ROOT, run_command, script
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, run_command, script
 
 DRILL = (sys.executable, "-m", "mpiddp", "drill")
 SCRIPT = str(ROOT / drills.SCRIPT)
@@ -104,6 +107,21 @@ def test_a_budget_that_is_too_short() -> None:
     assert result["cause"].startswith(
         "the undisturbed run did not end within --budget: end it after"
     )
+
+
+def test_an_interrupted_drill_names_its_folder(tmp_path: Path) -> None:
+    env = clean_env({"TMPDIR": str(tmp_path)})
+    command = [*DRILL, "-n", "1", SCRIPT, "{out}"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not list(tmp_path.glob("mpiddp-drill-*/undisturbed/first.err")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+    (folder,) = tmp_path.glob("mpiddp-drill-*")
+    assert process.returncode == 130
+    assert f"what the runs printed and wrote: {folder}\n" in stderr
 
 
 SHORT = """
