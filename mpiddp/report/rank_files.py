@@ -20,7 +20,8 @@ from mpiddp.text import counted
 
 _MAX_BYTES = 8 << 20  # the end of a longer file; a failure stands there
 _NAME = re.compile(r"rank_([0-9]{5,9})\.(?:log|err|out)")
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (.*)")
+# Earlier versions have written no time zone: that of this host counts.
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})([+-]\d{4})? (.*)")
 _STARTED = re.compile(r"started: rank \d+ of (\d+), .*?host (\S+), .*?(python \S+, torch [^\s,]+)")
 _STEP_TIME = re.compile(r"num_steps_per_gpu: \d+, avg_step_time: (\d+\.?\d*)")
 _TORCH = re.compile(r"\A\[rank[0-9]+\]: ?")  # before each line of a traceback
@@ -131,7 +132,7 @@ def _entries(lines: Iterable[str]) -> list[tuple[float, str, list[str]]]:
     found: list[tuple[float, str, list[str]]] = []
     for line in lines:
         if timed := _TIME.fullmatch(line):
-            found.append((_seconds(timed[1], timed[2]), timed[3], []))
+            found.append((_seconds(timed[1], timed[2], timed[3] or ""), timed[4], []))
         elif found:
             found[-1][2].append(line)
     return found
@@ -168,8 +169,10 @@ def end_of_file(path: Path, most: int | None) -> Iterator[bytes]:
         yield from file
 
 
-def _seconds(until_second: str, milliseconds: str) -> float:
+def _seconds(until_second: str, milliseconds: str, zone: str) -> float:
+    form = f"%Y-%m-%d %H:%M:%S{'%z' if zone else ''}"
     try:
-        return datetime.fromisoformat(until_second).timestamp() + int(milliseconds) / 1000
+        at = datetime.strptime(until_second + zone, form)
+        return at.timestamp() + int(milliseconds) / 1000
     except (ValueError, OverflowError):
         return 0.0

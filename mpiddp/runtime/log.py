@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -47,7 +48,10 @@ class _FileHandler(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        formatter = logging.Formatter("%(asctime)s %(message)s")
+        # With the time zone: a container may have another one than the host on which the log is read.
+        formatter.default_msec_format = f"%s,%03d{time.strftime('%z')}"
+        self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:  # the name is the base class's
         """Ignore a full disk: checkpoints that fail report it."""

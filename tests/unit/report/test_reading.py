@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_run_with_two_restarts(tmp_path: Path) -> None:
     assert run.shown("{:.2%}", "test_accuracy") == "91.00%"
     assert run.shown("{:.2f}", "nothing", "lr") == "0.00"
     assert run.shown("{:.2f}", "nothing") == "-"
+
+
+def test_the_times_of_a_log_are_those_of_its_time_zone(tmp_path: Path) -> None:
+    """A container may have another one than this host."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_00000.log").write_text(
+        "2026-11-23 09:30:00,250+0530 started: rank 0 of 1, host a, python 3.11.7, torch 2.13.0\n"
+    )
+    (start,) = read_run(tmp_path).starts
+    assert start.begins == datetime(2026, 11, 23, 4, 0, 0, 250_000, timezone.utc).timestamp()
 
 
 def test_a_rank_0_that_was_killed_ended_with_the_first_failure(tmp_path: Path) -> None:
