@@ -31,7 +31,7 @@ VERBS = {
     "doctor": ("mpiddp.checks.main", "find what will break on the hosts of a job, before it does"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "drill": ("mpiddp.drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
+    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and export checkpoints"),
     "runs": ("mpiddp.report.runs", "list runs with state, accuracy, rate and duration"),
     "report": ("mpiddp.report.main", "write a page about runs: curves, settings, failures"),
     "bench": (

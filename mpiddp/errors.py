@@ -16,7 +16,7 @@ from mpiddp.text import escaped
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
-STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same command resumes
+STOPPED = 75  # EX_TEMPFAIL: stopped on request, after should_stop(); the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 # package that an import may miss: the extra of this distribution that installs it

@@ -23,7 +23,7 @@ from mpiddp.world import World, leave_enclosing_job
 
 def main(argv: list[str]) -> int:
     """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their
-    input, 75 stopped on request after a checkpoint, 130 interrupted.
+    input, 75 stopped on request, 130 interrupted.
 
     Raises:
         UserError: bad input, found before anything started.

@@ -18,8 +18,8 @@ def option_parser() -> argparse.ArgumentParser:
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         description="Start a script, or any command, on every slot of a hostfile, with one mpirun.",
-        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request after a "
-        "checkpoint, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 "
+        "interrupted.",
         allow_abbrev=False,
     )
     for add_group in (_add_where, _add_how, _add_failures, _add_ends, _add_output):
@@ -177,7 +177,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
         dest="stop_after_s",
         type=duration,
         metavar="55m",
-        help="after this time, stop as on Ctrl-C: a script that calls should_stop saves, and the exit "
+        help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
         "code is 75",
     )
     add.add_argument(

@@ -54,7 +54,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp top",
         description="Watch the ranks of a job: steps per second, own and waiting time of a step, CPU, "
-        f"memory, seconds since the last step, GPU and last line. Keys: {_KEYS}.",
+        "memory, seconds since the last step, GPU and last line. Keys: q quits, s sorts by the next column, "
+        "h shows the next host, a rank's number and Enter its stack.",
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
