@@ -141,9 +141,8 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         raise UserError(
             f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
         ) from None
-    rows = [
-        [name] for name in dict.fromkeys(names)
-    ]  # an instance may have several brokers on a host
+    # An instance may have several brokers on a host.
+    rows = [[name] for name in dict.fromkeys(names)]
     return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
 
 

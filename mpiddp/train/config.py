@@ -73,12 +73,12 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Chang
 
 def _meaning(name: str, values: Mapping[str, Any]) -> Any:
     """What the value of an option stands for: a default may be spelled out in the resumed run."""
-    spec = DATASETS.get(values.get("dataset", ""))
+    spec, arch = DATASETS.get(str(values.get("dataset"))), str(values.get("arch"))
     pixels = values.get("image_size") or (spec and spec.size)
     if name == "image_size":
         return pixels
-    if name == "stem" and pixels and values.get("arch") in ARCHITECTURES:
-        return stem_of(values["arch"], values["stem"], pixels)
+    if name == "stem" and pixels and arch in ARCHITECTURES:
+        return stem_of(arch, values.get("stem", "auto"), pixels)
     return values.get(name)
 
 
