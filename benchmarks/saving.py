@@ -1,10 +1,10 @@
 """Measure the time that saves add to the steps, and print the table of docs/evidence/performance.md.
 
     python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
-    python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet --peers --disk-mb-per-s 100
+    python -m benchmarks.saving -H localhost:2 --rounds 12 --variants thread,torch,dcp --disk-mb-per-s 100
 
-Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; and with
-a save that completes before the next step. `--peers` adds blocks with the saves of other programs. The
+Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; with a
+save that completes before the next step; and with the saves of other programs. The
 checkpoints are written into a new folder in --folder. A step is timed until the next one begins, so it
 includes the snapshot. The last step of a block does not wait for the writing thread.
 `benchmarks.ranks.saving` runs in the ranks.
@@ -29,7 +29,14 @@ from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES
 
-NO_SAVE, IN_THREAD, AT_ONCE = "no save", "in a thread", "at once"
+NO_SAVE = "no save"
+VARIANTS = {
+    "thread": "in a thread",
+    "at-once": "at once",
+    "torch": "torch.save",
+    "lightning": "Lightning",
+    "dcp": "async_save of DCP",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Options:
     parallel: str
     backend: str
     folder: str | None
-    peers: bool
+    variants: str
     disk_mb_per_s: int | None
 
 
@@ -82,7 +89,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--folder", metavar="DIR", help="folder of the checkpoints (default: the temporary folder)"
     )
     parser.add_argument(
-        "--peers", action="store_true", help="also torch.save, DCP, and Lightning where installed"
+        "--variants",
+        type=_variants,
+        default="thread,at-once",
+        metavar="V,V",
+        help=f"how blocks save: {', '.join(VARIANTS)} (default: thread,at-once)",
     )
     parser.add_argument(
         "--disk-mb-per-s",
@@ -90,6 +101,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="write files on this machine no faster than N MB/s (default: as fast as its disk)",
     )
+
+
+def _variants(text: str) -> str:
+    if unknown := set(text.split(",")) - set(VARIANTS):
+        raise argparse.ArgumentTypeError(
+            f'"{unknown.pop()}" is no variant: expected some of {", ".join(VARIANTS)}'
+        )
+    return text
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -114,7 +133,7 @@ def table(results: Results) -> str:
         saving = [block[0] for block in blocks]
         rows.append(
             [
-                variant,
+                VARIANTS.get(variant, variant),
                 f"{median(means) * 1e3:.0f}",
                 f"{median(ratios(means, plain_means)):.3f}",
                 f"{median(saving) * 1e3:.0f}",

@@ -76,7 +76,7 @@ class AsyncDcpSave:
 
 
 PEERS: dict[str, Callable[[], PeerSave]] = {
-    "torch.save": TorchSave,
-    "Lightning": LightningSave,
-    "async_save of DCP": AsyncDcpSave,
+    "torch": TorchSave,
+    "lightning": LightningSave,
+    "dcp": AsyncDcpSave,
 }

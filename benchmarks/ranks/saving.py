@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
 import sys
@@ -13,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks.peer_saves import PEERS, PeerSave
-from benchmarks.saving import AT_ONCE, IN_THREAD, NO_SAVE, rank_options
+from benchmarks.ranks.peer_saves import PEERS
+from benchmarks.saving import NO_SAVE, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.runtime.job.session import current
@@ -67,8 +66,8 @@ def main() -> None:
             checkpoints.resume()
             global_batch = num_images * coordinator.world.world_size
             step = Step((torch.arange(num_images),), global_batch, True)
-            peers = _peers() if options.peers else {}
-            variants = (NO_SAVE, IN_THREAD, AT_ONCE, *peers)
+            variants = (NO_SAVE, *options.variants.split(","))
+            peers = {name: PEERS[name]() for name in variants if name in PEERS}
 
             def save(variant: str, number: int) -> None:
                 if peer := peers.get(variant):
@@ -76,7 +75,7 @@ def main() -> None:
                     peer.save(states, root / f"{variant} {number}")
                 elif variant != NO_SAVE:
                     checkpoint.save(checkpoints, state, Progress(number), config, "synthetic")
-                if variant == AT_ONCE:
+                if variant == "at-once":
                     wait_for_saves(variant)
 
             def wait_for_saves(variant: str) -> None:
@@ -116,15 +115,6 @@ def main() -> None:
             if coordinator.world.rank == 0:
                 shutil.rmtree(root)
                 emit({"step_s": step_s, "cpu_s": cpu_s})
-
-
-def _peers() -> dict[str, PeerSave]:
-    """The saves of other programs that are installed."""
-    peers = {}
-    for name, make in PEERS.items():
-        with contextlib.suppress(ImportError):
-            peers[name] = make()
-    return peers
 
 
 def _remove(path: Path) -> None:
