@@ -233,6 +233,12 @@ def says(text: str, actual: object) -> bool:
     return text.strip("`") in (("off", "none") if off else (str(actual),))
 
 
+def test_the_table_of_python_has_every_public_name() -> None:
+    cells = [name for name, _ in rows("docs/reference.md", "| name | does |")]
+    names = [name for cell in cells for name in re.findall(r"\w+(?=`)", cell)]
+    assert sorted(names) == mpiddp.__all__
+
+
 def test_the_exit_codes_are_those_of_the_program() -> None:
     written = {
         int(code): name

@@ -1,4 +1,5 @@
-"""examples/slurm/train.sbatch, as it stands, under a real Slurm: it saves, requeues itself and resumes.
+"""examples/slurm/train.sbatch, as it stands, under a real Slurm: it saves, requeues itself and resumes. And
+the shorter one of docs/clusters.md.
 
 python -m pytest tests/cluster/schedulers/test_slurm_example.py
 """
@@ -6,6 +7,7 @@ python -m pytest tests/cluster/schedulers/test_slurm_example.py
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -23,6 +25,14 @@ from tests.support.ranks import ROOT
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
 TRAIN = ("--use-syn", "--backend=gloo", "--arch=resnet20", "--batch-size=4", "--epochs=1")
 STEPS = 300
+OWN = """
+import sys, time, mpiddp
+print("training", flush=True)
+for step in range(1_000_000):
+    time.sleep(0.01)
+    if mpiddp.should_stop():
+        sys.exit(75)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +101,24 @@ def test_a_cancelled_example_saves_and_stays_cancelled(batch: Slurm) -> None:
     assert "JobState=CANCELLED" in shown, output.read_text()
     assert "Restarts=0" in shown
     assert len(list((run / "checkpoints").glob("step_*"))) == 1
+
+
+def test_the_job_of_a_script_of_ones_own(batch: Slurm) -> None:
+    """As docs/clusters.md has it, but for the GPUs, which the nodes lack."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    [text] = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    login, folder = batch.cluster["node0"], batch.cluster.shared / "own"
+    folder.mkdir()
+    (folder / "train.py").write_text(OWN)
+    (folder / "job.sbatch").write_text(text.replace("--gpus-per-node=8", "--output=%j.out"))
+    env = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = ["sbatch", "--parsable", "job.sbatch"]
+    job = login.run(command, cwd=folder, env=env, check=True).stdout.strip()
+    output = folder / f"{job}.out"
+    deadline = time.monotonic() + PATIENCE_S
+    while not (output.exists() and "training" in output.read_text()):
+        assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"
+        time.sleep(0.1)
+    login.run(["scancel", "--batch", "--signal=TERM", job], check=True)
+    assert batch.wait(job, output) == 75, output.read_text()
+    assert "mpiddp: stopped on request." in output.read_text()
