@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import resource
 import selectors
 import socket
@@ -98,8 +99,8 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     """A socket that listens on one address of this host, `hostname`. Port 0 means any free port.
 
     Raises:
-        UserError: the port is in use, or the address is not one of this host.
-        JobFailed: this host has too few files or too little memory left.
+        UserError: MASTER_PORT is in use, or the address is not one of this host.
+        JobFailed: a port that was not MASTER_PORT is in use, or too few files or too little memory are left.
     """
     listener = None
     try:
@@ -110,6 +111,11 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
+        if error.errno == errno.EADDRINUSE and not os.environ.get("MASTER_PORT"):
+            raise JobFailed(
+                f"port {port}, which follows from the ids of Slurm's job and step, is in use on {hostname} "
+                f"({address}). Start it again, or set MASTER_PORT to a free port."
+            ) from None
         if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"MASTER_PORT={port} is in use on {hostname} ({address}). "

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 
@@ -53,9 +53,13 @@ def test_the_own_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None
         sockets.resolve_own("localhost")
 
 
-def test_one_process_listens_on_a_port() -> None:
+def test_one_process_listens_on_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with sockets.bind("127.0.0.1", 0, "a") as listener:
         port = listener.getsockname()[1]
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        with pytest.raises(JobFailed, match=f"port {port}, which follows from the ids of Slurm"):
+            sockets.bind("127.0.0.1", port, "a")
+        monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use on a "):
             sockets.bind("127.0.0.1", port, "a")
         with pytest.raises(

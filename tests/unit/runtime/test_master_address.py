@@ -253,8 +253,11 @@ def test_listen_binds_every_candidate_and_no_other_address() -> None:
         assert reachable(["127.0.0.3"], [port_of(first)]) == []
 
 
-def test_a_port_in_use_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
+def test_a_port_in_use_is_refused_and_nothing_stays_bound(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = port_of(listener)
+    monkeypatch.setenv("MASTER_PORT", str(port))
     refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
     assert refused.startswith(
         f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1)."
