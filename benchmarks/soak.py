@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import start
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
-from mpiddp.bench.options import picked, seconds
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
+from mpiddp.bench.options import picked
 from mpiddp.drill import injectors
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
@@ -202,7 +202,11 @@ def _options() -> Options:
         help=f"length of the training, each of {STEPS_PER_EPOCH} steps, instead of --minutes",
     )
     parser.add_argument(
-        "--kill-every", type=seconds, default=60.0, metavar="S", help="mean time between two faults"
+        "--kill-every",
+        type=duration,
+        default=60.0,
+        metavar="1m",
+        help="mean time between two faults",
     )
     parser.add_argument(
         "--seed",

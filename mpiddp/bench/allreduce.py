@@ -11,11 +11,11 @@ import argparse
 from collections import defaultdict
 from dataclasses import dataclass
 
-from mpiddp.arguments import whole
+from mpiddp.arguments import duration, whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import Jobs, note
-from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
+from mpiddp.bench.options import as_arguments, counts, parse_rank_options, size_bytes
 from mpiddp.bench.report import Spread, aligned, size_name, spread
 from mpiddp.errors import UserError
 from mpiddp.text import percentile
@@ -68,7 +68,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=seconds,
+        type=duration,
         default=1.0,
         metavar="S",
         help="time to spend on each size, roughly",

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
 from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
 from mpiddp.launch.starters.environment import forwarded
-from mpiddp.text import parse_duration, shown
+from mpiddp.text import shown
 from mpiddp.train.option_parser import flag_of, options_of
 from mpiddp.train.options import TrainOptions
 from mpiddp.train.options import parse as parse_training
@@ -35,7 +35,7 @@ class SharedOptions:
     """The hosts of a benchmark's jobs, and its output folder. `x` are exports to the ranks."""
 
     mpirun: str | None
-    timeout: int
+    timeout: float
     out: str | None
     hostfile: str | None = None
     host_list: str | None = None
@@ -195,10 +195,10 @@ def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark[Options]) 
     )
     add.add_argument(
         "--timeout",
-        type=whole(1),
-        default=600,
+        type=duration,
+        default=600.0,
         metavar="S",
-        help="time limit of one job, in seconds",
+        help="time limit of one job",
     )
     add.add_argument(
         "--out", metavar="DIR", help="folder of the results (default: bench/<time>-<name>)"
@@ -223,14 +223,6 @@ def counts(low: int) -> Callable[[str], tuple[int, ...]]:
         return tuple(sorted({whole(low)(each) for each in text.split(",")}))
 
     return several
-
-
-def seconds(text: str) -> float:
-    """A parser for times greater than 0."""
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_bytes(text: str) -> int:

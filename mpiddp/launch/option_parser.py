@@ -8,7 +8,7 @@ import os
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.protocol.messages import DEFAULT_RANKS
-from mpiddp.protocol.variables import LOG_RANKS, MAX_TIMEOUT_S, PREFIX
+from mpiddp.protocol.variables import LOG_RANKS, PREFIX
 from mpiddp.text import parse_whole, shown
 
 
@@ -120,9 +120,9 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--timeout",
         dest="timeout_s",
-        type=whole(1, MAX_TIMEOUT_S),
+        type=duration,
         metavar="S",
-        help="seconds in which all ranks must join (default: 60)",
+        help="time in which all ranks must join (default: 60)",
     )
 
 

@@ -109,7 +109,7 @@ class How:
     exports: tuple[str, ...]  # of -x: VAR, VAR=VALUE or PREFIX_*
     file_exports: tuple[str, ...]  # of --env-file: VAR or VAR=VALUE
     mpi_args: tuple[str, ...]
-    timeout_s: int | None
+    timeout_s: float | None
 
     @property
     def all_exports(self) -> tuple[str, ...]:

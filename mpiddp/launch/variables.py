@@ -66,7 +66,7 @@ def _settings(
         PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
         NETWORKS: networks,
         INTERFACE: networks if options.how.interface else None,
-        TIMEOUT: options.how.timeout_s,
+        TIMEOUT: f"{options.how.timeout_s:.12g}" if options.how.timeout_s else None,
         BIND: "gpu" if options.how.bind == "gpu" else None,
         REPORT: 1 if options.report else None,
         VERBOSE: 1 if options.verbose else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mpiddp.arguments import DefaultsShown, JobHints, whole
+from mpiddp.arguments import DefaultsShown, JobHints, duration, whole
 from mpiddp.runtime.log import RankParser
 from mpiddp.text import Interval
 from mpiddp.train.architectures import ARCHITECTURES
@@ -208,7 +208,7 @@ class TrainOptions:
         choices=("nccl", "gloo"),
     )
     timeout: float = option(
-        "engine", "time limit of a collective, in seconds", type=number(1, 1e6), default=600.0
+        "engine", "time limit of a collective", type=duration, metavar="S", default=600.0
     )
     amp: str = option(
         "engine",

@@ -389,7 +389,7 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
         ({"hosts": "node1:x"}, "node1:x"),
         ({"hosts": []}, "-H"),
         ({"ranks": 0}, "argument -n: expected a whole number, 1 or more, not '0'."),
-        ({"timeout": "soon"}, "argument --timeout: expected a whole number, 1 or more"),
+        ({"timeout": "soon"}, "argument --timeout: 'soon' is not a duration such as 90"),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, '"A B" is not a valid variable name.'),
         ({"hosts": "localhost:1", "log_ranks": "3"}, "--log-ranks 3: there is no rank 3"),
     ],

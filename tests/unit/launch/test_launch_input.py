@@ -443,7 +443,7 @@ def wrong(option: str, sentence: str) -> str:
             lambda: parse_options(["--timeout", "9" * 400, "train.py"]),
             wrong(
                 "--timeout",
-                f"expected a whole number, 1 or more and less than 100000000, not '{'9' * 57}...'",
+                f"'{'9' * 57}...' is not a duration such as 90, 90s, 55m or 1.5h, of at most 1000 days",
             ),
         ),
         (
