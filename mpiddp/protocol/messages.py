@@ -108,7 +108,6 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "code": (int,),
         "error": (str,),
         "traceback": (str,),
-        "first": (bool, type(None)),
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
     },
     "exited": {},  # with code 0, but without leaving the job

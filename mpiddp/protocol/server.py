@@ -40,10 +40,11 @@ _WRONG = (
 class Message:
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "leave", "lost", "frames", "full", or one of HANDED_OVER.
-    "lost": the connection ended, and facts["silent"] is whether the host stopped answering. "frames": a line
-    of the stacks that a rank writes from native code. HANDED_OVER: facts["connection"] belongs to the
-    receiver of this message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", "frames", "full", or one of
+    HANDED_OVER. "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and
+    facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank writes
+    from native code. HANDED_OVER: facts["connection"] belongs to the receiver of this message; that of
+    "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
     "full", of no rank (-1): for want of facts["error"], connections wait until `accept_again`.
     `from_script`: from the script of a command, a process of its own.
     """
@@ -218,7 +219,8 @@ class ChannelServer:
             group, _ = self._groups[peer.group]
             if kind in group.kinds:
                 self._reply(peer.group, group.receive(peer.rank, facts, value, self._now()))
-                return None
+                is_claim = kind == "claim" and peer.role == RANK
+                return self._message(peer, kind, {}) if is_claim else None
         if kind == "enter" and peer.role != RANK and peer.group is None:
             self._enter(peer, peer.rank)
             return None

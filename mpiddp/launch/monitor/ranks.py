@@ -53,6 +53,7 @@ class Ranks:
     failures: dict[int, Message] = field(
         default_factory=dict
     )  # failed or lost, the first of a rank
+    claimed_at: dict[int, float] = field(default_factory=dict)  # when a rank last began to fail
     supports_stop: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
     last_saved_at: float = 0.0  # when a rank last ended a save
@@ -127,6 +128,8 @@ class Ranks:
             case "lost" if rank in self.replaced and not facts["silent"]:
                 self.done.add(rank)
                 self.exited[rank] = message.at
+            case "claim":
+                self.claimed_at[rank] = message.at
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.monitor.ranks import EXPLAINS_S, Ranks, is_silent
@@ -22,8 +23,6 @@ from mpiddp.text import escaped
 # other's end at about the same time.
 _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _CONSEQUENCE_S = 0.3
-# The others' messages may overtake the message of the rank that failed first according to the store.
-_FIRST_S = 5.0
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 
@@ -112,7 +111,7 @@ class Verdict:
 def verdict(history: History) -> Verdict:
     """The verdict. The first row that applies counts."""
     ranks, mpirun, stop = history.ranks, history.mpirun, history.stop
-    first = first_failure(ranks)
+    first = first_failure(history)
     if ranks.all_stopped:
         return Verdict(STOPPED, "stopped on request.")
     if history.ended_because:
@@ -138,19 +137,20 @@ def verdict(history: History) -> Verdict:
     return _by_mpirun(mpirun)
 
 
-def first_failure(ranks: Ranks) -> Message | None:
+def first_failure(history: History) -> Message | None:
     """The failure that caused the others.
 
     A rank that vanished takes precedence over the broken connections of its peers, and a silent host
     stopped answering long before it was noticed. A script that has failed may still be ending while the
     others' commands have ended because of it.
     """
-    first = min(ranks.failures.values(), key=_began, default=None)
+    ranks, began = history.ranks, partial(_began, history)
+    first = min(ranks.failures.values(), key=began, default=None)
     if first is None:
         return None
     scripts = [each for rank, each in ranks.script_failures.items() if rank not in ranks.done]
     causes = [each for each in scripts if 0 <= first.at - each.at <= EXPLAINS_S]
-    return min([first, *causes], key=_began)
+    return min([first, *causes], key=began)
 
 
 def host_at_fault(history: History) -> str:
@@ -162,7 +162,7 @@ def host_at_fault(history: History) -> str:
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         return missing.pop() if len(missing) == 1 and ranks.joining else ""
-    first = first_failure(ranks)
+    first = first_failure(history)
     if first is None or first.kind != "lost":
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
@@ -171,13 +171,13 @@ def host_at_fault(history: History) -> str:
 
 def says_cause(history: History) -> bool:
     """Whether the verdict names what precedes every error: a lost host, or a rank that ended early."""
-    first = first_failure(history.ranks)
+    first = first_failure(history)
     return first is not None and (is_silent(first) or bool(_early_ends(history.ranks, first.at)))
 
 
 def killed_first(history: History) -> int | None:
     """The rank that failed first, if a signal may have ended it or a process of it; else None."""
-    first = first_failure(history.ranks)
+    first = first_failure(history)
     if first is None or is_silent(first):
         return None
     is_killed = first.kind == "lost" or first.facts["code"] == 128 + signal.SIGKILL
@@ -193,13 +193,18 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _began(message: Message) -> float:
-    """The estimated time when this rank's failure began."""
+def _began(history: History, message: Message) -> float:
+    """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"]):
+    if message.facts["traceback"]:
+        is_consequence = bool(_CONSEQUENCE.search(message.facts["error"]))
+    else:  # the script may have caught such an error
+        mpirun = history.mpirun
+        is_consequence = bool(mpirun.rank_signal) and message.facts["code"] != mpirun.code
+    if is_consequence:
         return message.at + _CONSEQUENCE_S
-    return message.at - (_FIRST_S if message.facts["first"] else 0.0)
+    return history.ranks.claimed_at.get(message.rank, message.at)
 
 
 def _has_reason(first: Message, ranks: Ranks) -> bool:

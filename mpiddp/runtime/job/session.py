@@ -23,7 +23,6 @@ class Launcher(Protocol):
     """The launcher, as a rank talks to it: `mpiddp.runtime.launcher.client.LauncherClient`."""
 
     stopping: threading.Event
-    is_first: bool | None
     step: int
 
     def send(self, kind: str, **fields: object) -> None: ...
@@ -98,9 +97,9 @@ class Session:
             self.launcher.failed(ending)
 
     def claim_first_failure(self) -> None:
-        """Note whether this rank is the first to fail. The report to the launcher contains this."""
+        """Tell the launcher at once that this rank fails: it may take time to report how."""
         if self.launcher is not None and self.coordinator is not None:
-            self.launcher.is_first = self.coordinator.claim_first_failure()
+            self.coordinator.claim_first_failure()
 
     def exit_now(self, code: int) -> None:
         """End this process, because the job has ended. Any thread may."""

@@ -45,7 +45,6 @@ class LauncherClient:
         self.stopping = threading.Event()  # the launcher has requested a stop of this rank
         self._exit_now = exit_now
         self.step = 0  # the latest step of this rank
-        self.is_first: bool | None = None  # whether this rank failed first; None if unknown
         self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
             "end": lambda message: exit_now(int(message["code"])),
             "stop": lambda message: self._stop(request_stop),
@@ -110,7 +109,6 @@ class LauncherClient:
             code=ending.code,
             error=ending.sentence[:TEXT_LIMIT],  # the beginning is the useful part
             traceback=ending.traceback[-TEXT_LIMIT:],
-            first=self.is_first,
             is_verdict=ending.is_verdict,
         )
 

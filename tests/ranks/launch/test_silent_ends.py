@@ -140,6 +140,26 @@ def test_a_silent_end_is_the_cause_if_a_collective_fails_by_it(tmp_path: Path) -
     assert re.findall(CAUSE, done.stderr, re.MULTILINE), done.stderr
 
 
+CATCHES = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    if step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        sys.exit(1)
+"""
+
+
+def test_a_killed_rank_is_the_cause_if_the_others_catch_the_error_and_leave(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:3", script(tmp_path, CATCHES))
+    assert done.returncode == 1
+    assert re.findall(r"^mpiddp: rank 1 on \S+ was killed by SIGKILL", done.stderr, re.MULTILINE)
+
+
 # --- os.execv ---
 
 START_AGAIN = f"""

@@ -293,7 +293,7 @@ def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
     job.connect(0)
     job.join()
     job.attempt.on_signal(signal.SIGTERM)
-    failure = {"code": 1, "error": "E", "traceback": "", "first": None, "is_verdict": False}
+    failure = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
     job.say(1, "failed", **failure)
     assert job.attempt.stop == StopRecord(Stop.BY_USER, rank_failed=True)
 
@@ -531,7 +531,7 @@ def test_which_jobs_resume(code: int, resume_args: tuple[str, ...], resumes: boo
 
 
 def test_a_script_that_has_ended_well_explains_no_later_failure() -> None:
-    facts = {"code": 1, "error": "E", "traceback": "", "first": None, "is_verdict": False}
+    facts = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
     for between, error in ((None, "E"), ("done", "")):
         ranks = Ranks(("a",))
         ranks.note(Message(0, "failed", facts, 1.0, from_script=True))

@@ -74,7 +74,7 @@ ENDED_EARLY = [
     Message(
         0,
         "failed",
-        {"code": 1, "error": RESET, "traceback": True, "first": True, "is_verdict": False},
+        {"code": 1, "error": RESET, "traceback": True, "is_verdict": False},
         1.1,
     ),
 ]
@@ -185,7 +185,7 @@ def test_nobody_is_asked_for_a_rank_that_no_signal_has_ended() -> None:
 
 
 def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
-    failure = {"code": 1, "error": "", "traceback": False, "first": True, "is_verdict": False}
+    failure = {"code": 1, "error": "", "traceback": False, "is_verdict": False}
     for text, row, host in (
         (OUT_OF_MEMORY, "cuda-out-of-memory", ""),
         (b"CUDA error: uncorrectable ECC error encountered\n", "cuda-hardware", "b"),
@@ -215,7 +215,7 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
 )
 def test_ranks_that_the_kernel_may_have_killed(code: int, error: str, is_killed: bool) -> None:
     ranks = Ranks(("a", "b"))
-    facts = {"code": code, "error": error, "traceback": False, "first": True, "is_verdict": False}
+    facts = {"code": code, "error": error, "traceback": False, "is_verdict": False}
     ranks.note(Message(1, "failed", facts, 1.0))
     history = History(ranks, MpirunEnd("mpirun", 1))
     assert killed_first(history) == (1 if is_killed else None)

@@ -25,7 +25,7 @@ def message(kind: str, **facts: Any) -> Message:
 
 def failed(state: Ranks, **facts: Any) -> str:
     """The verdict on a rank that has failed."""
-    defaults = {"code": 1, "error": EVIL, "traceback": "", "first": True, "is_verdict": False}
+    defaults = {"code": 1, "error": EVIL, "traceback": "", "is_verdict": False}
     state.failures.clear()
     state.note(message("failed", **{**defaults, **facts}))
     return verdict(History(state, MpirunEnd("mpirun", 1))).sentence

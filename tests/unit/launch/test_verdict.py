@@ -55,7 +55,7 @@ def message(rank: int, kind: str, at: float = 1.0, script: bool = False, **facts
 def failed(
     rank: int, error: str = "ValueError: x", at: float = 1.0, script: bool = False, **facts: Any
 ) -> Message:
-    defaults = {"code": 1, "traceback": "…", "first": None, "is_verdict": False}
+    defaults = {"code": 1, "traceback": "…", "is_verdict": False}
     return message(rank, "failed", at, script, **{**defaults, "error": error, **facts})
 
 
@@ -281,7 +281,7 @@ CASES = [
     Case(
         "a refusal that a rank has printed",
         of_rank(1, "", "--x: bad", BAD_INPUT),
-        [failed(1, "--x: bad", code=2, first=True), failed(0, "--x: bad", code=2, at=3.0)],
+        [failed(1, "--x: bad", code=2), failed(0, "--x: bad", code=2, at=3.0)],
     ),
     Case(
         "a refusal that no rank has printed",
@@ -421,8 +421,11 @@ def test_a_job_of_one_rank_has_no_others() -> None:
     [
         ([failed(2, at=1.0), lost(0, 1.2), lost(1, 1.3)], 2),
         ([failed(0, RESET, 1.00), lost(1, 1.01)], 1),
-        ([lost(1, 1.0), failed(0, RESET, 1.1, first=True)], 1),
-        ([failed(0, "RuntimeError: by rank 2", 1.0), failed(2, "KeyError", 1.2, first=True)], 2),
+        ([lost(1, 1.0), message(0, "claim", 1.1), failed(0, RESET, 1.1)], 1),
+        ([lost(1, 1.0), message(0, "claim", 1.1), failed(0, "", 1.1, traceback="")], 1),
+        # Its peer's report overtakes its own.
+        ([message(2, "claim", 0.9), failed(0, "ValueError", 1.0), failed(2, "KeyError", 1.2)], 2),
+        ([message(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
         # A script that has failed, in a command that is still ending.
@@ -433,9 +436,27 @@ def test_a_job_of_one_rank_has_no_others() -> None:
 def test_the_first_failure_is_the_cause_of_the_others(
     messages: list[Message], culprit: int
 ) -> None:
-    first = first_failure(noted(*messages))
+    first = first_failure(History(noted(*messages), MpirunEnd("mpirun", 1)))
     assert first is not None
     assert first.rank == culprit
+
+
+@pytest.mark.parametrize(("code", "culprit"), [(137, 1), (3, 0), (1, 0)])
+def test_mpirun_knows_whether_a_signal_came_first(code: int, culprit: int) -> None:
+    """The launcher may learn of the killed rank after its peer has caught the error, and left with code 3."""
+    ranks = noted(failed(0, "", 1.0, code=3, traceback=""), lost(1, 1.01))
+    first = first_failure(
+        History(ranks, MpirunEnd("mpirun", code, "SIGKILL" if code > 128 else ""))
+    )
+    assert first is not None
+    assert first.rank == culprit
+
+
+def test_a_code_of_a_signal_may_be_the_script_s_own() -> None:
+    ranks = noted(failed(0, "", 1.0, code=137, traceback=""), lost(1, 1.01))
+    first = first_failure(History(ranks, MpirunEnd("mpirun", 137, "SIGKILL")))
+    assert first is not None
+    assert first.rank == 0
 
 
 # --- the host ---
