@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,7 @@ def places_sentence(ranks: Ranks, places: Mapping[int, Place]) -> str:
     for (is_outside, answers, text), members in sorted(
         groups.items(), key=lambda group: (group[0][0], -len(group[1]))
     ):
-        is_one = len(members) == 1
-        who = (
-            f"{len(members)} ranks"
-            if len(members) > _NAMED
-            else ", ".join(map(ranks.name, members))
-        )
+        is_one, who = len(members) == 1, _who(ranks, members)
         if not answers:
             do = "does not answer" if is_one else "do not answer"
             clauses.append(f"{who} {do}: stopped, or stuck in native code")
@@ -113,4 +108,12 @@ def places_sentence(ranks: Ranks, places: Mapping[int, Place]) -> str:
             clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
         else:
             clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
+    if finished := sorted(ranks.done):  # others may wait for them in vain
+        clauses.append(
+            f"{_who(ranks, finished)} {'has' if len(finished) == 1 else 'have'} finished"
+        )
     return "; ".join(clauses) + "."
+
+
+def _who(ranks: Ranks, members: Sequence[int]) -> str:
+    return f"{len(members)} ranks" if len(members) > _NAMED else ", ".join(map(ranks.name, members))

@@ -46,8 +46,8 @@ class Ranks:
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
     joining: set[int] = field(default_factory=set)
     in_mpi_init: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-    exited: dict[int, float] = field(default_factory=dict)  # early, with code 0; and when
+    done: dict[int, float] = field(default_factory=dict)  # ended without an error, and when
+    exited: set[int] = field(default_factory=set)  # of these: without leaving the job
     replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, Message] = field(
@@ -113,21 +113,21 @@ class Ranks:
                 self.stopped[rank] = facts
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "done" | "exited":
-                self.done.add(rank)
+                self.done[rank] = message.at
                 if (failure := self.failures.get(rank)) and failure.kind == "lost":
                     del self.failures[
                         rank
                     ]  # the rank had closed its connection, and has another one
                 if message.kind == "exited":
-                    self.exited[rank] = message.at
+                    self.exited.add(rank)
                 self._note_saving(message, is_saving=False)
             case "replaced" if facts["active"]:
                 self.replaced.add(rank)
             case "replaced":
                 self.replaced.discard(rank)
             case "lost" if rank in self.replaced and not facts["silent"]:
-                self.done.add(rank)
-                self.exited[rank] = message.at
+                self.done[rank] = message.at
+                self.exited.add(rank)
             case "claim":
                 self.claimed_at[rank] = message.at
             case "failed" | "lost" if rank not in self.done:

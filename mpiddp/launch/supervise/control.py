@@ -150,7 +150,7 @@ class StackRequests:
     @property
     def _missing(self) -> set[int]:
         """The ranks that are connected and have not sent their stacks."""
-        return self._server.connected - self._ranks.stacks.keys() - self._ranks.done
+        return self._server.connected - self._ranks.stacks.keys() - self._ranks.done.keys()
 
 
 def _is_silent(peer: Peer) -> bool:

@@ -172,7 +172,7 @@ def host_at_fault(history: History) -> str:
 def says_cause(history: History) -> bool:
     """Whether the verdict names what precedes every error: a lost host, or a rank that ended early."""
     first = first_failure(history)
-    return first is not None and (is_silent(first) or bool(_early_ends(history.ranks, first.at)))
+    return first is not None and (is_silent(first) or bool(_ends_before(history.ranks, first)))
 
 
 def killed_first(history: History) -> int | None:
@@ -198,13 +198,17 @@ def _began(history: History, message: Message) -> float:
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
     if message.facts["traceback"]:
-        is_consequence = bool(_CONSEQUENCE.search(message.facts["error"]))
+        is_consequence = _is_of_connections(message)
     else:  # the script may have caught such an error
         mpirun = history.mpirun
         is_consequence = bool(mpirun.rank_signal) and message.facts["code"] != mpirun.code
     if is_consequence:
         return message.at + _CONSEQUENCE_S
     return history.ranks.claimed_at.get(message.rank, message.at)
+
+
+def _is_of_connections(failure: Message) -> bool:
+    return bool(failure.facts["traceback"] and _CONSEQUENCE.search(failure.facts["error"]))
 
 
 def _has_reason(first: Message, ranks: Ranks) -> bool:
@@ -285,15 +289,27 @@ def _of_failure(history: History, first: Message) -> Verdict:
 
 
 def _after_early_ends(ranks: Ranks, first: Message, found: Verdict) -> Verdict:
-    """The verdict on a failure, after the ranks that ended with code 0 before it: they may be its cause."""
+    """The verdict on a failure, after the ranks that ended without an error: they may be its cause."""
     if found.code != FAILED or is_silent(first):
         return found
-    return replace(found, sentence=f"{_early_ends(ranks, before=first.at)}{found.sentence}")
+    return replace(found, sentence=f"{_ends_before(ranks, first)}{found.sentence}")
+
+
+def _ends_before(ranks: Ranks, first: Message) -> str:
+    """As `_early_ends`. A script's normal end counts if the failure may be a consequence of it."""
+    finished = [
+        rank for rank, at in ranks.done.items() if at <= first.at and rank not in ranks.exited
+    ]
+    if early := _early_ends(ranks, first.at):
+        return early
+    if not finished or first.kind != "failed" or not _is_of_connections(first):
+        return ""
+    return f"{ranks.names(sorted(finished))} finished. Then "
 
 
 def _early_ends(ranks: Ranks, before: float = float("inf")) -> str:
     """A sentence that names the ranks that ended early, "" for none. Another sentence follows."""
-    early = sorted(rank for rank, at in ranks.exited.items() if at <= before)
+    early = sorted(rank for rank in ranks.exited if ranks.done[rank] <= before)
     exits = [rank for rank in early if rank not in ranks.replaced]
     programs = [rank for rank in early if rank in ranks.replaced]
     sentence = (

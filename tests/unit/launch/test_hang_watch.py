@@ -244,7 +244,9 @@ def test_ranks_that_have_ended_are_not_waited_for() -> None:
     job.steps(5, every_s=1)
     job.stacks = {0: ALL_REDUCE}
     job.note(1, "done")
-    assert job.after(100).endswith(": rank 0 on a waits in all_reduce (train.py:88).")
+    assert job.after(100).endswith(
+        ": rank 0 on a waits in all_reduce (train.py:88); rank 1 on b has finished."
+    )
 
 
 def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
@@ -295,5 +297,5 @@ def test_ranks_that_are_in_one_place_are_named_together() -> None:
     ranks.note(Message(0, "done", {}, 1.0))
     assert stacks_sentence(ranks) == (
         "rank 7 on h, rank 8 on i wait in all_reduce (train.py:88); "
-        "6 ranks are in load (data.py:40): with open(path) as file."
+        "6 ranks are in load (data.py:40): with open(path) as file; rank 0 on a has finished."
     )

@@ -343,6 +343,16 @@ CASES = [
         of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
         [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
     ),
+    Case(
+        "a rank had no more data, and another one waits for it in a collective",
+        of_rank(0, f"rank 1 on b finished. Then rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
+        [message(1, "done"), failed(0, RESET, at=2.0), message(2, "done", at=3.0)],
+    ),
+    Case(
+        "a bug after another rank has finished",
+        of_rank(0, f"rank 0 on a failed first: KeyError: 3.{OTHERS}", "KeyError: 3"),
+        [message(1, "done"), failed(0, "KeyError: 3", at=2.0)],
+    ),
     Case("all ended by os._exit(0)", Verdict(DONE), from_all("exited"), (0, "")),
     Case(
         "one ended by os._exit(0), then another failed",
