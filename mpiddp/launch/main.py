@@ -34,6 +34,9 @@ def main(argv: list[str]) -> int:
     options = parse_options(argv)
     if options.output.quiet:
         log.be_quiet()
+    home = os.path.expanduser("~")  # noqa: PTH111 - no error without a home folder
+    if home != "~":
+        os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it
     if not is_nested:
         _refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.

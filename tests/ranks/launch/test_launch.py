@@ -44,14 +44,17 @@ def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
 
 
 def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
+    """Nor a HOME, which a service may lack, and without which Open MPI's mpirun does not start."""
     path = script(tmp_path, PRINT_IDENTITY)
     some = sorted(os.sched_getaffinity(0))[:2]  # one rank per core of a large machine would be slow
     cores = len(some)
+    env = clean_env({"CUDA_VISIBLE_DEVICES": ""})
+    env.pop("HOME", None)
 
     def launch_on_some(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*LAUNCH, *options, path],
-            env=clean_env({"CUDA_VISIBLE_DEVICES": ""}),
+            env=env,
             cwd=ROOT,
             capture_output=True,
             text=True,
