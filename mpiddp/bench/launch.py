@@ -2,7 +2,8 @@
 
 Both launchers start the same env:// script on this machine, in turn within every round. The first round
 only warms the page cache. CPU time counts every process of the job. Memory is the peak memory of the
-resident process, the launcher or torchrun's agent, at the end of the all-reduce.
+resident process, the launcher or torchrun's agent, at the end of the all-reduce. `--cold` measures the
+first start after a reboot: Python, torch and the other packages come from the disk each time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress, run
-from mpiddp.bench.machine import children, peak_bytes
+from mpiddp.bench.machine import children, forget_files, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import Spread, aligned, shown, spread
 from mpiddp.bench.rounds import ratios, turns
@@ -32,6 +33,7 @@ LAUNCHERS = ("mpiddp", "torchrun")
 class Options:
     ranks: tuple[int, ...]
     rounds: int
+    cold: bool
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="numbers of ranks to start on this machine",
     )
     add_rounds(parser, default=5)
+    parser.add_argument(
+        "--cold", action="store_true", help="read all files from the disk, as after a reboot"
+    )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -63,7 +68,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     points = []
     for ranks in options.ranks:
         try:
-            points.append(_point(ranks, options.rounds, jobs))
+            points.append(_point(ranks, options, jobs))
         except BenchJobFailed as failure:
             if not points:
                 raise
@@ -71,9 +76,12 @@ def measure(options: Options, jobs: Jobs) -> Results:
     return {"points": points}
 
 
-def _point(ranks: int, rounds: int, jobs: Jobs) -> Results:
+def _point(ranks: int, options: Options, jobs: Jobs) -> Results:
     starts: dict[str, list[Start]] = {launcher: [] for launcher in LAUNCHERS}
+    rounds = options.rounds
     for number, launcher in turns(LAUNCHERS, rounds, warmup=1):
+        if options.cold:
+            forget_files(sys.prefix, sys.base_prefix)
         start = _start(launcher, ranks, jobs)
         if number > 0:
             starts[launcher].append(start)
