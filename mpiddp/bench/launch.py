@@ -19,7 +19,7 @@ from pathlib import Path
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress, run
-from mpiddp.bench.machine import children, forget_files, peak_bytes
+from mpiddp.bench.machine import first_child, forget_files, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import Spread, aligned, shown, spread
 from mpiddp.bench.rounds import ratios, turns
@@ -40,13 +40,13 @@ class Options:
 class Start:
     """One job: seconds to its first all-reduce, CPU seconds of all its processes, peak memory in MB.
 
-    `resident_mb` is the memory of the command itself, `children_mb` that of its child processes.
+    `resident_mb` is the memory of the command itself, `child_mb` that of its first child, which is mpirun.
     """
 
     wall_s: float
     cpu_s: float
     resident_mb: float
-    children_mb: float
+    child_mb: float
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def _point(ranks: int, options: Options, jobs: Jobs) -> Results:
                 "cpu_s": spread(cpu_s[launcher]),
                 "resident_mb": max(start.resident_mb for start in starts[launcher]),
                 # mpirun's own memory; the children of torchrun are the ranks.
-                "children_mb": max(start.children_mb for start in starts[launcher])
+                "child_mb": max(start.child_mb for start in starts[launcher])
                 if launcher == "mpiddp"
                 else 0.0,
             }
@@ -127,12 +127,13 @@ def time_start(command: Sequence[str], ranks: int, timeout_s: float) -> Start:
     def watch(pid: int, line: str) -> None:
         if match := re.search(r"(\d+) ranks at ([\d.]+)", line):
             assert int(match[1]) == ranks
-            of_children = sum(peak_bytes(child) for child in children(pid))
-            seen.append((float(match[2]), peak_bytes(pid), of_children))
+            # Its later children are those of ranks, which it adopts.
+            of_child = peak_bytes(first_child(pid))
+            seen.append((float(match[2]), peak_bytes(pid), of_child))
 
     finished = run(command, timeout_s=timeout_s, on_line=watch)
-    [(at, own, of_children)] = seen
-    return Start(at - finished.started_at, finished.cpu_s, own / 1e6, of_children / 1e6)
+    [(at, own, of_child)] = seen
+    return Start(at - finished.started_at, finished.cpu_s, own / 1e6, of_child / 1e6)
 
 
 def table(results: Results) -> str:
@@ -160,7 +161,7 @@ def table(results: Results) -> str:
                     shown(each["cpu_s"], ".2f"),
                     f"{point['cpu_s_ratio']['median']:.2f}" if is_ours else "1.00",
                     f"{each['resident_mb']:.1f}",
-                    f"{each['children_mb']:.1f}" if is_ours else "-",
+                    f"{each['child_mb']:.1f}" if is_ours else "-",
                 ]
             )
     return (
@@ -183,7 +184,7 @@ def chart(results: Results) -> Chart:
         for name, launcher, part in (
             ("launcher", "mpiddp", "resident_mb"),
             ("torchrun's agent", "torchrun", "resident_mb"),
-            ("mpirun", "mpiddp", "children_mb"),
+            ("mpirun", "mpiddp", "child_mb"),
         )
     }
     panels = (

@@ -69,12 +69,13 @@ def forget_files(*folders: str) -> None:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def children(pid: int) -> list[int]:
-    """The children of the first thread of a process; [] if it has ended."""
+def first_child(pid: int) -> int:
+    """The oldest child of the first thread of a process; 0 if it has none, or has ended."""
     try:
-        return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
-        return []
+        return 0
+    return int(found[0]) if found else 0
 
 
 def _cpu_model() -> str:

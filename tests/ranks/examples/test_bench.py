@@ -104,7 +104,7 @@ def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
     assert 0.5 < ours["cpu_s"]["median"] < 60  # the import of torch alone takes longer
     assert theirs["resident_mb"] > 100  # the agent has imported torch
     assert 5 < ours["resident_mb"] < theirs["resident_mb"] / 2
-    assert 0 < ours["children_mb"] < 100
+    assert 0 < ours["child_mb"] < 100
 
 
 def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
