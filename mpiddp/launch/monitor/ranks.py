@@ -54,6 +54,7 @@ class Ranks:
         default_factory=dict
     )  # failed or lost, the first of a rank
     claimed_at: dict[int, float] = field(default_factory=dict)  # when a rank last began to fail
+    gone_at: dict[int, float] = field(default_factory=dict)  # when a rank's connection ended
     supports_stop: set[int] = field(default_factory=set)
     saving: set[int] = field(default_factory=set)
     last_saved_at: float = 0.0  # when a rank last ended a save
@@ -73,6 +74,8 @@ class Ranks:
         if message.from_script and message.kind in ("done", "failed", "lost"):
             self._note_end_of_script(message)
             return
+        if message.kind == "lost":
+            self.gone_at[rank] = message.at
         match message.kind:
             case "started":
                 self.started[rank] = facts

@@ -111,7 +111,7 @@ class Verdict:
 def verdict(history: History) -> Verdict:
     """The verdict. The first row that applies counts."""
     ranks, mpirun, stop = history.ranks, history.mpirun, history.stop
-    first = first_failure(history)
+    first = first_failure(history.ranks)
     if ranks.all_stopped:
         return Verdict(STOPPED, "stopped on request.")
     if history.ended_because:
@@ -137,14 +137,14 @@ def verdict(history: History) -> Verdict:
     return _by_mpirun(mpirun)
 
 
-def first_failure(history: History) -> Message | None:
+def first_failure(ranks: Ranks) -> Message | None:
     """The failure that caused the others.
 
     A rank that vanished takes precedence over the broken connections of its peers, and a silent host
     stopped answering long before it was noticed. A script that has failed may still be ending while the
     others' commands have ended because of it.
     """
-    ranks, began = history.ranks, partial(_began, history)
+    began = partial(_began, ranks)
     first = min(ranks.failures.values(), key=began, default=None)
     if first is None:
         return None
@@ -162,7 +162,7 @@ def host_at_fault(history: History) -> str:
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         return missing.pop() if len(missing) == 1 and ranks.joining else ""
-    first = first_failure(history)
+    first = first_failure(history.ranks)
     if first is None or first.kind != "lost":
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
@@ -171,13 +171,13 @@ def host_at_fault(history: History) -> str:
 
 def says_cause(history: History) -> bool:
     """Whether the verdict names what precedes every error: a lost host, or a rank that ended early."""
-    first = first_failure(history)
+    first = first_failure(history.ranks)
     return first is not None and (is_silent(first) or bool(_ends_before(history.ranks, first)))
 
 
 def killed_first(history: History) -> int | None:
     """The rank that failed first, if a signal may have ended it or a process of it; else None."""
-    first = first_failure(history)
+    first = first_failure(history.ranks)
     if first is None or is_silent(first):
         return None
     is_killed = first.kind == "lost" or first.facts["code"] == 128 + signal.SIGKILL
@@ -193,22 +193,28 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _began(history: History, message: Message) -> float:
+def _began(ranks: Ranks, message: Message) -> float:
     """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if message.facts["traceback"]:
-        is_consequence = _is_of_connections(message)
-    else:  # the script may have caught such an error
-        mpirun = history.mpirun
-        is_consequence = bool(mpirun.rank_signal) and message.facts["code"] != mpirun.code
-    if is_consequence:
+    if _is_of_connections(message) or _others_were_gone(ranks, message):
         return message.at + _CONSEQUENCE_S
-    return history.ranks.claimed_at.get(message.rank, message.at)
+    return ranks.claimed_at.get(message.rank, message.at)
 
 
 def _is_of_connections(failure: Message) -> bool:
     return bool(failure.facts["traceback"] and _CONSEQUENCE.search(failure.facts["error"]))
+
+
+def _others_were_gone(ranks: Ranks, failure: Message) -> bool:
+    """Whether ranks vanished before the process of this one had ended, so that it cannot be the reason.
+
+    Its script may have caught the error of a connection, and left with an exit code.
+    """
+    if failure.facts["traceback"]:
+        return False
+    ended_at = ranks.gone_at.get(failure.rank, float("inf"))
+    return any(each.kind == "lost" and each.at < ended_at for each in ranks.failures.values())
 
 
 def _has_reason(first: Message, ranks: Ranks) -> bool:

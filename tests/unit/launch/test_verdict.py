@@ -446,27 +446,52 @@ def test_a_job_of_one_rank_has_no_others() -> None:
 def test_the_first_failure_is_the_cause_of_the_others(
     messages: list[Message], culprit: int
 ) -> None:
-    first = first_failure(History(noted(*messages), MpirunEnd("mpirun", 1)))
+    first = first_failure(noted(*messages))
     assert first is not None
     assert first.rank == culprit
 
 
-@pytest.mark.parametrize(("code", "culprit"), [(137, 1), (3, 0), (1, 0)])
-def test_mpirun_knows_whether_a_signal_came_first(code: int, culprit: int) -> None:
-    """The launcher may learn of the killed rank after its peer has caught the error, and left with code 3."""
-    ranks = noted(failed(0, "", 1.0, code=3, traceback=""), lost(1, 1.01))
-    first = first_failure(
-        History(ranks, MpirunEnd("mpirun", code, "SIGKILL" if code > 128 else ""))
-    )
+@pytest.mark.parametrize(
+    ("messages", "culprit"),
+    [
+        # The launcher learns of rank 1 after rank 0 has caught the error and leaves.
+        (
+            [
+                message(0, "claim", 1.0),
+                failed(0, "", 1.0, traceback=""),
+                lost(1, 1.01),
+                lost(0, 1.05),
+            ],
+            1,
+        ),
+        # Only the end of its process lets an mpirun end the others.
+        (
+            [
+                message(0, "claim", 1.0),
+                failed(0, "", 1.0, traceback=""),
+                lost(0, 1.05),
+                lost(1, 1.06),
+            ],
+            0,
+        ),
+        # A rank that ends by itself because another one has failed waits before.
+        (
+            [
+                message(0, "claim", 1.0),
+                failed(0, "", 1.0, traceback=""),
+                lost(1, 2.0),
+                lost(0, 2.05),
+            ],
+            0,
+        ),
+    ],
+)
+def test_a_rank_that_vanished_while_another_one_was_leaving(
+    messages: list[Message], culprit: int
+) -> None:
+    first = first_failure(noted(*messages))
     assert first is not None
     assert first.rank == culprit
-
-
-def test_a_code_of_a_signal_may_be_the_script_s_own() -> None:
-    ranks = noted(failed(0, "", 1.0, code=137, traceback=""), lost(1, 1.01))
-    first = first_failure(History(ranks, MpirunEnd("mpirun", 137, "SIGKILL")))
-    assert first is not None
-    assert first.rank == 0
 
 
 # --- the host ---
