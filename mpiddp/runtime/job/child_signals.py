@@ -5,6 +5,7 @@ A child, such as a DataLoader's worker, then exits only on its own rank's SIGTER
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -30,9 +31,33 @@ def leave_sigterm_to_rank() -> None:
     cannot stop, and its children with it. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
     """
-    from multiprocessing import util  # its handler of atexit is registered by its first import
+    from multiprocessing import util
 
     util.register_after_fork(_obey_parent, _obey_parent)
+    end_children_at_exit()
+
+
+def end_children_at_exit() -> None:
+    """At the end of this process, send SIGTERM to the daemons of multiprocessing until they have ended.
+
+    multiprocessing sends it once and then waits for ever. The kernel drops it where a stranger's SIGTERM has
+    just arrived, which the child leaves to its rank.
+    """
+    import multiprocessing.util  # noqa: F401 - its handler of atexit comes after those registered later
+
+    atexit.unregister(_end_children)
+    atexit.register(_end_children)
+
+
+def _end_children() -> None:
+    import multiprocessing
+
+    left = [child for child in multiprocessing.active_children() if child.daemon]
+    while left:
+        for child in left:
+            child.terminate()
+        left[0].join(0.1)
+        left = [child for child in left if child.is_alive()]
 
 
 def _obey_parent(_: object) -> None:

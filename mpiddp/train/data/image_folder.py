@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.runtime.job.child_signals import end_children_at_exit
 from mpiddp.text import escaped, shown
 from mpiddp.train.data.dataset import Batch
 from mpiddp.train.data.datasets import DATASETS
@@ -97,6 +98,8 @@ class ImageFolder:
 
     def _start(self) -> DataLoader[Decoded]:
         has_workers = self._num_workers > 0
+        if has_workers:
+            end_children_at_exit()
         if self._start_method == "forkserver":  # otherwise every worker would import torch itself
             multiprocessing.set_forkserver_preload(["mpiddp.train.data.worker_server"])
         return DataLoader(

@@ -7,14 +7,21 @@ python -m pytest tests/unit/launch/test_signal_counts.py
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mpiddp.launch.supervise.signals import Arrival, SignalQueue, queued_signals
+from tests.support.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -56,3 +63,38 @@ def test_a_signal_that_arrives_while_the_loop_is_busy_has_its_own_time(queue: Si
     first, second = queue.receive()
     assert before <= first.at <= between < second.at
     assert second.at - first.at >= 0.3
+
+
+STOPPED_CHILD = """
+import multiprocessing, os, signal, subprocess, time
+from mpiddp.runtime.job import child_signals
+
+def work(ready):
+    child_signals.obey_only(os.getppid())
+    ready.set()
+    time.sleep(1000)
+
+child_signals.end_children_at_exit()
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+child = context.Process(target=work, args=(ready,), daemon=True)
+child.start()
+ready.wait()
+os.kill(child.pid, signal.SIGSTOP)
+os.waitpid(child.pid, os.WUNTRACED)
+subprocess.run(["kill", "-TERM", str(child.pid)])  # now another one is dropped
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {child.pid}"])
+print("left")
+"""
+
+
+def test_a_child_ends_although_a_stranger_s_sigterm_has_hidden_that_of_its_rank(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(STOPPED_CHILD)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, path], env=env, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
