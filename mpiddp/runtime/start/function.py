@@ -115,9 +115,9 @@ class Caller:
             with contextlib.suppress(JobFailed):  # the other connection notices it as well
                 self.answer({"kind": "refusal", "sentence": sentence})
             raise
-        except JobFailed:
+        except (JobFailed, SystemExit):
             raise
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:  # asyncio.CancelledError is no Exception
             with contextlib.suppress(JobFailed):
                 self.answer(
                     {"kind": "exception", "traceback": _traceback(error)},

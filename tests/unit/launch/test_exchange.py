@@ -6,6 +6,7 @@ python -m pytest tests/unit/launch/test_exchange.py
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -135,6 +136,7 @@ def test_a_job_of_a_script_has_no_function() -> None:
     ("error", "kind", "reason"),
     [
         (ValueError("a bug"), "exception", "ValueError: a bug\n"),
+        (asyncio.CancelledError("late"), "exception", "CancelledError: late\n"),
         (UserError("bad input."), "refusal", "bad input."),
         (Refused(2, "all refuse."), "refusal", "all refuse."),
         (JobFailed("a host is lost."), "", ""),
