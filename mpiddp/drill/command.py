@@ -16,6 +16,7 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
 OUT = "{out}"  # in an argument of the script: the folder of the run
+_FILES = ("--hostfile", "--env-file", "--mpirun")  # options of `mpiddp launch`
 _RESUME = re.compile(r"mpiddp: to resume: \S+ (.*)")
 
 
@@ -111,7 +112,22 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
     script, *rest = job
     if not is_module:
         script = os.path.abspath(script)  # noqa: PTH100 - a link stays a link
-    return Command(tuple(own), (script, *rest), is_module, size)
+    return Command(tuple(with_absolute_files(own)), (script, *rest), is_module, size)
+
+
+def with_absolute_files(options: Sequence[str]) -> list[str]:
+    """The options, with the absolute paths of files here: without {out}, a run has another working folder."""
+    found = []
+    for before, option in zip(("", *options), options, strict=False):
+        name, equals, value = option.partition("=")
+        if not equals:
+            name, value = before, option
+        if name in _FILES and ("/" in value or (name != "--mpirun" and Path(value).is_file())):
+            path = os.path.abspath(value)  # noqa: PTH100 - a link stays a link
+            found.append(f"{name}={path}" if equals else path)
+        else:
+            found.append(option)
+    return found
 
 
 def program(arguments: Sequence[str]) -> list[str]:

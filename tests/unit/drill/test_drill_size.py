@@ -1,4 +1,4 @@
-"""The options for fewer ranks and fewer hosts.
+"""The options for fewer ranks and fewer hosts, and the files that options name.
 
 Tests mpiddp/drill/command.py.
 python -m pytest tests/unit/drill/test_drill_size.py
@@ -6,9 +6,11 @@ python -m pytest tests/unit/drill/test_drill_size.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mpiddp.drill.command import Size
+from mpiddp.drill.command import Size, with_absolute_files
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,25 @@ from mpiddp.drill.command import Size
 )
 def test_fewer(size: Size, fewer: tuple[int, int], ranks: int, options: str) -> None:
     assert size.fewer(*fewer) == (ranks, options.split())
+
+
+def test_files_of_options_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").touch()
+    own = [
+        "-n",
+        "2",
+        "--hostfile",
+        "hosts",
+        "--env-file=./.env",
+        "--mpirun",
+        "mpirun",
+        "-x",
+        "hosts",
+    ]
+    assert with_absolute_files(own) == [
+        *("-n", "2", "--hostfile", f"{tmp_path}/hosts", f"--env-file={tmp_path}/.env"),
+        *("--mpirun", "mpirun", "-x", "hosts"),
+    ]
