@@ -271,7 +271,7 @@ class Checkpoints:
             self._give_up()
 
     def _give_up(self) -> None:
-        self._saver, self._records.is_closed = None, True
+        self._records.is_closed = True
         if self._run is not None:
             self._run.close()
 
@@ -296,6 +296,8 @@ class Checkpoints:
 
     def _open(self) -> Run:
         """Open the folder, which an earlier attempt may have created. All ranks must call this."""
+        # One of this process that an error has ended, and the script has caught it, may still save.
+        current().wait_for_saves()
         return open_run(self._dir, form_ranks(self._coordinator, self._timeout_s))
 
     def _start(self, run: Run, step: int) -> None:

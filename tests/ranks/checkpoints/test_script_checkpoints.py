@@ -6,6 +6,7 @@ python -m pytest tests/ranks/checkpoints/test_script_checkpoints.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -300,6 +301,16 @@ def test_two_of_one_folder_are_refused(create: Open) -> None:
     saved_by(create, 7)
     with pytest.raises(mpiddp.UserError, match=r"is in use by this process. Close it there first"):
         create().resume()
+
+
+def test_a_script_that_catches_an_error_finds_the_save_that_was_under_way(create: Open) -> None:
+    """Its file takes longer to write than the script to go on."""
+    with contextlib.suppress(ValueError), create() as checkpoints:
+        checkpoints.save(7, {"model": {"weight": torch.zeros(50_000_000)}})
+        raise ValueError
+    resumed = create().resume()
+    assert resumed is not None
+    assert resumed.step == 7
 
 
 def test_a_save_without_resume_refuses_older_checkpoints(create: Open, tmp_path: Path) -> None:
