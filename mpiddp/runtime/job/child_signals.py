@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ PASSED = frozenset(
         *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
     }
 )
+AGAIN_S = 5.0  # a child that handles SIGTERM itself has so long for that
 _THREAD = "SIGTERM of a rank's child"
 
 
@@ -56,7 +58,9 @@ def _end_children() -> None:
     while left:
         for child in left:
             child.terminate()
-        left[0].join(0.1)
+        ends_at = time.monotonic() + AGAIN_S
+        for child in left:
+            child.join(max(0.0, ends_at - time.monotonic()))
         left = [child for child in left if child.is_alive()]
 
 

@@ -74,6 +74,7 @@ def work(ready):
     ready.set()
     time.sleep(1000)
 
+child_signals.AGAIN_S = 0.1
 child_signals.end_children_at_exit()
 context = multiprocessing.get_context("fork")
 ready = context.Event()
