@@ -197,9 +197,9 @@ def _began(ranks: Ranks, message: Message) -> float:
     """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if _is_of_connections(message) or _others_were_gone(ranks, message):
-        return message.at + _CONSEQUENCE_S
-    return ranks.claimed_at.get(message.rank, message.at)
+    is_consequence = _is_of_connections(message) or _others_were_gone(ranks, message)
+    began = ranks.claimed_at.get(message.rank, message.at)
+    return began + _CONSEQUENCE_S if is_consequence else began
 
 
 def _is_of_connections(failure: Message) -> bool:
