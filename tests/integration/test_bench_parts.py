@@ -82,6 +82,7 @@ def test_options_reach_the_ranks_unchanged() -> None:
     assert step_options([*as_arguments(options), "--lr", "1"]) == (options, ["--lr", "1"])
 
 
+@pytest.mark.slow
 def test_every_benchmark_script_has_help() -> None:
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS
     scripts = ["faults", "gpu", *sorted(files)]

@@ -43,6 +43,7 @@ def strange(folder: Path) -> Path:
     return folder / os.fsdecode(b"a\xffb")
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
     out = strange(tmp_path)
     done = run_mpiddp("train", *TRAIN, "--out", out)

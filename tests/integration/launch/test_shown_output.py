@@ -166,6 +166,7 @@ def test_a_process_that_a_rank_leaves_behind_delays_the_end_for_seconds_only() -
     os.kill(int(out), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_behind_and_prints_on_does_not_delay_it_for_ever() -> None:
     """All lines of the rank are shown before. Both jobs take the seconds that the process is granted."""
     code = """
@@ -186,6 +187,7 @@ for number in range(5000):
         assert own == [f"own {n}" for n in range(5000)]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_left_behind_delays_nothing_if_all_ends_at_once() -> None:
     """The output process learns of the rank's end in one moment, in which there is something to read."""
     code = """
