@@ -232,16 +232,21 @@ def _xids() -> list[str] | None:
     return re.findall(r"NVRM: (Xid.*)", log)[-3:]
 
 
-def _output(command: list[str]) -> str:
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        timeout=TOOL_S,
-        check=True,
+def _output(command: list[str], timeout_s: float = TOOL_S) -> str:
+    """What a command prints. Raises OSError, subprocess.SubprocessError if it fails, or takes too long."""
+    tool = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    return done.stdout.decode(errors="replace")
+    assert tool.stdout is not None
+    with tool.stdout:
+        try:
+            printed, _ = tool.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            tool.kill()  # without waiting for its end: a driver that hangs holds even a killed process
+            raise
+    if tool.returncode:
+        raise subprocess.CalledProcessError(tool.returncode, command)
+    return printed.decode(errors="replace")
 
 
 def speed(folder: str | None) -> dict[str, float]:
