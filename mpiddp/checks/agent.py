@@ -5,6 +5,7 @@ It needs Python 3.8 and the standard library. It reads a JSON question a line, a
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -64,7 +65,8 @@ def main() -> None:
             print(json.dumps(answer), flush=True)
     finally:
         for mark in marks:
-            os.unlink(mark)
+            with contextlib.suppress(OSError):  # its file system may be away by now
+                os.unlink(mark)
 
 
 def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
@@ -185,8 +187,12 @@ def _port_range() -> list[int]:
 
 
 def _mtu(interface: str) -> int:
+    """0 for one that has just gone, as a container's."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return 0
     return int(struct.unpack_from("i", answer, 16)[0])
 
 

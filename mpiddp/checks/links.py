@@ -33,7 +33,7 @@ def mtu(facts: Facts, addresses: Mapping[str, str]) -> list[Line]:
         name: each["mtu"]
         for name, found in own.items()
         for each in found
-        if each["address"] == addresses[name]
+        if each["address"] == addresses[name] and each["mtu"]
     }
     if not values:
         return [Line("network", UNKNOWN, "no host told the MTU of its interface")]

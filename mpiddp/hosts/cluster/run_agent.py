@@ -5,6 +5,7 @@ It needs Python 3.8 and the standard library. The end of the connection ends all
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -17,10 +18,15 @@ GRACE_S = 2.0  # between SIGTERM and SIGKILL
 
 
 def main(proof: str, folder: str, command: list[str]) -> NoReturn:
-    """Print `proof`, run the command, and exit with its code: in `folder`, or where it is missing at home."""
+    """Print `proof`, run the command, and exit with its code.
+
+    It runs in `folder`, else in the home folder, else in /: a container's user may have no home.
+    """
     print(proof, flush=True)
-    is_here = os.path.isdir(folder)  # False for any error
-    os.chdir(folder if is_here else os.path.expanduser("~"))
+    for each in (folder, os.path.expanduser("~"), "/"):
+        with contextlib.suppress(OSError):
+            os.chdir(each)
+            break
     try:
         running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:

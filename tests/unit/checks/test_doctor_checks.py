@@ -151,6 +151,11 @@ def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str
     ]
 
 
+def test_an_interface_that_has_just_gone() -> None:
+    assert agent._mtu("lo") > 0
+    assert agent._mtu("none0") == 0
+
+
 def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
     facts["b"]["names"]["b"] = ["127.0.1.1"]
     assert (

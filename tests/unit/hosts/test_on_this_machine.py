@@ -303,6 +303,18 @@ def test_a_command_in_the_home_folder(
     assert (done.stderr, done.returncode) == (stderr, code)
 
 
+def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=AGENT.read_text() + f"main('proof', {str(tmp_path / 'none')!r}, ['pwd'])\n",
+        env={**os.environ, "HOME": str(tmp_path / "no home")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("proof\n/\n", "", 0)
+
+
 def test_a_command_that_does_not_end(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=1.0)
