@@ -278,6 +278,8 @@ class Checkpoints:
     def _wait_for_own_save(self) -> None:
         if self._saver is not None:
             self._saver.wait_for_own_save()
+            if self._records.is_closed:  # its copy of the state is as large as the state
+                self._saver = None
 
     def _open_new(self) -> None:
         """Open the folder for a script that has not called `resume`."""

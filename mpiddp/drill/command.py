@@ -122,7 +122,8 @@ def with_absolute_files(options: Sequence[str]) -> list[str]:
         name, equals, value = option.partition("=")
         if not equals:
             name, value = before, option
-        if name in _FILES and ("/" in value or (name != "--mpirun" and Path(value).is_file())):
+        is_path = "/" in value and not value.startswith("~")  # which the launcher expands
+        if name in _FILES and (is_path or (name != "--mpirun" and Path(value).is_file())):
             path = os.path.abspath(value)  # noqa: PTH100 - a link stays a link
             found.append(f"{name}={path}" if equals else path)
         else:

@@ -111,7 +111,7 @@ class Verdict:
 def verdict(history: History) -> Verdict:
     """The verdict. The first row that applies counts."""
     ranks, mpirun, stop = history.ranks, history.mpirun, history.stop
-    first = first_failure(history.ranks)
+    first = first_failure(ranks)
     if ranks.all_stopped:
         return Verdict(STOPPED, "stopped on request.")
     if history.ended_because:
@@ -162,7 +162,7 @@ def host_at_fault(history: History) -> str:
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         return missing.pop() if len(missing) == 1 and ranks.joining else ""
-    first = first_failure(history.ranks)
+    first = first_failure(ranks)
     if first is None or first.kind != "lost":
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
@@ -170,7 +170,7 @@ def host_at_fault(history: History) -> str:
 
 
 def says_cause(history: History) -> bool:
-    """Whether the verdict names what precedes every error: a lost host, or a rank that ended early."""
+    """Whether the verdict names what precedes every error: a lost host, or ranks that had ended."""
     first = first_failure(history.ranks)
     return first is not None and (is_silent(first) or bool(_ends_before(history.ranks, first)))
 
@@ -207,7 +207,7 @@ def _is_of_connections(failure: Message) -> bool:
 
 
 def _others_were_gone(ranks: Ranks, failure: Message) -> bool:
-    """Whether ranks vanished before the process of this one had ended, so that it cannot be the reason.
+    """Whether ranks vanished before the process of this one had ended, so that no mpirun ended them for it.
 
     Its script may have caught the error of a connection, and left with an exit code.
     """

@@ -32,17 +32,10 @@ def test_files_of_options_are_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     Path("hosts").touch()
     own = [
-        "-n",
-        "2",
-        "--hostfile",
-        "hosts",
-        "--env-file=./.env",
-        "--mpirun",
-        "mpirun",
-        "-x",
-        "hosts",
+        *("-n", "2", "--hostfile", "hosts", "--env-file=./.env"),
+        *("--mpirun", "mpirun", "--mpirun=~/bin/mpirun", "-x", "hosts"),
     ]
     assert with_absolute_files(own) == [
         *("-n", "2", "--hostfile", f"{tmp_path}/hosts", f"--env-file={tmp_path}/.env"),
-        *("--mpirun", "mpirun", "-x", "hosts"),
+        *("--mpirun", "mpirun", "--mpirun=~/bin/mpirun", "-x", "hosts"),
     ]

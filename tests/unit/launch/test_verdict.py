@@ -426,6 +426,9 @@ def test_a_job_of_one_rank_has_no_others() -> None:
     assert found.sentence == "rank 0 on a failed first: ValueError: x."
 
 
+LEAVES = [message(0, "claim", 1.0), failed(0, "", 1.0, traceback="")]
+
+
 @pytest.mark.parametrize(
     ("messages", "culprit"),
     [
@@ -438,55 +441,18 @@ def test_a_job_of_one_rank_has_no_others() -> None:
         ([message(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
+        # The launcher learns of rank 1 after rank 0 has caught the error and leaves.
+        ([*LEAVES, lost(1, 1.01), lost(0, 1.05)], 1),
+        # Only the end of its process lets an mpirun end the others.
+        ([*LEAVES, lost(0, 1.05), lost(1, 1.06)], 0),
+        # A rank that ends by itself because another one has failed waits before.
+        ([*LEAVES, lost(1, 2.0), lost(0, 2.05)], 0),
         # A script that has failed, in a command that is still ending.
         ([failed(1, at=1.0, script=True), failed(0, "", 2.0, traceback="")], 1),
         ([failed(1, at=1.0, script=True), failed(0, "", 40.0, traceback="")], 0),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(
-    messages: list[Message], culprit: int
-) -> None:
-    first = first_failure(noted(*messages))
-    assert first is not None
-    assert first.rank == culprit
-
-
-@pytest.mark.parametrize(
-    ("messages", "culprit"),
-    [
-        # The launcher learns of rank 1 after rank 0 has caught the error and leaves.
-        (
-            [
-                message(0, "claim", 1.0),
-                failed(0, "", 1.0, traceback=""),
-                lost(1, 1.01),
-                lost(0, 1.05),
-            ],
-            1,
-        ),
-        # Only the end of its process lets an mpirun end the others.
-        (
-            [
-                message(0, "claim", 1.0),
-                failed(0, "", 1.0, traceback=""),
-                lost(0, 1.05),
-                lost(1, 1.06),
-            ],
-            0,
-        ),
-        # A rank that ends by itself because another one has failed waits before.
-        (
-            [
-                message(0, "claim", 1.0),
-                failed(0, "", 1.0, traceback=""),
-                lost(1, 2.0),
-                lost(0, 2.05),
-            ],
-            0,
-        ),
-    ],
-)
-def test_a_rank_that_vanished_while_another_one_was_leaving(
     messages: list[Message], culprit: int
 ) -> None:
     first = first_failure(noted(*messages))
