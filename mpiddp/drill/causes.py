@@ -62,9 +62,9 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
         return (
             UNNOTICED if fault.harm else "the weights at the resume are those of no step of the run"
         )
-    if theirs.resumed_from == 0 and theirs.saved_before_fault:
+    if theirs.resumed_from == 0 and (saved := theirs.saved_before_fault(ours)):
         return (
-            f"the run begins anew, although it had saved at step {max(theirs.saved_before_fault)}: load "
+            f"the run begins anew, although it had saved at step {max(saved)}: load "
             "the newest checkpoint at the start"
         )
     return ""

@@ -25,7 +25,7 @@ from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Rehearsal, Stage
 from mpiddp.drill.verdict import Result, first_difference, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.option_parser import option_parser, parse_values
 from mpiddp.text import counted, did_you_mean
 
 _OVERHEAD_S = 30.0  # of a command beside its steps, on a loaded machine
@@ -134,7 +134,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     )
     parser.epilog = "Exit codes: 0 all faults passed, 1 one did not, 2 bad input."
     _add_options(parser)
-    values = parser.parse_args(argv)
+    values = parse_values(parser, argv)
     job = values.module or values.script
     own = OneSentenceParser(prog="mpiddp drill", add_help=False, allow_abbrev=False)
     _add_options(own)

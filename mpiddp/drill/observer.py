@@ -182,7 +182,8 @@ def _watch_saves(observer: _Observer) -> None:
 
     def observed(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         is_path = isinstance(f, (str, os.PathLike))
-        path = os.path.realpath(f) if is_path else str(getattr(f, "name", ""))
+        name = f if is_path else getattr(f, "name", "")
+        path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
         data, write = b"", None
         if observer.plan.is_of_save:
             save(obj, copy := io.BytesIO(), *args, **kwargs)

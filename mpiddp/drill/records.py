@@ -22,7 +22,23 @@ class Attempt:
     at: float
     first: State | None
     steps: list[State]
-    saves: list[State]
+    saves: list[State]  # of each file
+
+    @property
+    def files_of_saves(self) -> list[list[State]]:
+        """The files of each save, which a thread may write while the training makes steps.
+
+        A save ends where one of its files, numbers aside, comes again at another step.
+        """
+        found: list[list[State]] = []
+        steps: dict[str, int] = {}
+        for file in self.saves:
+            name, step = without_numbers(file["path"]), file["step"]
+            if not found or steps.setdefault(name, step) != step:
+                found.append([])
+                steps = {name: step}
+            found[-1].append(file)
+        return found
 
 
 @dataclass
@@ -66,16 +82,9 @@ class Recording:
 
     @property
     def saved_steps(self) -> list[int]:
-        """The steps of the saves.
-
-        A file that a thread writes while the training goes on belongs to the save before it. Between two
-        saves are more steps than within one.
-        """
-        steps = sorted({save["step"] for save in self.saves})
-        gaps = [after - before for before, after in pairwise(steps)]
-        return steps[:1] + [
-            step for step, gap in zip(steps[1:], gaps, strict=True) if 2 * gap >= max(gaps)
-        ]
+        """The steps at which saves began."""
+        attempts = [attempt for rank in self.ranks for attempt in rank.attempts]
+        return sorted({files[0]["step"] for each in attempts for files in each.files_of_saves})
 
     @property
     def resumed_from(self) -> int | None:
@@ -87,10 +96,14 @@ class Recording:
         """The steps of rank 0's first attempt."""
         return len(self.ranks[0].attempts[0].steps)
 
-    @property
-    def saved_before_fault(self) -> list[int]:
-        saves = [save["step"] for rank in self.ranks for save in rank.attempts[0].saves]
-        return [step for step in saves if step < self.reached]
+    def saved_before_fault(self, undisturbed: Recording) -> list[int]:
+        """The steps of the saves that were complete: with as many files as those of the undisturbed run."""
+        found = []
+        for own, whole in zip(self.ranks, undisturbed.ranks, strict=False):
+            complete = min(map(len, whole.attempts[0].files_of_saves), default=0)
+            saves = own.attempts[0].files_of_saves
+            found += [files[0]["step"] for files in saves if len(files) >= complete]
+        return [step for step in found if step < self.reached]
 
     def ranks_beside(self, host: str) -> list[int]:
         """The ranks that run on other hosts."""
@@ -105,6 +118,11 @@ class Recording:
         """How often each sample was in the steps that count."""
         steps = (step for rank in self.ranks for step in rank.steps[1:])
         return Counter(number for step in steps for number in step["samples"])
+
+
+def without_numbers(path: str) -> str:
+    """The same text for the files of one kind of all steps."""
+    return re.sub(r"\d+", "0", path)
 
 
 def find(steps: list[State], weights: str) -> int | None:

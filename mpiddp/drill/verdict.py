@@ -6,14 +6,13 @@ there; otherwise the first thing that differs at the first step after the resume
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.drill.causes import UNNOTICED, cause_of, last_error, state_cause
 from mpiddp.drill.faults import Fault
-from mpiddp.drill.records import Recording
+from mpiddp.drill.records import Recording, without_numbers
 from mpiddp.drill.rehearse import Rehearsal
 from mpiddp.errors import DONE
 
@@ -165,4 +164,4 @@ def _shared_file(recording: Recording) -> str:
 
 def _patterns(rehearsal: Rehearsal) -> set[str]:
     """The names of its files, with the same digit for each number."""
-    return {re.sub(r"\d+", "0", file) for file in rehearsal.files}
+    return {without_numbers(file) for file in rehearsal.files}

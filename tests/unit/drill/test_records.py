@@ -11,18 +11,39 @@ import pytest
 from mpiddp.drill.records import Attempt, History, Recording
 
 
+def attempt(files: list[tuple[str, int]], steps: int = 0) -> Recording:
+    saves = [{"path": path, "step": step} for path, step in files]
+    states = [{"weights": str(step)} for step in range(steps)]
+    return Recording([History([Attempt(0, "node0", 0.0, None, states, saves)])])
+
+
 @pytest.mark.parametrize(
     ("files", "saves"),
     [
         ([], []),
-        ([7], [7]),
-        ([1, 2, 3], [1, 2, 3]),
-        ([5, 5, 10, 10], [5, 10]),
-        # A thread has written the second file of some saves while the training went on.
-        ([32, 33, 64, 64, 96, 98], [32, 64, 96]),
-        ([10, 20, 25, 30], [10, 20, 25, 30]),
+        ([("", 7)], [7]),
+        ([("1.pt", 1), ("2.pt", 2), ("3.pt", 3)], [1, 2, 3]),
+        ([("10/a", 5), ("10/b", 5), ("20/a", 10), ("20/b", 10)], [5, 10]),
+        ([("10/1", 5), ("10/2", 5), ("20/1", 10), ("20/2", 10)], [5, 10]),
+        # A thread has written all but the first file while the training went on, also into the next save.
+        ([("", 5), ("10/a", 6), ("10/b", 10), ("", 10), ("20/a", 11)], [5, 10]),
+        ([("", 10), ("", 20), ("", 25), ("", 30)], [10, 20, 25, 30]),
     ],
 )
-def test_the_steps_of_the_saves(files: list[int], saves: list[int]) -> None:
-    attempt = Attempt(0, "node0", 0.0, None, [], [{"step": step} for step in files])
-    assert Recording([History([attempt])]).saved_steps == saves
+def test_the_steps_of_the_saves(files: list[tuple[str, int]], saves: list[int]) -> None:
+    assert attempt(files).saved_steps == saves
+
+
+@pytest.mark.parametrize(
+    ("files", "saves"),
+    [
+        ([("", 5), ("10/a", 6)], []),
+        ([("", 5), ("10/a", 6), ("10/b", 7), ("", 10)], [5]),
+        ([("", 5), ("10/a", 6), ("10/b", 7), ("", 10), ("20/a", 10), ("20/b", 11)], [5, 10]),
+    ],
+)
+def test_a_save_that_a_fault_has_broken_does_not_count(
+    files: list[tuple[str, int]], saves: list[int]
+) -> None:
+    undisturbed = attempt([(path, step) for step in (5, 10) for path in ("", "a", "b")])
+    assert attempt(files, steps=12).saved_before_fault(undisturbed) == saves
