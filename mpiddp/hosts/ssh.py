@@ -98,14 +98,14 @@ def run_on_hosts(
 def shell_command(
     host: Host, line: str, transport: Transport = SSH, *, batch: bool = True
 ) -> list[str]:
-    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input.
+    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline.
 
     Args:
         batch: ssh asks the user nothing.
     """
     if is_this_host(host.name):
         return ["sh", "-c", line]
-    # A user's login shell may not be a Bourne shell: csh, fish.
+    # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
     line = f"exec sh -c {shlex.quote(line)}"
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]

@@ -8,10 +8,29 @@ import socket
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S
 
+# What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
+# the host behind it is not reached, ssh says "stdio forwarding failed" before.
+_JUMP_FAILED = re.compile(
+    r"^(?!Warning: |stdio forwarding failed)(.+)\n"
+    r"kex_exchange_identification: .*\n.* UNKNOWN port 65535",
+    re.MULTILINE,
+)
+# What the sshd of a jump host answers where it cannot, or may not, reach the host behind it.
+_NOT_BEHIND = re.compile(r"^channel \d+: open failed: (?:connect failed: )?(.+)$", re.MULTILINE)
+
 
 def ssh_complaint(host: Host, errors: str) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
     name, here = host.name, socket.gethostname()
+    lines = "\n".join(errors.splitlines())
+    if jump := _JUMP_FAILED.search(lines):
+        why = jump[1].rstrip(".")
+        return f"ssh {name}: the jump host on the way failed ({why}). Try: {ssh_line(host)} true"
+    if (behind := _NOT_BEHIND.search(lines)) and behind[1] != "Connection refused":
+        return (
+            f"ssh {name}: the jump host on the way does not reach it ({behind[1].rstrip('.')}). "
+            f"Try: {ssh_line(host)} true"
+        )
     if "Could not resolve hostname" in errors:
         return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
     if "IDENTIFICATION HAS CHANGED" in errors:

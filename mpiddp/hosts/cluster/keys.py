@@ -42,17 +42,19 @@ _REACHES, _MISSES = "mpiddp-reaches", "mpiddp-misses"
 
 # The commands of the shell on a host. They hold no input: it comes through stdin. sshd ignores a file of
 # keys that others may write.
-_ADD_KEY = """\
-IFS=" " read -r kind key comment; umask 077; file=.ssh/authorized_keys
-mkdir -p .ssh && touch $file && chmod go-w .ssh $file || exit 1
-grep -qF -- "$key" $file && exit 0
-[ -z "$(tail -c 1 $file)" ] || echo >> $file
-echo "$kind $key $comment" >> $file"""
-_REACH = f"""\
-while read -r name target port; do
-    ssh -n -T -o BatchMode=yes -o ConnectTimeout=5 ${{port:+-p "$port"}} -- "$target" true >/dev/null 2>&1 &&
-    echo "{_REACHES} $name" || echo "{_MISSES} $name"
-done; exit 0"""
+_ADD_KEY = (
+    'IFS=" " read -r kind key comment; umask 077; file=.ssh/authorized_keys; '
+    "mkdir -p .ssh && touch $file && chmod go-w .ssh $file || exit 1; "
+    'grep -qF -- "$key" $file && exit 0; '
+    '[ -z "$(tail -c 1 $file)" ] || echo >> $file; '
+    'echo "$kind $key $comment" >> $file'
+)
+_REACH = (
+    "while read -r name target port; do "
+    'ssh -n -T -o BatchMode=yes -o ConnectTimeout=5 ${port:+-p "$port"} -- "$target" true >/dev/null 2>&1 && '
+    f'echo "{_REACHES} $name" || echo "{_MISSES} $name"; '
+    "done; exit 0"
+)
 
 Done = subprocess.CompletedProcess[str]
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -71,6 +72,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             raise UserError("\n".join(refusals))
         if not folder.exists() and not any(source.rows for source in sources):
             raise UserError(f"{folder} is on no host.")
+        if (folder / _COMPLETE).exists() or any(_COMPLETE in source.rows for source in sources):
+            # Alone it would arrive file by file, and not whole or not at all.
+            raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
         for source in sources:  # one after the other: the next has less to send
             print(f"{source.host.name}: {source.failure or source.bring()}", flush=True)
     finally:
@@ -87,6 +91,7 @@ class Source:
         self.rows: dict[str, Row] = {}
         self.failure = ""
         self._folder = folder
+        self._arrived = folder / _PRIVATE / host.name
         self._suffix = f".{host.name}"  # of what is kept beside a file or a checkpoint that differs
 
     def ask(self) -> None:
@@ -107,9 +112,18 @@ class Source:
         wanted: dict[str, Row] = {}
         try:
             with sentences(self.host):
-                wanted = self._wanted(self._ask_for_digests())
-                self._fetch(wanted)
-            self._place(wanted)
+                compare = self._ask_for_digests()
+                files, checkpoints = self._wanted_files(compare), self._wanted_checkpoints(compare)
+                for rows in (files, *checkpoints.values()):
+                    wanted |= rows
+                problems = self._fetch(dict(sorted(wanted.items())))
+            self._place_files(files.keys() - problems.keys())
+            whole = [
+                place for place, rows in checkpoints.items() if not rows.keys() & problems.keys()
+            ]
+            self.failure = " ".join([*problems.values(), *self._place_checkpoints(whole)])
+            if wanted and not self.failure:
+                self._clear()
         except Failed as failure:
             self.failure = str(failure)
         except OSError as error:
@@ -117,7 +131,7 @@ class Source:
         if self.failure or not wanted:
             return self.failure or "nothing new"
         text = f"{counted(len(wanted), 'file')}, {size_text(sum(row[SIZE] for row in wanted.values()))}"
-        if beside := [path for path in wanted if self._suffix in path]:
+        if beside := sorted(path for path in wanted if self._suffix in path):
             text += f"; kept beside what differs here: {listed(beside, 3)}"
         return text
 
@@ -145,17 +159,22 @@ class Source:
         digests = self.peer.answer()["digests"]
         return Compare(self._folder, dict(zip(asked, digests, strict=True)))
 
-    def _wanted(self, compare: Compare) -> dict[str, Row]:
-        """The rows to bring, by the paths that they get here."""
+    def _wanted_files(self, compare: Compare) -> dict[str, Row]:
+        """The rows to bring of what is in no checkpoint, by the paths that they get here."""
         wanted: dict[str, Row] = {}
-        checkpoints = self._checkpoints()
-        for path in self.rows.keys() - {path for files in checkpoints.values() for path in files}:
+        in_checkpoints = {path for files in self._checkpoints().values() for path in files}
+        for path in self.rows.keys() - in_checkpoints:
             row = self.rows[path]
             found = {place: compare(place, row) for place in (path, path + self._suffix)}
             if SAME not in found.values():
                 free = [place for place, state in found.items() if state in (MISSING, BEGINNING)]
                 wanted[(free or [path + self._suffix])[0]] = row
-        for folder, files in checkpoints.items():
+        return wanted
+
+    def _wanted_checkpoints(self, compare: Compare) -> dict[str, dict[str, Row]]:
+        """The rows to bring of each checkpoint, by its folder here."""
+        wanted: dict[str, dict[str, Row]] = {}
+        for folder, files in self._checkpoints().items():
             manifest, index = (self.rows.get(f"{folder}/{name}") for name in (_MANIFEST, _INDEX))
             for place in (folder, folder + self._suffix):
                 is_here = (self._folder / place).exists()
@@ -169,30 +188,38 @@ class Source:
                     path: row for path, row in new.items() if not (self._folder / path).exists()
                 }
                 if lacking and manifest:
-                    wanted |= {**lacking, f"{place}/{_MANIFEST}": manifest}
+                    wanted[place] = {**lacking, f"{place}/{_MANIFEST}": manifest}
                 break
-        return dict(sorted(wanted.items()))
+        return wanted
 
-    def _fetch(self, wanted: dict[str, Row]) -> None:
-        """Get the files that have not arrived earlier, into a private folder."""
-        arrived = self._folder / _PRIVATE / self.host.name
-        left = {place: row for place, row in wanted.items() if not _is_whole(arrived / place, row)}
+    def _fetch(self, wanted: dict[str, Row]) -> dict[str, str]:
+        """Get the files that have not arrived earlier, into a private folder.
+
+        Returns a sentence for each file that could not be had.
+        """
+        left = {
+            place: row for place, row in wanted.items() if not _is_whole(self._arrived / place, row)
+        }
+        problems: dict[str, str] = {}
         self.peer.ask({"files": [row[PATH] for row in left.values()]})
         for place, row in left.items():
-            (arrived / place).unlink(missing_ok=True)  # a part of an earlier pull
-            self.peer.take(str(arrived / place), row)
+            (self._arrived / place).unlink(missing_ok=True)  # a part of an earlier pull
+            try:
+                self.peer.take(str(self._arrived / place), row)
+            except Failed as failure:
+                problems[place] = str(failure)
+        return problems
 
-    def _place(self, wanted: dict[str, Row]) -> None:
-        """Give what has arrived its place: files, then checkpoints, each by one rename."""
-        arrived = self._folder / _PRIVATE / self.host.name
-        folders = [str(Path(place).parent) for place in wanted if place.endswith(f"/{_MANIFEST}")]
-        for place in wanted:
-            if str(Path(place).parent) not in folders:
-                (self._folder / place).parent.mkdir(parents=True, exist_ok=True)
-                (arrived / place).replace(self._folder / place)
+    def _place_files(self, places: Iterable[str]) -> None:
+        for place in places:
+            (self._folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (self._arrived / place).replace(self._folder / place)
+
+    def _place_checkpoints(self, places: Iterable[str]) -> list[str]:
+        """Give each its place by one rename. Returns a sentence for each that is damaged."""
         problems = []
-        for place in folders:
-            new, here = arrived / place, self._folder / place
+        for place in places:
+            new, here = self._arrived / place, self._folder / place
             if problem := damage(new, join=here if here.exists() else None):
                 shutil.rmtree(new)
                 problems.append(f"{place} is no complete checkpoint there: {problem}.")
@@ -204,19 +231,19 @@ class Source:
                 shutil.rmtree(old)
             else:
                 new.rename(here)
-        if problems:
-            raise Failed(" ".join(problems))
-        if wanted:
-            shutil.rmtree(arrived)
-            with contextlib.suppress(OSError):  # another host's files wait for their rest
-                arrived.parent.rmdir()
+        return problems
+
+    def _clear(self) -> None:
+        shutil.rmtree(self._arrived)
+        with contextlib.suppress(OSError):  # another host's files wait for their rest
+            self._arrived.parent.rmdir()
 
 
 class Compare(NamedTuple):
     """Compares the files here with those of a host. `digests`: by path and size, of the host's files."""
 
     folder: Path
-    digests: dict[tuple[str, int], str]
+    digests: dict[tuple[str, int], str | None]
 
     def __call__(self, place: str, row: Row) -> str:
         here = self.folder / place

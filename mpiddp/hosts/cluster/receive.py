@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -80,6 +81,7 @@ def _receive(header: dict[str, Any]) -> None:
     lacks = []
     for copy, rows in zip(changing, listen()["rows"]):
         copy.rows = rows
+        copy.check_entries(force=header["force"])
         lacks.append(copy.lacks())
     _check_space(changing, lacks)
     tell({"lacks": lacks})
@@ -213,6 +215,18 @@ class Copy:
             other = self._record.get("origin")
             what = f"a copy of {other}" if other else f"no copy of this one (it has {foreign[0]})"
             raise Failed(f"{self.folder} is {what}. To overwrite it: --force")
+
+    def check_entries(self, *, force: bool) -> None:
+        """Raise Failed where what was never pushed, such as what a job has written, is in the way."""
+        has, wanted = by_name(self.has), by_name(self.rows)
+        own = has.keys() - set(self._record.get("names", ()))
+        differing = sorted(name for name in own & wanted.keys() if has[name] != wanted[name])
+        if differing and not force:
+            path = os.path.join(self.folder, differing[0])
+            raise Failed(
+                f"{path} was never pushed and differs. Rename it there, leave it out (--leave-out "
+                f"{shlex.quote(differing[0])}), or overwrite it: --force"
+            )
 
     def lacks(self) -> list[int]:
         """The rows of the files that are neither here nor have arrived in an earlier push."""

@@ -40,7 +40,7 @@ def _leads_to(user: str, row: Row) -> list[str]:
     name = row[PATH].rpartition("/")[2]
     if row[KIND] == LINK:
         return [os.path.normpath(os.path.join(os.path.dirname(user), row[TARGET]))]
-    if row[KIND] != FILE or not (name == "pyvenv.cfg" or name.endswith(".pth")):
+    if row[KIND] != FILE or not (name == "pyvenv.cfg" or _is_path_file(user)):
         return []
     try:
         lines = Path(user).read_text(errors="replace").splitlines()
@@ -50,6 +50,12 @@ def _leads_to(user: str, row: Row) -> list[str]:
         values = dict(line.partition(" = ")[::2] for line in lines)
         return [values["executable"]] if "executable" in values else []
     return [line for line in lines if line.startswith("/") and line.isprintable()]
+
+
+def _is_path_file(path: str) -> bool:
+    """Whether Python's `site` reads the file. The weights of a model are often called .pth, too."""
+    folder = os.path.basename(os.path.dirname(path))
+    return path.endswith(".pth") and folder in ("site-packages", "dist-packages")
 
 
 def _is_below(path: str, folders: Sequence[str]) -> bool:

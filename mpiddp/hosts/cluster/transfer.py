@@ -133,7 +133,13 @@ class Peer:
         return Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
 
     def take(self, path: str, row: Row) -> None:
-        """Write the next file of the other end. Raises Failed, Lost."""
+        """Write the next file of the other end.
+
+        Raises:
+            Failed: it cannot read this file, or that arrived damaged. The next one can be taken.
+            Lost: it has ended.
+        """
+        self.answer()
         try:
             take_file(path, row, self._out)
         except EOFError:
@@ -202,20 +208,35 @@ def send_file(
     folder: str, row: Row, write: Callable[[bytes], object], report: Callable[[int], None]
 ) -> None:
     """Write the contents of a file of `folder`, then its SHA-256. Raises Failed."""
-    path, left, checksum = os.path.join(folder, row[PATH]), row[SIZE], hashlib.sha256()
+    path = os.path.join(folder, row[PATH])
     try:
         with open(path, "rb") as file:
-            while left:
-                content = file.read(min(left, CHUNK))
-                if not content:
-                    raise Failed(f"{path} has become shorter. Run it again.")
-                checksum.update(content)
-                write(content)
-                left -= len(content)
-                report(len(content))
+            _send_contents(path, file, row[SIZE], write, report)
     except OSError as error:
-        raise Failed(f"{path} cannot be read: {error.strerror}.") from None
+        raise _cannot_be_read(path, error) from None
+
+
+def _send_contents(
+    path: str,
+    file: IO[bytes],
+    left: int,
+    write: Callable[[bytes], object],
+    report: Callable[[int], None],
+) -> None:
+    checksum = hashlib.sha256()
+    while left:
+        content = file.read(min(left, CHUNK))
+        if not content:
+            raise Failed(f"{path} has become shorter. Run it again.")
+        checksum.update(content)
+        write(content)
+        left -= len(content)
+        report(len(content))
     write(checksum.digest())
+
+
+def _cannot_be_read(path: str, error: OSError) -> Failed:
+    return Failed(f"{path} cannot be read: {error.strerror}.")
 
 
 def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
@@ -260,21 +281,49 @@ def give(folder: str) -> None:
     rows = {row[PATH]: row for row in list_tree(folder, names) if "/." not in "/" + row[PATH]}
     tell({"rows": list(rows.values())})
     asked = listen()["digests"]
-    tell({"digests": [digest_of_file(os.path.join(folder, path), size) for path, size in asked]})
+    tell({"digests": [_digest_or_none(os.path.join(folder, path), size) for path, size in asked]})
     for path in listen()["files"]:
-        send_file(folder, rows[path], sys.stdout.buffer.write, lambda count: None)
+        _give_file(os.path.join(folder, path), rows[path][SIZE])
     sys.stdout.buffer.flush()
 
 
+def _digest_or_none(path: str, size: int) -> str | None:
+    try:
+        return digest_of_file(path, size)
+    except OSError:  # the file itself is asked for next, and says so
+        return None
+
+
+def _give_file(path: str, size: int) -> None:
+    """Send whether the file can be read, then as `send_file`. Its contents leave no place for a message."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        tell({"failed": str(_cannot_be_read(path, error))})
+        return
+    with file:
+        tell({"follows": True})
+        try:
+            _send_contents(path, file, size, sys.stdout.buffer.write, lambda count: None)
+        except (OSError, Failed) as error:
+            sys.exit(str(error))
+
+
 def pass_on(program: bytes, message: dict[str, Any]) -> None:
-    """Push this host's copies to another host, and report to stdout. It runs on a host that has them all."""
+    """Push this host's copies to another host, and report to stdout. It runs on a host that has had them all.
+
+    "lost": it cannot; another one may.
+    """
     header = message["header"]
-    rows = [list_tree(tree["folder"], tree["names"]) for tree in header["trees"]]
-    for own, tree in zip(rows, header["trees"]):
-        if digest(own) != tree["digest"]:
-            tell({"failed": f"{tree['folder']} has changed. Push again."})
+    try:
+        rows = [list_tree(tree["folder"], tree["names"]) for tree in header["trees"]]
+        if any(digest(own) != tree["digest"] for own, tree in zip(rows, header["trees"])):
+            tell({"lost": True})  # its copy has changed since
             return
-    peer = Peer(message["pass_on"], program)
+        peer = Peer(message["pass_on"], program)
+    except OSError:  # of its disk, or it has no ssh
+        tell({"lost": True})
+        return
     reported, unreported = time.monotonic(), 0
 
     def report(count: int) -> None:

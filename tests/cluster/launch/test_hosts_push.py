@@ -318,9 +318,11 @@ def test_links_out_of_an_environment(hosts: Cluster, folder: Path, tmp_path: Pat
     elsewhere = tmp_path / "library"
     elsewhere.mkdir()
     (elsewhere / "module.py").write_text("")
-    (environment / "borrowed.pth").write_text(f"{elsewhere}\n")
+    site = environment / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "borrowed.pth").write_text(f"{elsewhere}\n")
     assert refusal(push(hosts, folder)).startswith(
-        f"node1: {elsewhere} is missing there, and {environment}/borrowed.pth leads to it."
+        f"node1: {elsewhere} is missing there, and {site}/borrowed.pth leads to it."
     )
     assert push(hosts, folder, elsewhere).returncode == 0
     (environment / "bin" / "python3").symlink_to("/usr/bin/python3")  # which is there

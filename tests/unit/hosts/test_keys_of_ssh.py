@@ -21,6 +21,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import main
 from mpiddp.hosts.cluster import keys
 from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import shell_command
 from tests.support.patience import PATIENCE_S
 
 CONFIG = """\
@@ -245,9 +246,45 @@ def test_a_host_that_ssh_does_not_reach(capfd: pytest.CaptureFixture[str]) -> No
     assert unknown == {"a.invalid": ["localhost"]}
 
 
+def test_a_jump_host_that_does_not_answer_is_no_fault_of_the_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    Path("config").write_text(f"Host a.invalid\n  ProxyJump 127.0.0.1:{port}\n")
+    with pytest.raises(UserError) as raised:
+        keys.open_logins([Host("a.invalid")], None)
+    assert str(raised.value) == (
+        "ssh a.invalid: the jump host on the way failed (ssh: connect to host 127.0.0.1 "
+        f"port {port}: Connection refused). Try: ssh a.invalid true"
+    )
+
+
 def test_each_host_says_whom_it_reaches_and_whom_not() -> None:
     """The command of the hosts, run here."""
     with Path("config").open("a") as config:
         config.write("  ProxyCommand false\n")
     done = keys._on_each(keys._REACH, {Host("localhost"): "n1 a.invalid \nn2 b.invalid 22\n"}, None)
     assert done[Host("localhost")].stdout == "mpiddp-misses n1\nmpiddp-misses n2\n"
+
+
+def test_the_commands_run_where_the_login_shell_is_csh(tmp_path: Path) -> None:
+    """sshd gives a command to it in this way, in the user's home folder."""
+    tcsh = shutil.which("tcsh")
+    if tcsh is None:
+        pytest.skip("tcsh is not installed. Run: apt-get install tcsh")
+    with Path("config").open("a") as config:
+        config.write("  ProxyCommand false\n")
+    for line, stdin, printed in (
+        (keys._ADD_KEY, "ssh-ed25519 AAAA me@here\n", ""),
+        (keys._REACH, "n1 a.invalid 22\n", "mpiddp-misses n1\n"),
+    ):
+        *_, command = shell_command(Host("a.invalid"), line)
+        done = subprocess.run(
+            [tcsh, "-c", command],
+            env={**os.environ, "HOME": str(tmp_path)},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+    assert Path(".ssh/authorized_keys").read_text() == "ssh-ed25519 AAAA me@here\n"

@@ -1,6 +1,6 @@
-"""A push and a pull between two folders of this machine, through the real program of each host, without ssh.
+"""A push between two folders of this machine, through the real program of each host, without ssh.
 
-Tests mpiddp/hosts/cluster/. tests/cluster/launch/test_hosts_push.py and test_hosts_pull.py have real hosts.
+Tests mpiddp/hosts/cluster/. tests/cluster/launch/test_hosts_push.py has real hosts.
 python -m pytest tests/unit/hosts/test_push_between_folders.py
 """
 
@@ -9,69 +9,31 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts import main as hosts_main
 from mpiddp.hosts.cluster import fan_out, push
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
-from mpiddp.hosts.cluster.pull import Source
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
 from mpiddp.hosts.cluster.transfer import START, Failed, Peer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.transport import QRSH
 from mpiddp.launch import main as launch
 from mpiddp.launch.options import parse_options
+from tests.support import folders_as_hosts
+from tests.support.folders_as_hosts import HERE, files_of, modes_count, shell, verb, write
 from tests.support.patience import PATIENCE_S
-
-HERE = "here/project"  # the same path on every host, whose working folders differ
 
 
 @pytest.fixture(name="hosts", autouse=True)
 def folders_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a host is `hosts / name`. This process is in that of "here"."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    (tmp_path / "here" / HERE).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: shell(tmp_path, host, line))
-    return tmp_path
-
-
-def shell(hosts: Path, host: Host, line: str) -> list[str]:
-    """`line` on a host, each of which is a folder."""
-    folder = hosts / host.name
-    (folder / "here").mkdir(parents=True, exist_ok=True)
-    return ["sh", "-c", f"cd {shlex.quote(str(folder))} && {line}"]
-
-
-@pytest.fixture
-def modes_count(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everywhere; on the hosts it may no longer."""
-    command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-    monkeypatch.setattr(
-        fan_out, "shell_command", lambda host, line: [*command, *shell(hosts, host, line)]
-    )
-
-
-def write(folder: Path, **files: str) -> None:
-    """`lib__a=...` is the file lib/a."""
-    for name, text in files.items():
-        path = folder / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    paths = [path for path in folder.rglob("*") if path.is_file() and ".mpiddp" not in str(path)]
-    return {str(path.relative_to(folder)): path.read_text() for path in sorted(paths)}
+    return folders_as_hosts.stand(tmp_path, monkeypatch)
 
 
 def ask(names: Sequence[str], **options: bool) -> tuple[Content, list[Target], dict[str, str]]:
@@ -157,6 +119,22 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     assert (there / "stays").stat().st_ino == stays
 
 
+def test_what_only_a_host_has_is_not_replaced(hosts: Path) -> None:
+    """The job has written an entry of the same name on each host."""
+    write(Path(HERE), code="1")
+    send(["node1"])
+    write(Path(HERE), code="2", outputs__same="same", outputs__a="of this host")
+    there = hosts / "node1" / HERE
+    write(there, outputs__a="of that host")
+    assert refusal("node1") == (
+        f"{HERE}/outputs was never pushed and differs. Rename it there, leave it out (--leave-out "
+        "outputs), or overwrite it: --force"
+    )
+    assert files_of(there) == {"code": "1", "outputs/a": "of that host"}
+    send(["node1"], force=True)
+    assert files_of(there) == files_of(Path(HERE))
+
+
 def test_kinds_of_entries_change_in_place(hosts: Path) -> None:
     """A file becomes a folder, a folder a link, a link a file; folders may not be writable."""
     write(Path(HERE), a="file", b__c="in a folder")
@@ -202,8 +180,10 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     assert again.header["trees"][0]["digest"] != header["trees"][0]["digest"]
 
 
-@pytest.mark.usefixtures("modes_count")
-def test_what_a_broken_push_has_left_is_no_part_of_the_next(hosts: Path) -> None:
+def test_what_a_broken_push_has_left_is_no_part_of_the_next(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes_count(hosts, monkeypatch)
     write(Path(HERE), lib__a="1")
     there = hosts / "node1" / HERE
     arrived = there / ".mpiddp-push" / "new" / "lib"
@@ -213,8 +193,10 @@ def test_what_a_broken_push_has_left_is_no_part_of_the_next(hosts: Path) -> None
     assert [path.name for path in (there / "lib").iterdir()] == ["a"]
 
 
-@pytest.mark.usefixtures("modes_count")
-def test_folders_that_may_not_be_written_change_too(hosts: Path) -> None:
+def test_folders_that_may_not_be_written_change_too(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes_count(hosts, monkeypatch)
     there = hosts / "node1" / HERE
     for text in ("before", "after"):
         write(Path(HERE), lib__a=text, z__deep__b=text)
@@ -266,6 +248,37 @@ def test_a_host_that_no_other_reaches_gets_it_from_here(
     done = send(names)
     assert (sorted(host.name for host in done.done), done.failures) == (names, {})
     assert done.sent == 400
+
+
+def test_hosts_without_ssh_pass_nothing_on(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    write(Path(HERE), a="1" * 100)
+    login = Path("login")  # no host's folder has it but this one's
+    login.write_text('#!/bin/sh\nexec "$@"\n')
+    login.chmod(0o755)
+    monkeypatch.setattr(
+        fan_out, "shell_command", lambda host, line: ["./login", *shell(hosts, host, line)]
+    )
+    names = [f"node{index}" for index in range(4)]
+    done = send(names)
+    assert (sorted(host.name for host in done.done), done.failures) == (names, {})
+    assert done.sent == 400
+
+
+def test_a_copy_that_has_changed_is_not_passed_on(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    write(Path(HERE), a="1" * 100)
+
+    def changed(host: Host, line: str) -> list[str]:
+        """A host that is asked a second time, to pass its copy on, has another one."""
+        return shell(hosts, host, f"{{ test ! -f {HERE}/a || echo 2 > {HERE}/a; }} && {line}")
+
+    monkeypatch.setattr(fan_out, "shell_command", changed)
+    names = [f"node{index}" for index in range(4)]
+    done = send(names)
+    assert (sorted(host.name for host in done.done), done.failures) == (names, {})
 
 
 # --- what a host refuses ---
@@ -548,13 +561,6 @@ def test_a_push_that_too_few_hosts_have_got_is_a_failed_job(
     assert (few.lacked, list(few.failures), few.exit_code) == ({}, [Host("node1")], 1)
 
 
-def verb(*arguments: str) -> int:
-    """`mpiddp hosts …` in the folder of this host. An absolute path leads every "host" to the same folder."""
-    Path("hosts").write_text("localhost\nnode1\n")
-    name, *rest = arguments
-    return hosts_main.main([name, "hosts", *rest])
-
-
 def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
     write(Path(HERE), a="1")
     assert verb("push", HERE) == 0
@@ -643,123 +649,3 @@ def test_a_launch_pushes_this_folder(
         err = capfd.readouterr().err
         assert err.startswith(f"mpiddp: not pushed to node2: {HERE} is no copy of this one ")
         assert err.count("mpiddp:") == 1
-
-
-# --- a pull ---
-
-
-def test_the_verb_pull(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"/here/run is on no host\.$"):
-        verb("pull", "run")
-    write(Path("run"), log="1")
-    assert verb("pull", "run") == 0
-    assert capfd.readouterr() == ("node1: nothing new\n", "")
-    with pytest.raises(UserError, match=r"/run/log is a file; expected the folder of a run\.$"):
-        verb("pull", "run/log/deep")
-    with pytest.raises(UserError, match=r"^--min-hosts 3: only 2 hosts given\.$"):
-        verb("pull", "run", "--min-hosts", "3")
-
-
-@pytest.fixture(name="pull")
-def a_pull(hosts: Path) -> Callable[..., str]:
-    """Bring ./run from a host, and say what was brought."""
-
-    def bring(name: str = "node1") -> str:
-        source = Source(Host(name), Path("./run"), fan_out.connect(Host(name)))
-        try:
-            source.ask()
-            return source.failure or source.bring()
-        finally:
-            source.peer.close()
-
-    return bring
-
-
-def checkpoint(folder: Path, *, index: str | None = None, **files: str) -> None:
-    """A complete checkpoint, or one part of a sharded one."""
-    all_files = files if index is None else {**files, "shards.json": index}
-    folder.mkdir(parents=True)
-    entries = {}
-    for name, text in all_files.items():
-        (folder / name).write_text(text)
-        entries[name] = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
-    manifest = json.dumps(entries)
-    (folder / "manifest.json").write_text(manifest)
-    (folder / "COMPLETE").write_text(sha256(manifest.encode()).hexdigest())
-
-
-def test_a_pull_brings_what_is_not_here(hosts: Path, pull: Callable[..., str]) -> None:
-    there = hosts / "node1" / "run"
-    write(there, log="step 1\nstep 2\n", ranks__rank1="x", same="s", differs="theirs", cut="12")
-    (there / ".partial").write_text("not complete")
-    write(Path("run"), log="step 1\n", same="s", differs="mine!!", cut="12345", own="o")
-    assert pull() == "3 files, 21 B; kept beside what differs here: differs.node1"
-    assert files_of(Path("run")) == {
-        "log": "step 1\nstep 2\n", "ranks/rank1": "x", "same": "s", "own": "o",
-        "differs": "mine!!", "differs.node1": "theirs", "cut": "12345",
-    }  # fmt: skip
-    assert pull() == "nothing new"
-    assert not Path("run", ".mpiddp-pull").exists()
-
-
-def test_a_pull_of_nothing(hosts: Path, pull: Callable[..., str]) -> None:
-    assert pull() == "nothing new"
-
-
-def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
-    """A limit for the size of a file ends a write as a full disk does: the error names no path."""
-    write(hosts / "node1" / "run", log="1" * 2_000_000)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        assert pull() == "File too large."
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_complete_checkpoint_comes_whole(hosts: Path, pull: Callable[..., str]) -> None:
-    there = hosts / "node1" / "run"
-    checkpoint(there / "step1", model="weights")
-    checkpoint(there / "step2", model="theirs")
-    checkpoint(Path("run") / "step2", model="mine")
-    text = pull()
-    assert text.startswith("6 files, ")
-    assert text.count("step2.node1/") == 3
-    assert (Path("run") / "step1" / "model").read_text() == "weights"
-    assert (Path("run") / "step2" / "model").read_text() == "mine"
-    assert (Path("run") / "step2.node1" / "model").read_text() == "theirs"
-    assert pull() == "nothing new"
-
-
-def test_the_shards_of_two_hosts_become_one_checkpoint(
-    hosts: Path, pull: Callable[..., str]
-) -> None:
-    checkpoint(hosts / "node1" / "run" / "step1", index="of both", shard1="1", shard2="22")
-    checkpoint(Path("run") / "step1", index="of both", shard0="0", shard2="22")
-    assert pull().startswith("2 files, ")  # shard1 and the manifest
-    here = Path("run") / "step1"
-    manifest = (here / "manifest.json").read_text()
-    assert sorted(json.loads(manifest)) == ["shard0", "shard1", "shard2", "shards.json"]
-    assert (here / "COMPLETE").read_text() == sha256(manifest.encode()).hexdigest()
-    assert [(here / f"shard{each}").read_text() for each in range(3)] == ["0", "1", "22"]
-    assert sorted(path.name for path in Path("run").iterdir()) == ["step1"]
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "problem"),
-    [
-        ("model", "damaged", "model does not match its SHA-256"),
-        ("COMPLETE", "0" * 64, "manifest.json does not match its SHA-256"),
-        ("model", None, "model is missing"),
-    ],
-)
-def test_a_damaged_checkpoint_is_not_taken(
-    hosts: Path, pull: Callable[..., str], file: str, text: str | None, problem: str
-) -> None:
-    there = hosts / "node1" / "run" / "step1"
-    checkpoint(there, model="weights")
-    (there / file).unlink()
-    if text is not None:
-        (there / file).write_text(text)
-    assert pull() == f"step1 is no complete checkpoint there: {problem}."
-    assert not (Path("run") / "step1").exists()

@@ -40,7 +40,8 @@ def test_programs_run_on_one_kind_of_machine(names: list[str], found: bool) -> N
 def test_what_leads_out_of_the_folders(tmp_path: Path) -> None:
     """Links, the interpreter of an environment, and paths in .pth files, where they exist."""
     pushed, outside = tmp_path / "pushed", tmp_path / "outside"
-    (pushed / "env").mkdir(parents=True)
+    site = pushed / "env/site-packages"
+    site.mkdir(parents=True)
     (outside / "bin").mkdir(parents=True)
     python, package = outside / "bin/python3.11", outside / "package"
     python.touch()
@@ -49,14 +50,16 @@ def test_what_leads_out_of_the_folders(tmp_path: Path) -> None:
     (pushed / "env/pyvenv.cfg").write_text(
         f"home = /elsewhere\nexecutable = {outside}/bin/python3\n"
     )
-    (pushed / "env/a.pth").write_text(f"import os; os\n{package}\n{pushed}/inner\n/no/such/path\n")
+    (site / "a.pth").write_text(f"import os; os\n{package}\n{pushed}/inner\n/no/such/path\n")
     (pushed / "inner").mkdir()
-    (pushed / "notes.txt").write_text(f"{package}\n")
+    for name in ("notes.txt", "weights.pth"):  # which Python does not read
+        (pushed / name).write_text(f"{package}\n")
     rows = [
         row("env/pyvenv.cfg"),
-        row("env/a.pth"),
+        row("env/site-packages/a.pth"),
         row("notes.txt"),
-        row("gone.pth"),
+        row("weights.pth"),
+        row("env/site-packages/gone.pth"),
         row("env/own", LINK, "../inner"),
         row("env/data", LINK, "../../outside/package"),
         row("env/broken", LINK, "/no/such/path"),
@@ -65,7 +68,7 @@ def test_what_leads_out_of_the_folders(tmp_path: Path) -> None:
     assert needs([(str(pushed), rows)]) == [
         [f"{outside}/bin/python3", environment],
         [str(python), environment],
-        [str(package), f"{pushed}/env/a.pth"],
+        [str(package), f"{site}/a.pth"],
     ]
     assert needs([(str(pushed), rows), (str(outside), [])]) == []
     found = needs([(str(pushed), rows)])
