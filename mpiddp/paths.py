@@ -38,6 +38,14 @@ _WRONG = frozenset(
 _FIRST_LINE = 4096  # bytes that show what a file is
 
 
+def from_here(path: str | Path) -> str:
+    """The path for a message: as a user in the working folder would type it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the working folder is gone, or the path is not below it
+        return str(path)
+
+
 def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type[JobFailed]:
     """UserError if the path or the command is wrong, JobFailed if a machine failed.
 

@@ -26,10 +26,13 @@ from mpiddp.checkpoints.directory import INDEX, BrokenCheckpoint, UnreadableChec
 from mpiddp.checkpoints.shards import Like, ShardFiles, read_index, with_tensors
 from mpiddp.checkpoints.state import (
     RANKS,
+    Unreadable,
     is_sharded,
     mapped,
+    packed,
     read_tensors,
     stem_of,
+    unpacked,
     write_tensors,
 )
 from mpiddp.errors import JobFailed, UserError
@@ -53,11 +56,15 @@ class Contents:
 
     step: int
     state: dict[str, Any]
-    ranks: list[dict[str, Any]]  # the "rng" and the "state" of each rank that saved it
+    ranks: list[Any]  # what each rank has saved for itself: `packed_rank`; a dict in older ones
     config: Mapping[str, Any]
 
     def resumed_by(self, rank: int) -> Resumed:
-        own = self.ranks[rank]["state"] if rank < len(self.ranks) else {}
+        """
+        Raises:
+            UserError: the rank's own state was not saved by mpiddp.
+        """
+        own = self._of_rank(rank, "state") if rank < len(self.ranks) else {}
         return Resumed(self.step, self.state, own, len(self.ranks))
 
     def restore_rng(self, rank: int, local_rank: int) -> None:
@@ -68,16 +75,39 @@ class Contents:
         """
         if rank >= len(self.ranks):
             return
+        states = self._of_rank(rank, "rng")
         try:
-            restore_rng_states(self.ranks[rank]["rng"], local_rank)
+            restore_rng_states(states, local_rank)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 "the checkpoint was not written by mpiddp: the states of its random number generators "
                 f"cannot be restored ({type(error).__name__})."
             ) from None
 
+    def _of_rank(self, rank: int, key: str) -> dict[str, Any]:
+        own = self.ranks[rank]
+        try:
+            values = (unpacked(own) if isinstance(own, Tensor) else own)[key]
+        except (Unreadable, LookupError, TypeError):
+            values = None
+        if not isinstance(values, dict):
+            raise UserError(
+                f"the checkpoint of step {self.step} was not written by mpiddp: {RANKS}.pt has no "
+                f"{key} of rank {rank}."
+            )
+        return values
+
 
 # Written
+
+
+def packed_rank(rng: dict[str, Any], state: dict[str, Any]) -> Tensor:
+    """What one rank saves for itself: uint8 [bytes].
+
+    It can be a hundred small tensors, and no rank needs those of another. As bytes, they are rebuilt
+    neither by the rank that writes them nor by the other ranks that resume.
+    """
+    return packed({"rng": rng, "state": state})
 
 
 def write_files(folder: Path, contents: Contents) -> dict[str, str]:
@@ -164,7 +194,7 @@ def _checked(facts: dict[str, Any], state: Any, ranks: Any) -> Contents:
         raise TypeError
     if not isinstance(config, dict) or not isinstance(ranks, list):
         raise TypeError
-    if not all(isinstance(rank["rng"], dict) and isinstance(rank["state"], dict) for rank in ranks):
+    if not all(isinstance(own, (Tensor, dict)) for own in ranks):
         raise TypeError
     return Contents(step, state, ranks, config)
 

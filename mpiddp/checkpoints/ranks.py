@@ -322,6 +322,9 @@ class Transfer:
     ) -> None:
         """Send and receive, all at once. Every pair of ranks has to agree on its transfer.
 
+        A script may call destroy_process_group while its last save is under way. The group itself still
+        works then; `dist.isend` would refuse it.
+
         Args:
             receiver: None to send nothing.
             own_bytes: the size of this rank's file.
@@ -337,15 +340,14 @@ class Transfer:
             works, parts = [], []
             if start < to_send:
                 chunk = self._read(to_send - start)
-                works.append(dist.isend(chunk, receiver, group=group))
+                works.append(group.send([chunk], receiver, 0))
             for rank, entry in incoming.items():
                 if start < entry.bytes:
                     part = empty_chunk(entry.bytes - start)
-                    works.append(dist.irecv(part, rank, group=group))
+                    works.append(group.recv([part], rank, 0))
                     parts.append((self._copies[rank], part))
             for work in works:
-                if work is not None:
-                    work.wait()
+                work.wait()
             for file, part in parts:
                 file.write(bytes_of(part))
         for rank, entry in incoming.items():
@@ -373,7 +375,7 @@ class Transfer:
 
 def empty_chunk(num_bytes: int) -> Tensor:
     """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
-    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
 
 
 def bytes_of(chunk: Tensor) -> memoryview:

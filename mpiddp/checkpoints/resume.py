@@ -27,7 +27,7 @@ from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints, replacing
 from mpiddp.checkpoints.state import HashedFile
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import named_by
+from mpiddp.paths import from_here, named_by
 from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
@@ -69,7 +69,7 @@ class Found:
     def named(self, ranks: Ranks) -> str:
         """The checkpoint for the user: its path, and its host unless that is rank 0's."""
         first = self.hosts[0]
-        return first.folder + (
+        return from_here(first.folder) + (
             f" on {ranks.coordinator.hostnames[first.rank]}" if first.rank else ""
         )
 
@@ -224,6 +224,8 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
     """
     root = run.checkpoints
     goes_back = path is not None and path.resolve().parent == root.resolve()
+    if path is not None and goes_back:
+        path = root / path.resolve().name  # it may be a link, whose name says nothing
     if path is None or is_restart(os.environ) or not goes_back:
         problem = ""
         if path is None and directory.list_steps(root):
@@ -242,6 +244,9 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
     except BrokenCheckpoint as error:
         has_failed = isinstance(error, UnreadableCheckpoint)
         return replace(here, problem=f"{path}: {error}.", has_failed=has_failed)
+    if goes_back and path not in directory.list_steps(root):
+        name = "step_ and 8 digits"
+        return replace(here, problem=f"{path}: the name of a checkpoint here is {name}. Rename it.")
     step = directory.step_of(path) if goes_back else 0
     return replace(here, folder=str(path), step=step, is_named=True, goes_back=goes_back)
 

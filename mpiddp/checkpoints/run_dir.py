@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of
+from mpiddp.paths import cause_of, from_here
 from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.job.session import RunFiles, current
 from mpiddp.runtime.log import log
@@ -62,7 +62,7 @@ class RunDir:
         return self.logs / f"rank_{rank:05d}.log"
 
     def __str__(self) -> str:
-        return str(self.path)
+        return from_here(self.path)
 
 
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:

@@ -11,8 +11,11 @@ save error needs no synchronization in any other step. A full disk never damages
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.contents import Contents, rng_states, write_files
+from mpiddp.checkpoints.contents import Contents, packed_rank, rng_states, write_files
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.save_shards import NotSaved, ShardedSaver
 from mpiddp.checkpoints.state import Keys, mapped, num_bytes, split
@@ -36,6 +39,7 @@ from mpiddp.runtime.log import log
 from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
+_NICENESS = 10  # of the thread that writes
 
 
 class Saver:
@@ -59,7 +63,7 @@ class Saver:
         self._is_verified = {verified: True} if verified else {}
         self._pending: Future[str] | None = None
         self._memory = HostMemory()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way_to_the_training)
         self._sharded: ShardedSaver | None = None
 
     def save(
@@ -93,22 +97,27 @@ class Saver:
         contents = Contents(step, copied, ranks, config)
         self._pending = self._thread.submit(self._write, contents, boxes)
 
-    def _gather(self, per_rank: dict[str, Any]) -> list[Any]:
-        """Each rank's own state and generators, complete on the writer ranks: [world_size]. A collective."""
+    def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
+        """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective."""
         memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
         (copied,) = memory.copy(per_rank)
         memory.wait()
-        own = {"rng": rng_states(self._run.ranks.local_rank), "state": copied}
-        group = self._run.ranks.group
-        if group is None:
+        ranks = self._run.ranks
+        own = packed_rank(rng_states(ranks.local_rank), copied)
+        if ranks.group is None:
             return [own]
-        states: list[Any] = [None] * self._run.ranks.coordinator.world.world_size
+        sizes = ranks.gather(len(own))
+        padded = own.new_zeros(max(sizes))
+        padded[: len(own)] = own
         if self._run.file_systems.writers == [0]:
-            is_rank_0 = self._run.ranks.rank == 0
-            dist.gather_object(own, states if is_rank_0 else None, group=group)
+            of_ranks = [torch.empty_like(padded) for _ in sizes] if ranks.rank == 0 else None
+            dist.gather(padded, of_ranks, group=ranks.group)
         else:
-            dist.all_gather_object(states, own, group=group)
-        return states
+            of_ranks = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(of_ranks, padded, group=ranks.group)
+        if of_ranks is None or not self._run.is_writer:
+            return []
+        return [each[:size].clone() for each, size in zip(of_ranks, sizes, strict=True)]
 
     def finish(self) -> None:
         """Wait for the last save. A collective: every rank must call it.
@@ -213,6 +222,17 @@ class Saver:
         return self._is_verified[folder] and directory.is_intact(folder)
 
 
+def _give_way_to_the_training() -> None:
+    """Let this thread have a tenth of a core that a training needs, and all of one that is idle.
+
+    On Linux, threads have priorities of their own.
+    """
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox may refuse it
+        nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, nicer)
+
+
 def _save_error(error: OSError, root: Path, step: int, needed: int) -> str:
     """The error, and the newest checkpoint that remains, if the folder can still be read."""
     sentence = f"{root}: cannot write the checkpoint of step {step}: {error.strerror}."
@@ -262,7 +282,8 @@ class HostMemory:
             self._free[layout].append(host)
         self._used = []
         self._copied = {}
-        copied = [mapped(state, self._copy) for state in states]
+        with torch.inference_mode(False), torch.no_grad():  # else their memory could not be reused
+            copied = [mapped(state, self._copy) for state in states]
         for device, event in self._copied.items():
             event.record(torch.accelerator.current_stream(device))
         return copied

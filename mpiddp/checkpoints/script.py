@@ -19,7 +19,7 @@ from mpiddp.checkpoints.run_dir import RunDir, RunRecords, writing
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import UserError
-from mpiddp.paths import named_by
+from mpiddp.paths import from_here, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
@@ -78,7 +78,7 @@ class Checkpoints:
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._must_succeed = on_save_error == "stop"
         self._timeout_s = timeout_s
-        self._dir = RunDir(Path(folder))
+        self._dir = RunDir(Path(folder).absolute())  # the script may change the working folder
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
@@ -178,7 +178,7 @@ class Checkpoints:
         ]
         if different:
             raise UserError(
-                f"{found.folder} was made with another config: {'; '.join(different)}. "
+                f"{from_here(found.folder)} was made with another config: {'; '.join(different)}. "
                 "Use the same config, or name another folder."
             )
 
@@ -325,7 +325,7 @@ def _refuse_other_step(found: Found, contents: Contents) -> None:
     if found.is_own and directory.step_of(found.folder) != contents.step:
         name = f"step_{contents.step:08d}"
         raise UserError(
-            f"{found.folder} is the checkpoint of step {contents.step}: rename it to {name}."
+            f"{from_here(found.folder)} is the checkpoint of step {contents.step}: rename it to {name}."
         )
 
 

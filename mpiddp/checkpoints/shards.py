@@ -102,7 +102,7 @@ class ShardFiles:
         dtype = getattr(torch, saved.dtype)
         if tensor is None:
             try:
-                return torch.empty(saved.shape, dtype=dtype)
+                return torch.empty(saved.shape, dtype=dtype, device="cpu")
             except RuntimeError as error:  # of torch's allocator
                 reason = str(error).splitlines()[0]
                 raise JobFailed(f"no memory for {path_of(name)[-1]}: {reason}") from None

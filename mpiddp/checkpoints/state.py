@@ -11,6 +11,7 @@ damage by a dozen types of exception. `load_tensors` raises one type, with a rea
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import pickle
 import re
@@ -20,7 +21,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import torch
@@ -259,6 +260,7 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
+        self.name = str(path)  # as an open file's; a drill tells the files of a save apart by it
         self._digest = hashlib.sha256()
         self._error: OSError | None = None
 
@@ -304,7 +306,12 @@ def load_tensors(path: Path) -> Any:
         OSError: the file is missing, must not be read, or lies on a disk that fails.
         Unreadable: the file is damaged, of another format, or contains code.
     """
-    with path.open("rb") as file, warnings.catch_warnings():
+    with path.open("rb") as file:
+        return _load(file)
+
+
+def _load(file: BinaryIO) -> Any:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of code that it then refuses
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -317,6 +324,25 @@ def load_tensors(path: Path) -> Any:
                 raise Unreadable("it is not a file that torch.save wrote") from None
             reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
             raise Unreadable(f"torch.load cannot read it ({reason})") from None
+
+
+def packed(nested: Any) -> Tensor:
+    """The bytes of a file with these contents: uint8 [bytes]."""
+    file = io.BytesIO()
+    torch.save(nested, file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """The contents that `packed` was given. The tensors are on the CPU.
+
+    Raises:
+        Unreadable: these are no such bytes, or contain code.
+    """
+    is_plain = data.layout is torch.strided and data.dtype == torch.uint8
+    if not is_plain or not data.is_contiguous():  # else it may claim to be of any size
+        raise Unreadable("it contains no bytes of torch.save")
+    return _load(io.BytesIO(data.numpy().tobytes()))
 
 
 def read_tensors(path: Path) -> Any:

@@ -28,7 +28,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.train.config import TrainConfig, changed_options
-from mpiddp.train.engine import TrainState, averaged_buffers
+from mpiddp.train.engine import TrainState, averaged_buffers, restore_buffers
 
 _LARGEST_SEED = 1 << 32  # of numpy's generator
 
@@ -65,8 +65,7 @@ def save(
     Raises:
         JobFailed: the previous save has failed, and --on-save-error is stop.
     """
-    own = [buffer.clone() for buffer in state.model.buffers()]
-    with averaged_buffers(state.model):
+    with averaged_buffers(state.model) as own:
         checkpoints.save(
             progress.step,
             {
@@ -108,8 +107,10 @@ def resume(
     with coordinator.all_or_none():
         _restore(state, saved)
     if saved.world_size == world_size:
-        for buffer, own in zip(state.model.buffers(), saved.per_rank["buffers"], strict=True):
-            buffer.copy_(own)
+        own = saved.per_rank["buffers"]
+        if isinstance(own, list):  # an earlier version wrote each, and the counts of batches too
+            own = torch.cat([each.reshape(-1) for each in own if each.is_floating_point()])
+        restore_buffers(state.model, own)
     else:
         _seed(config.seed + 1 + rank)
     training = saved.state["training"]

@@ -311,22 +311,34 @@ def computes_in_bf16(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def averaged_buffers(model: nn.Module) -> Iterator[None]:
+def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Average BatchNorm's running statistics over the ranks while the body runs, then restore them.
 
     All ranks evaluate and save the same model, and the training that follows does not change.
-    A collective: every rank must enter.
+    A collective: every rank must enter. Gives the body this rank's own statistics, for `restore_buffers`.
     """
-    own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    saved = torch.cat([buffer.reshape(-1) for buffer in own])
-    mean = saved.clone()
+    own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
+    mean = own.clone()
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
-    _fill(own, mean)
+    restore_buffers(model, mean)
     try:
-        yield
+        yield own
     finally:
-        _fill(own, saved)
+        restore_buffers(model, own)
+
+
+def restore_buffers(model: nn.Module, own: Tensor) -> None:
+    """Give the model the statistics that `averaged_buffers` has given: one after another, [elements]."""
+    buffers = _statistics(model)
+    sizes = [buffer.numel() for buffer in buffers]
+    for buffer, values in zip(buffers, own.split(sizes), strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that matter and differ from rank to rank: BatchNorm does not use its count of batches."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 @contextlib.contextmanager
@@ -338,9 +350,3 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for buffer, before in saved:
             buffer.copy_(before)
-
-
-def _fill(buffers: list[Tensor], flat: Tensor) -> None:
-    sizes = [buffer.numel() for buffer in buffers]
-    for buffer, values in zip(buffers, flat.split(sizes), strict=True):
-        buffer.copy_(values.view_as(buffer))

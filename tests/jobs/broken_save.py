@@ -3,21 +3,25 @@
     mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM silent RANK
     mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM unopenable RANK
     mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM gone RANK
+    mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM destroyed RANK
 
 FORM is "whole" or "sharded". "silent": in the first attempt, the rank's thread never finishes its part.
 "unopenable": in the first save, a folder is in the place of a file that the rank has to write.
 "gone": during the first save, the rank's folder can neither be written nor read.
+"destroyed": the rank destroys the process group before its thread begins to write the last save.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -48,10 +52,13 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         rank = coordinator.world.rank
         log_to_console(rank)
         is_broken = rank == int(broken_rank)
+        is_destroyed = threading.Event()
 
         def write_files(new: Path, saved: save.Contents) -> Mapping[str, str]:
             if is_broken and is_silent:
                 time.sleep(1000)
+            if is_broken and what == "destroyed" and saved.step == 2:
+                assert is_destroyed.wait(PATIENCE_S)
             if is_broken and what == "unopenable" and saved.step == 1:
                 (new / f"shard_{1 - rank:05d}.pt").mkdir()
             (new / "state.json").write_text("{}")
@@ -73,6 +80,9 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
                 else:
                     root.unlink()
             saver.save(step, state, {}, {})
+        if is_broken and what == "destroyed":
+            dist.destroy_process_group()
+            is_destroyed.set()
         saver.finish()
 
 

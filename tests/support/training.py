@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpiddp.checkpoints.state import unpacked
 from mpiddp.train.config import TrainConfig, resolve_defaults
 from mpiddp.train.options import parse
 from mpiddp.world import World
@@ -103,10 +104,11 @@ def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
 def contents(run: Path, step: int) -> dict[str, Any]:
     """All tensors of a checkpoint, by the names of its files."""
     folder = run / "checkpoints" / f"step_{step:08d}"
-    return {
+    files = {
         name: torch.load(folder / f"{name}.pt")
         for name in ("model", "optimizer", "scaler", "ranks")
     }
+    return {**files, "ranks": [unpacked(own) for own in files["ranks"]]}
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:

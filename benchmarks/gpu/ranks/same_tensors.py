@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.bench.result_lines import emit
+from mpiddp.checkpoints.state import unpacked
 
 
 def main(one: Path, other: Path) -> None:
@@ -22,7 +23,9 @@ def main(one: Path, other: Path) -> None:
     if names != sorted(path.name for path in other.glob("*.pt")) or not names:
         different.append(f"their files: {names} in {one.name}")
     for name in names:
-        pair = (torch.load(each / name, weights_only=True) for each in (one, other))
+        pair = [torch.load(each / name, weights_only=True) for each in (one, other)]
+        if name == "ranks.pt":
+            pair = [[unpacked(own) for own in ranks] for ranks in pair]
         leaves = [dict(_leaves(contents, name)) for contents in pair]
         for key in {**leaves[0], **leaves[1]}:
             if key.startswith("training.pt/options/"):  # they name the run's own folder

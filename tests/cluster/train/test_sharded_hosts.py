@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.state import unpacked
 from mpiddp.cli import main
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host
@@ -119,7 +120,8 @@ def tensors(run: Path, step: int) -> dict[str, Any]:
     folder = run / "checkpoints" / f"step_{step:08d}"
     directory.verify(folder)
     files = [file for file in folder.glob("*.pt") if file.name != "training.pt"]
-    return {file.name: torch.load(file) for file in files}
+    found = {file.name: torch.load(file) for file in files}
+    return {**found, "ranks.pt": [unpacked(own) for own in found["ranks.pt"]]}
 
 
 def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster) -> None:

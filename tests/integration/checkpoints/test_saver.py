@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory, save
+from mpiddp.checkpoints.ranks import empty_chunk
 from mpiddp.checkpoints.run_dir import save_json
 from mpiddp.checkpoints.save import HostMemory, SaveSchedule, _layout, _save_error
-from mpiddp.checkpoints.state import HashedFile
+from mpiddp.checkpoints.state import HashedFile, packed
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
@@ -64,6 +65,15 @@ def test_a_tensor_of_the_cpu_and_one_of_any_device_share_no_memory() -> None:
     tensor = torch.zeros(2)
     assert _layout(tensor) == _layout(torch.ones(2))
     assert _layout(tensor) != _layout(tensor.to("meta"))
+
+
+def test_memory_for_files_is_the_cpu_s_under_any_default_device() -> None:
+    with torch.device("meta"):
+        assert (
+            empty_chunk(4).device.type
+            == packed({"a": torch.ones(1, device="cpu")}).device.type
+            == "cpu"
+        )
 
 
 def test_a_hashed_file_keeps_the_disks_own_error() -> None:

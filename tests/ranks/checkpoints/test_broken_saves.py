@@ -127,6 +127,16 @@ def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
     assert checkpoints(tmp_path) == kept
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_script_may_destroy_its_process_group_during_its_last_save(
+    tmp_path: Path, rank: str
+) -> None:
+    ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), "sharded", "destroyed", rank)
+    assert (ran.returncode, own_lines(ran.stderr)) == (0, []), ran.stderr
+    both = ["step_00000001", "step_00000002"]
+    assert checkpoints(tmp_path) == {"host0": both, "host1": both}
+
+
 RECEIVES = """
 import sys
 from dataclasses import replace

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.state import packed
 from mpiddp.runtime.job.session import current
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import mpirun, script
@@ -126,6 +128,40 @@ def test_facts_of_no_save_are_refused(tmp_path: Path, change: dict[str, Any]) ->
     assert str(refused.value) == sentence
 
 
+def sparse() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the form is in beta state
+        return torch.eye(2, dtype=torch.uint8).to_sparse_csr()
+
+
+@pytest.mark.parametrize(
+    ("own", "missing"),
+    [
+        (torch.arange(4, dtype=torch.uint8), "state"),
+        (torch.zeros(1, dtype=torch.uint8).expand(1 << 40), "state"),
+        (torch.arange(4.0), "state"),
+        (sparse(), "state"),
+        (packed({"rng": {}, "state": [1]}), "state"),
+        (packed({"state": {}}), "rng"),
+        (packed([]), "state"),
+        ({}, "state"),
+    ],
+)
+def test_what_no_rank_has_saved_is_refused(tmp_path: Path, own: object, missing: str) -> None:
+    def write_files(new: Path) -> None:
+        torch.save({}, new / "model.pt")
+        torch.save([own], new / "ranks.pt")
+        (new / "state.json").write_text(contents.facts_of(1, 1, ["model"], {}))
+
+    run = RunDir(tmp_path / "run")
+    directory.write(run.checkpoints, 1, write_files)
+    with pytest.raises(mpiddp.UserError) as refused:
+        mpiddp.Checkpoints(run.path).resume()
+    assert str(refused.value) == (
+        f"the checkpoint of step 1 was not written by mpiddp: ranks.pt has no {missing} of rank 0."
+    )
+
+
 # The folder of a run
 
 
@@ -136,6 +172,28 @@ def saved(run: Path, *steps: int) -> None:
         checkpoints.save(step, {"step": step})
     checkpoints.close()
     current().run = None
+
+
+@pytest.mark.parametrize("link", ["best", "checkpoints/latest"])
+def test_a_run_goes_back_through_a_link(tmp_path: Path, link: str) -> None:
+    run = tmp_path / "run"
+    saved(run, 2, 5)
+    (run / link).symlink_to(run / "checkpoints/step_00000002")
+    resumed = mpiddp.Checkpoints(run).resume(run / link)
+    assert resumed is not None
+    assert resumed.step == 2
+    assert (run / "checkpoints/step_00000005.old-1").is_dir()
+
+
+def test_a_checkpoint_that_was_set_aside_has_to_be_renamed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved(run, 2, 5)
+    aside = (run / "checkpoints/step_00000005").rename(run / "checkpoints/step_00000005.old-1")
+    with pytest.raises(mpiddp.UserError) as refused:
+        mpiddp.Checkpoints(run).resume(aside)
+    assert str(refused.value) == (
+        f"{aside}: the name of a checkpoint here is step_ and 8 digits. Rename it."
+    )
 
 
 @pytest.mark.parametrize("name", ["step_00000001", "step_00000009"])

@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,6 +191,47 @@ def test_a_save_is_a_snapshot(create: Open) -> None:
     assert resumed is not None
     assert resumed.state["weight"].sum() == resumed.per_rank["own"].sum() == 0
     assert resumed.state["history"] == [1]
+
+
+def test_a_script_may_change_its_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = mpiddp.Checkpoints("run")
+    checkpoints.resume()
+    checkpoints.save(1, {"weight": torch.zeros(1_000_000)})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    checkpoints.save(2, {})
+    checkpoints.close()
+    current().run = None
+    steps = [folder.name for folder in directory.list_steps(tmp_path / "run/checkpoints")]
+    assert steps == ["step_00000001", "step_00000002"]
+    assert list(Path().iterdir()) == []
+
+
+def test_saves_in_and_after_inference_mode(create: Open) -> None:
+    checkpoints = create()
+    checkpoints.resume()
+    with torch.inference_mode():
+        checkpoints.save(1, {"weight": torch.zeros(2)})
+    checkpoints.save(2, {"weight": torch.ones(2)})
+    checkpoints.close()
+    resumed = create().resume()
+    assert resumed is not None
+    assert resumed.state["weight"].sum() == 2
+
+
+def test_the_thread_that_writes_gives_way_to_the_training(create: Open) -> None:
+    checkpoints = create()
+    checkpoints.resume()
+    before = {each.native_id for each in threading.enumerate()}
+    checkpoints.save(1, {})
+    [thread] = {each.native_id for each in threading.enumerate()} - before
+    assert thread is not None
+    checkpoints.close()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, thread) == min(own + 10, 19)
 
 
 class Text(str):
