@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
@@ -13,7 +14,7 @@ from mpiddp.text import parse_whole, shown
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """The parser. `module` or `script` holds the job's command line; the other is None or empty."""
+    """The parser, for `parse_values`."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -27,6 +28,14 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def parse_values(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The options. `module` or `script` holds the job's command line; the other is None or empty."""
+    values = parser.parse_args(argv)
+    if values.module is not None:  # argparse gives no option a "--", nor what follows it
+        values.module, values.script = [*values.module, *values.script], []
+    return values
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, JobHints
 from mpiddp.errors import UserError
 from mpiddp.launch.env_file import read_env_file
-from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.option_parser import option_parser, parse_values
 from mpiddp.paths import is_python, named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.text import listed, shown
@@ -174,7 +174,7 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     Raises:
         UserError: an invalid option or number, or a script that does not exist.
     """
-    values = option_parser().parse_args(argv)
+    values = parse_values(option_parser(), argv)
     values.exports = tuple(values.exports)
     files = [read_env_file(path, os.environ) for path in values.env_files]
     values.file_exports = tuple(export for file in files for export in file)
@@ -270,6 +270,8 @@ def _job(values: argparse.Namespace) -> RankProgram:
         raise UserError(
             f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
         )
+    if ":" in command:
+        raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     if not is_module and not is_command:
         with named_by(""):
             _check_script(Path(command[0]))

@@ -31,7 +31,7 @@ from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is
 from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.launch.usable import Past
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
-from mpiddp.text import all_of
+from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
@@ -276,8 +276,8 @@ class _Job:
         global_batch_size = known.announcement.global_batch_size
         if global_batch_size is not None and request.world_size != known.world_size:
             log.info(
-                f"{request.world_size} ranks instead of {known.world_size}; the global batch stays at "
-                f"{global_batch_size}."
+                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
+                f"stays at {global_batch_size}."
             )
 
 

@@ -36,9 +36,10 @@ from mpiddp.protocol.variables import MAX_TIMEOUT_S
 
 URGENT = b"!"  # no message of a launcher contains it
 # A launcher that is stopped (Ctrl-Z) reads nothing, and a full connection would block the ranks and then
-# break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress, some 30 KB, before the launcher
-# confirms that it has received some. It does so after every CONFIRM_EVERY.
-CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
+# break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress before the launcher confirms
+# some, as it does after every CONFIRM_EVERY. Linux counts 768 bytes for the shortest one and 4.9 KB for one
+# with the most shown values, and blocks at 208 KB.
+CONFIRM_EVERY, UNCONFIRMED_LIMIT = 20, 40
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 # What a script says of its training: values, and characters of a name or a text of them.
 MOST_SHOWN, LONGEST_SHOWN = 16, 64

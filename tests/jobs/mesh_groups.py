@@ -40,6 +40,7 @@ for name in mesh.mesh_dim_names or ():
     shards = distribute_tensor(numbers, mesh[name], [Shard(0)], src_data_rank=None)
     assert torch.equal(shards.full_tensor(), numbers)  # gathered in the order of the coordinates
     groups[name] = members
-print(json.dumps({"rank": rank, "host": socket.gethostname(), "groups": groups}), flush=True)
+line = json.dumps({"rank": rank, "host": socket.gethostname(), "groups": groups})
+print(f"{line}\n", end="", flush=True)  # one write: torchrun's ranks share a pipe
 if how == "plain":
     dist.destroy_process_group()

@@ -108,10 +108,14 @@ class Session:
             end()
         os._exit(code)
 
-    def exit_early(self) -> None:
-        """Leave the job by `os._exit(0)`, while the other ranks may go on. Any thread may."""
+    def exit_early(self, ending: Ending) -> None:
+        """Leave the job by `os._exit`. After a normal end the other ranks may go on. Any thread may."""
         if self._is_ending.is_set():
             return
+        if ending.is_failure:
+            self.report(ending)
+            return
+        self.wait_for_saves()
         has_left = self.coordinator is not None and self.watch is None
         if self.launcher is not None:
             self.launcher.done(is_early=not has_left)
@@ -123,6 +127,7 @@ class Session:
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         """Within the body, another program takes this process's place: the same rank, without reports."""
+        self.wait_for_saves()
         with self.channel.kept_by_exec() if self.channel is not None else contextlib.nullcontext():
             self.send("replaced", active=True)
             try:

@@ -15,7 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpiddp.protocol.messages import MOST_SHOWN, TEXT_LIMIT, UNCONFIRMED_LIMIT, is_short
+from mpiddp.protocol.messages import (
+    CONFIRM_EVERY,
+    MOST_SHOWN,
+    TEXT_LIMIT,
+    UNCONFIRMED_LIMIT,
+    is_short,
+)
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.launcher.native_stacks import write_no_stack, write_stack_on_urgent_byte
@@ -55,7 +61,7 @@ class LauncherClient:
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
-        self._unconfirmed = 0  # messages of progress
+        self._sent = self._confirmed = 0  # messages of progress
         self._is_over = False
         write_stack_on_urgent_byte(channel.connection)
         channel.on_closed = write_no_stack
@@ -69,9 +75,9 @@ class LauncherClient:
         self.step = step
         now = time.monotonic()
         is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
-        if is_due and self._unconfirmed < UNCONFIRMED_LIMIT:
+        if is_due and self._sent - self._confirmed < UNCONFIRMED_LIMIT:
             self._sent_progress_at = now
-            self._unconfirmed += 1
+            self._sent += 1
             self.send("progress", step=step, **_usage(), **self._new_shown(), **self._phases)
             self._phases = {}
 
@@ -97,7 +103,7 @@ class LauncherClient:
         request_stop()
 
     def _confirm_progress(self) -> None:
-        self._unconfirmed = 0
+        self._confirmed += CONFIRM_EVERY  # others may be on their way
 
     def failed(self, ending: Ending) -> None:
         """Report how this rank failed, unless it has been reported."""

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpiddp.errors import DONE, JobFailed
+from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import ADDRESS, CHANNEL, CHANNEL_SECRET, SCRIPT_SECRET, SECRET
 from mpiddp.runtime.job.channel import connect
@@ -145,7 +145,7 @@ def _report_uncaught(
 
 
 def _report_early_ends(session: Session, *, drains: bool) -> None:
-    """Let Python's `os._exit(0)` and `os.exec…` tell the launcher first what becomes of this rank.
+    """Let Python's `os._exit` and `os.exec…` tell the launcher first what becomes of this rank.
 
     Programs end by `os._exit` to skip slow destructors, and start themselves again by `os.execv` to set a
     variable of OpenMP or of an allocator. No handler of atexit runs then, and without a report a rank counts
@@ -158,9 +158,11 @@ def _report_early_ends(session: Session, *, drains: bool) -> None:
     end_process = os._exit
 
     def _exit(status: int) -> NoReturn:
-        if status == DONE and session.is_of_this_process:
+        if session.is_of_this_process:
             with contextlib.suppress(Exception):
-                session.exit_early()
+                session.exit_early(
+                    ending_of(SystemExit(status), has_stopped=session.stop.has_stopped)
+                )
                 if session.output is not None and drains:
                     session.output.drain()
         end_process(status)

@@ -6,6 +6,7 @@ script's folder on sys.path, exit codes and tracebacks are the same as if python
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import types
@@ -54,14 +55,14 @@ def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
             )
         source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link
-    sys.path[0] = str(Path(path).resolve().parent)
+    _set_first_path(str(Path(path).resolve().parent))
     # Keep the `from __future__` imports of this file out of the script.
     code = compile(source, file, "exec", dont_inherit=True)
     return code, _main_module(file)
 
 
 def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
+    _set_first_path(os.getcwd())  # noqa: PTH109 - the same string as python -m uses
     try:
         spec = None if name.startswith(".") else find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -82,9 +83,16 @@ def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     return code, main_module
 
 
+def _set_first_path(folder: str) -> None:
+    """Put the script's folder in the place of this program's own."""
+    if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
+        sys.path[0] = folder
+
+
 def _main_module(file: str) -> types.ModuleType:
     main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__file__=file, __cached__=None, __builtins__=__builtins__)
+    # The name is the module in a script, and its dictionary anywhere else.
+    main_module.__dict__.update(__file__=file, __cached__=None, __builtins__=builtins)
     return main_module
 
 

@@ -139,14 +139,21 @@ def default_group(
 
 
 def choose_backend(requested: str | None) -> str:
-    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo."""
+    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo.
+
+    Raises:
+        UserError: another one, or one for a GPU that is not there.
+    """
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    of_gpu = dist.get_default_backend_for_device(gpu) if gpu else None
+    if requested not in (None, "gloo", "nccl", of_gpu):
+        raise UserError(f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}.")
     if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
         raise UserError(
             f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
             f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
         )
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    return requested or (dist.get_default_backend_for_device(gpu) if gpu else "gloo")
+    return requested or of_gpu or "gloo"
 
 
 def device_of(world: World, backend: str | None = None) -> torch.device:

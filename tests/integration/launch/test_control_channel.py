@@ -122,7 +122,7 @@ def launcher() -> Iterator[Launcher]:
         ("sys.exit('a text')", ("failed", {"code": 1, "error": "a text"})),
         ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
         ("os._exit(0)", ("exited", {})),
-        ("os._exit(3)", ("lost", {"silent": False})),
+        ("os._exit(3)", ("failed", {"code": 3, "error": ""})),
         ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
     ],
 )

@@ -283,9 +283,11 @@ def test_ranks_that_report_many_steps_do_not_wait_for_a_stopped_launcher(tmp_pat
         [*LAUNCH, "-H", "localhost:1", script(tmp_path, MANY_STEPS), "300000"], tmp_path, ranks=1
     ) as job:
         os.kill(job.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (tmp_path / "through").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(job.pid, signal.SIGCONT)
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not (tmp_path / "through").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            os.kill(job.pid, signal.SIGCONT)  # else nothing here would end
         assert job.wait(timeout=PATIENCE_S) == 0

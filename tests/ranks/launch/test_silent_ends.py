@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.checkpoints import directory
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch, script, torchrun
 
@@ -121,6 +122,24 @@ def test_a_silent_end_is_the_cause_if_the_others_then_fail_or_hang(
     assert seen(done.stdout) == ["went on"], done.stderr
     (verdict,) = re.findall(CAUSE + ".*$", done.stderr, re.MULTILINE)
     assert "killed" not in verdict  # its code was 0
+
+
+SAVES_LAST = """
+import os, sys
+import torch, torch.distributed as dist
+import mpiddp
+dist.init_process_group("gloo")
+checkpoints = mpiddp.Checkpoints(sys.argv[1])
+checkpoints.resume()
+checkpoints.save(1, {"weight": torch.zeros(30_000_000)})
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.execv('/bin/true', ['true'])"])
+def test_a_save_under_way_is_completed_first(tmp_path: Path, end: str) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, SAVES_LAST + end), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    directory.verify(tmp_path / "run/checkpoints/step_00000001")
 
 
 IN_A_COLLECTIVE = """

@@ -6,6 +6,7 @@ python -m pytest tests/ranks/runtime/test_run.py
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def facts():
         "file": __file__,
         "doc": __doc__,
         "path": sys.path[0],
+        "builtins": type(__builtins__).__name__,
         "cwd": os.getcwd(),
         "globals": sorted(set(globals()) - {"__annotations__", "__loader__"}),
         "main is me": __main__.Thing is Thing,
@@ -96,6 +98,18 @@ def test_a_script_has_the_same_environment_as_under_python(folder: Path, script:
     done = python(*RUN, *args, cwd=folder)
     assert (plain.returncode, plain.stderr) == (3, "")
     assert (done.stdout, done.returncode, own_stderr(done)) == (plain.stdout, 3, [])
+
+
+def test_a_script_has_the_path_that_python_gives_it_in_safe_mode(folder: Path) -> None:
+    first = folder / "first"
+    first.mkdir()
+    (first / "elsewhere.py").write_text("")
+    (folder / "own.py").write_text("import elsewhere, sys; print(sys.path[0])")
+    env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(first), str(ROOT)])}
+    plain = python("own.py", cwd=folder, env=env)
+    done = python(*RUN, "own.py", cwd=folder, env=env)
+    assert plain.returncode == 0, plain.stderr
+    assert (done.stdout, done.returncode, own_stderr(done)) == (plain.stdout, 0, [])
 
 
 @pytest.mark.parametrize("module", ["package", "package.facts"])

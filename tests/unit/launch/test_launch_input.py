@@ -600,6 +600,7 @@ def test_a_python_script_without_the_suffix(tmp_path: Path, first_line: str) -> 
     [
         (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], "script"),
         (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], "module"),
+        (["-m", "pkg.train", "--", "a", "--"], ["pkg.train", "--", "a", "--"], "module"),
         (["--", "prog", "--", "a"], ["prog", "--", "a"], "command"),
         ([__file__, "--", "a"], [__file__, "--", "a"], "script"),
         (["--", "-odd", "--dry-run"], ["-odd", "--dry-run"], "command"),

@@ -208,6 +208,11 @@ def test_what_fits_together(options: str) -> None:
     parse_options([*options.split(), *JOB])
 
 
+def test_an_argument_at_which_an_mpirun_begins_another_program() -> None:
+    with pytest.raises(UserError, match=r'^an argument of the job is ":", where an mpirun begins '):
+        parse_options(["-n", "1", "--", "echo", "x", ":"])
+
+
 @pytest.mark.parametrize("argv", [[], ["-n", "2"], ["--"], ["-m"], ["gone.py"]])
 def test_nothing_to_launch(argv: list[str]) -> None:
     with pytest.raises(UserError, match=r"nothing to launch|not found"):

@@ -31,6 +31,11 @@ NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", 
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", 0, (ETH0,))
 HERE = socket.gethostname()
+# The last lines of ssh where no jump host leads to the host.
+NO_WAY = (
+    "kex_exchange_identification: Connection closed by remote host\r\n"
+    "Connection closed by UNKNOWN port 65535\r\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,28 @@ def test_a_tool_of_gpus_that_does_not_answer() -> None:
         (
             "ssh: connect to host a port 22: Connection timed out",
             "ssh a: no answer in 5 s. Check that the host is on and the network is up.",
+        ),
+        (
+            "ssh: Could not resolve hostname bastion: Name or service not known\r\n" + NO_WAY,
+            "ssh a: the jump host on the way failed (ssh: Could not resolve hostname bastion: "
+            "Name or service not known). Try: ssh -p 22022 u@a true",
+        ),
+        (
+            "channel 0: open failed: connect failed: Connection refused\r\n"
+            "stdio forwarding failed\r\n" + NO_WAY,
+            "ssh a: connection refused. "
+            "Start sshd there, or give its port in the hostfile: a port=N",
+        ),
+        *(
+            (
+                f"channel 0: open failed: {error}\r\nstdio forwarding failed\r\n{NO_WAY}",
+                f"ssh a: the jump host on the way does not reach it ({reason}). Try: ssh -p 22022 u@a true",
+            )
+            for error, reason in (
+                ("connect failed: Name or service not known", "Name or service not known"),
+                ("connect failed: No route to host", "No route to host"),
+                ("administratively prohibited: open failed",) * 2,
+            )
         ),
         ("banner\nsomething else\n", "ssh a failed: something else. Try: ssh -p 22022 u@a true"),
         ("", "ssh a failed: no output. Try: ssh -p 22022 u@a true"),
