@@ -16,7 +16,7 @@ from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES, stem_of
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.device_defaults import ON_CPU, ON_GPU
-from mpiddp.train.option_parser import options_of
+from mpiddp.train.option_parser import Option, flag_of, options_of
 from mpiddp.train.options import TrainOptions
 from mpiddp.world import World
 
@@ -47,14 +47,14 @@ class TrainConfig(TrainOptions):
 class Change:
     """An option whose value differs between a checkpoint and the run that resumes from it."""
 
-    name: str
+    flag: str
     before: Any
     now: Any
     refusal: str  # what of the checkpoint contradicts the new value; "" if a resume may change it
 
     def __str__(self) -> str:
         reason = f" ({self.refusal})" if self.refusal else ""
-        return f"--{self.name.replace('_', '-')} {self.before}, now {self.now}{reason}"
+        return f"{self.flag} {self.before}, now {self.now}{reason}"
 
 
 def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
@@ -65,10 +65,20 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Chang
     """
     before, now = {**_WITHOUT, **saved}, config.as_json()
     return [
-        Change(name, before.get(name), now[name], about.fixed)
+        Change(
+            flag_of(name, about),
+            _as_flag(about, before.get(name)),
+            _as_flag(about, now[name]),
+            about.fixed,
+        )
         for name, about in options_of(TrainOptions).items()
         if (about.noted or about.fixed) and _meaning(name, before) != _meaning(name, now)
     ]
+
+
+def _as_flag(about: Option, value: Any) -> Any:
+    """The value of an option as its flag means it: --no-lr-scaling is True where `lr_scaling` is False."""
+    return not value if about.flag.startswith("--no-") else value
 
 
 def _meaning(name: str, values: Mapping[str, Any]) -> Any:

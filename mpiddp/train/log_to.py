@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def logged_to(tools: str | None, run: RunDir) -> Iterator[None]:
                 log.warning(f"warning: --log-to {tool}: {error}.")
                 continue
             assert process.stdin is not None
+            # A DataLoader's worker is a fork, and would keep the records open until this process ends.
+            os.register_at_fork(after_in_child=process.stdin.close)
             started.enter_context(process.stdin)  # its end is the end of the records
             watch = threading.Thread(
                 target=_warn_of_failure, args=(tool, run, process), daemon=True

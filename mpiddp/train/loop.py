@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections import Counter
@@ -106,7 +107,14 @@ def train(
 
             if progress.step % config.log_every == 0 or ends_epoch:
                 dist.all_reduce(loss_sum)
+                was_finite = train_loss is None or math.isfinite(train_loss)
                 train_loss = loss_sum.item() / num_images
+                is_first = was_finite and not math.isfinite(train_loss)
+                if is_first and coordinator.world.rank == 0:
+                    log.warning(
+                        f"warning: the loss is {train_loss} at step {progress.step}. Stop the run, and "
+                        "continue from an earlier checkpoint with a lower --lr or --clip-grad-norm."
+                    )
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]
                 current().tell_phases(len(timer.read()), timer.phases)

@@ -12,13 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import UserError
 from mpiddp.protocol.messages import is_shown
 from mpiddp.runtime.log import log_of_every_rank
+from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.option_parser import split_steps
 
 _TOP = 5  # operators in the sentence
 Interval = tuple[float, float]  # start and end, in microseconds
+
+
+def check_profile(config: TrainConfig, total_steps: int, world_size: int) -> None:
+    """Raise UserError if --profile names no step of the run, or --profile-ranks no rank of it."""
+    assert config.profile is not None
+    if split_steps(config.profile)[0] > total_steps:
+        raise UserError(
+            f"--profile {config.profile}: the training has {counted(total_steps, 'step')}. "
+            "Name steps from 1 on."
+        )
+    if not any(is_shown(config.profile_ranks, rank, stream=1) for rank in range(world_size)):
+        raise UserError(
+            f"--profile-ranks {config.profile_ranks}: the job has {counted(world_size, 'rank')}. "
+            "Name ranks from 0 on."
+        )
 
 
 class StepProfiler:

@@ -38,6 +38,7 @@ from mpiddp.train.metrics import Summary, read_summary, table
 from mpiddp.train.opening import open_data, prepare
 from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import TrainPlan, plan_training
+from mpiddp.train.profiling import check_profile
 from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.train.rank_log import rank_log
 from mpiddp.train.restart import IMAGES_PER_PASS
@@ -81,6 +82,8 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         data = _open_data(config, coordinator, device)
         with coordinator.all_or_none():
             plan = plan_training(config, data, coordinator)
+            if config.profile and not is_restart(os.environ):
+                check_profile(config, plan.total_steps, world.world_size)
             model = build_model(config, data)
         choose_kernels(config)
         inputs = TrainInputs(config, plan, data, model, coordinator, device, run, copies)
@@ -104,6 +107,8 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
                     )
                 with coordinator.all_or_none(), writing(run):
                     run.logs.mkdir(exist_ok=True)
+                    with named_by(""):
+                        run.rank_log(world.rank).open("ab").close()
                     if checkpoints.is_writer:
                         save_json(run.config, config.as_json())
                 with rank_log(run, world, session), contextlib.ExitStack() as beside:
@@ -150,7 +155,8 @@ def _announce(config: TrainConfig, plan: TrainPlan, run: RunDir) -> None:
     announce(
         resume_args=resume_args(config, run.path),
         global_batch_size=images,
-        max_ranks=max(1, images // IMAGES_PER_PASS),
+        # As many as now can train, even with one image each, if the model has been built for that.
+        max_ranks=max(plan.order.world_size, images // IMAGES_PER_PASS),
     )
 
 
@@ -180,11 +186,13 @@ def _headline(inputs: TrainInputs, backend: str) -> str:
 def _save_summary(run: RunDir, summary: Summary) -> Summary:
     """Write summary.json, and return its contents.
 
-    A run that resumes after its last step has measured nothing, so it keeps the existing summary.
+    A run that resumes after its last step has measured nothing, so it keeps that step's summary.
     """
     if summary.images_per_s is None:
         with contextlib.suppress(OSError):
-            summary = read_summary(read_limited(run.summary, _MAX_SUMMARY_BYTES)) or summary
+            found = read_summary(read_limited(run.summary, _MAX_SUMMARY_BYTES))
+            if found is not None and found.steps == summary.steps:
+                summary = found
     try:
         save_json(run.summary, dataclasses.asdict(summary))
     except OSError as error:

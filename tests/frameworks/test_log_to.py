@@ -6,13 +6,17 @@ python -m tests.support.frameworks install; python -m pytest tests/frameworks/te
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.log import log_to_console
+from mpiddp.train.log_to import logged_to
 from tests.support import frameworks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpirun
@@ -85,6 +89,34 @@ def test_a_tool_that_fails_costs_one_warning(tmp_path: Path) -> None:
     assert warning.startswith("warning: --log-to tensorboard: FileExistsError: ")
     assert warning.endswith(f"See: {run}/logs/log_to_tensorboard.log")
     assert "Traceback" in (run / "logs/log_to_tensorboard.log").read_text()
+
+
+def test_a_process_that_was_forked_does_not_keep_the_records_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the workers of a DataLoader, which end with their rank."""
+    for name, value in frameworks.environment("tensorboard").items():
+        monkeypatch.setenv(name, value)
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    run.config.write_text("{}")
+    run.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    stays, ends = os.pipe()
+    log_to_console(0)
+    with logged_to("tensorboard", run):
+        child = os.fork()
+        if child == 0:
+            os.close(ends)
+            os.read(stays, 1)
+            os._exit(0)
+        deadline = time.monotonic() + PATIENCE_S
+        while not (tmp_path / "log_to/tensorboard.json").exists():  # from here on it ends quickly
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    os.close(ends)
+    os.waitpid(child, 0)
+    os.close(stays)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow

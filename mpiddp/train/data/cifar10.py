@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpiddp.errors import UserError
 from mpiddp.paths import cause_of, read_limited
 from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.cifar10_files import BIN, PY
+from mpiddp.train.data.cifar10_files import BIN, BIN_FOLDER, PY, PY_FOLDER
 
 IMAGES_PER_BATCH = 10_000
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -81,8 +81,10 @@ def _verified(file: Path, sha256: Mapping[str, str]) -> bytes:
 
 
 def _hint(file: Path) -> str:
+    own = file.parent.name in (BIN_FOLDER, PY_FOLDER)  # else it may hold anything of the user's
+    what = file.parent if own else f"the batches in {file.parent}"
     return (
-        f"remove {file.parent} and run again to download it again; "
+        f"remove {what} and run again to download it again; "
         "images of your own go into an image folder, see --dataset."
     )
 

@@ -54,7 +54,8 @@ class ImageFolder:
             (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in FORMATS
+            # macOS leaves a hidden file beside each one in an archive.
+            if path.suffix.lower() in FORMATS and not path.name.startswith(".")
         )
         filled = {label for _, label in self.samples}
         if empty := [name for label, name in enumerate(self.classes) if label not in filled]:

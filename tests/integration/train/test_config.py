@@ -272,6 +272,9 @@ def test_every_difference_is_listed_and_those_of_past_steps_are_refused() -> Non
         "--low-res-epochs 2, now 4",
         "--lr 0.1, now 0.2",
     ]
+    assert changes(saved(configured()), configured("--no-lr-scaling")) == [
+        "--no-lr-scaling False, now True"
+    ]
     assert changes(saved(configured(ranks=2)), configured()) == [
         "--global-batch-size 128, now 64 (its steps and epochs are counted in other sizes)"
     ]

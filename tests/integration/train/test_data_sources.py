@@ -145,8 +145,8 @@ def test_no_pickle_is_read_before_its_sha256_matches(tmp_path: Path) -> None:
         load(CIFAR10, tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}/data_batch_1 is not CIFAR-10's: its SHA-256 is {hashlib.sha256(content).hexdigest()} "
-        f"instead of {PY['data_batch_1']}; remove {tmp_path} and run again to download it "
-        "again; images of your own go into an image folder, see --dataset."
+        f"instead of {PY['data_batch_1']}; remove the batches in {tmp_path} and run again to download "
+        "it again; images of your own go into an image folder, see --dataset."
     )
     assert not victim.exists()
 
@@ -184,7 +184,9 @@ def test_a_flipped_bit_is_detected(official: Path, scratch: Path) -> None:
     content[12_345_678] ^= 1
     folder = linked(official, scratch, test_batch=bytes(content))
     pinned = BIN["test_batch.bin"]
-    with pytest.raises(UserError, match=f"^{folder}/test_batch.bin .*{pinned}; remove {folder}"):
+    with pytest.raises(
+        UserError, match=f"^{folder}/test_batch.bin .*{pinned}; remove the batches in {folder}"
+    ):
         load(CIFAR10, folder)
 
 

@@ -372,6 +372,9 @@ def test_classes_without_images(tmp_path: Path) -> None:
         source(tmp_path)
 
 
-def test_a_hidden_folder_is_no_class(folder: Path) -> None:
+def test_a_hidden_folder_is_no_class_and_a_hidden_file_no_image(folder: Path) -> None:
+    before = source(folder).samples
     (folder / ".ipynb_checkpoints").mkdir()
+    (folder / "cat" / "._0.png").write_bytes(b"of macOS")
     assert source(folder).classes == ("cat", "dog", "eel")
+    assert source(folder).samples == before

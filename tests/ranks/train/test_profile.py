@@ -80,6 +80,25 @@ def test_a_run_that_ends_earlier_profiles_what_there_was(runs: Path, pool: Ranks
     assert [trace.name for trace in (runs / "b/profile").iterdir()] == ["rank_00000.json.gz"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--profile=7:9"], "--profile 7:9: the training has 6 steps. Name steps from 1 on."),
+        (
+            ["--profile=1:2", "--profile-ranks=2,5"],
+            "--profile-ranks 2,5: the job has 2 ranks. Name ranks from 0 on.",
+        ),
+    ],
+)
+def test_a_profile_of_nothing_is_refused(
+    runs: Path, pool: Ranks, options: list[str], sentence: str
+) -> None:
+    job = [*two_epochs(runs, "--batch-size=4"), *options, "--out", str(runs / "none")]
+    (refused,) = pool.run(2, runs, [job])
+    assert (refused.code, sentence in refused.stderr) == (2, True), refused.stderr
+    assert not (runs / "none").exists()
+
+
 def test_each_start_has_a_record(runs: Path) -> None:
     starts = sorted((runs / "b/starts").iterdir())
     assert [start.name for start in starts] == ["start_0001.json", "start_0002.json"]

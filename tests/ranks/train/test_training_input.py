@@ -7,6 +7,7 @@ python -m pytest tests/ranks/train/test_training_input.py
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.run_dir import save_json
 from mpiddp.train.data import cifar10_files
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
@@ -360,6 +362,37 @@ def test_a_damaged_summary_and_records_are_repaired(
     assert (again.code, again.stderr) == (0, "")
     assert summary(out)["steps"] == 2
     assert [record["step"] for record in records(out)] == [2]
+
+
+def test_a_summary_of_another_step_is_replaced(inputs: Path, tmp_path: Path, pool: Ranks) -> None:
+    out = tmp_path / "done"
+    shutil.copytree(inputs / "done", out)
+    save_json(out / "summary.json", {**summary(out), "steps": 1})
+    (again,) = pool.run(2, tmp_path, [[*QUICK, "--epochs=1", "--save-every=1", "--out", out]])
+    assert (again.code, again.stderr) == (0, "")
+    assert (summary(out)["steps"], summary(out)["images_per_s"]) == (2, None)
+
+
+def test_a_rank_that_cannot_open_its_log_is_refused(
+    inputs: Path, tmp_path: Path, pool: Ranks
+) -> None:
+    (tmp_path / "out/logs/rank_00001.log").mkdir(parents=True)
+    (refused,) = pool.run(2, tmp_path, [[*QUICK, "--epochs=1", "--out", tmp_path / "out"]])
+    assert refused.code == 2
+    assert own_lines(refused.stderr) == [
+        f"rank 1 on {socket.gethostname()}: {tmp_path}/out/logs/rank_00001.log: Is a directory."
+    ]
+
+
+def test_a_loss_that_is_no_number_is_named_once(tmp_path: Path, pool: Ranks) -> None:
+    options = [*QUICK, "--epochs=2", "--lr=1e300", "--log-every=1", "--out", tmp_path / "out"]
+    (done,) = pool.run(2, tmp_path, [options])
+    assert done.code == 0
+    (warning,) = own_lines(done.stderr)
+    assert re.fullmatch(
+        r"warning: the loss is (nan|inf) at step 2\. Stop the run, and continue from an earlier .*",
+        warning,
+    )
 
 
 FULL_DISK = """
