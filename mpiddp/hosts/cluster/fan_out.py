@@ -58,6 +58,11 @@ class Target:
     def connect(cls, host: Host) -> Target:
         return cls(host, connect(host))
 
+    def read_ahead(self, named: list[dict[str, Any]]) -> None:
+        """Let the host read these folders, before it is asked. Raises Failed if it cannot be reached."""
+        with sentences(self.host):
+            self.peer.ask({"read": named})
+
     def ask(self, content: Content) -> None:
         """Raises Failed if the host cannot take the folders, or cannot be reached."""
         with sentences(self.host):

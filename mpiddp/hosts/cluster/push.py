@@ -10,12 +10,13 @@ right; a push that broke off continues where it was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,17 +183,19 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
     if not others:
         return Pushed({}, {}, 0, 0.0)
     allow_open(_FILES_PER_HOST * len(others) + OPEN_BESIDES)
-    refusals: dict[Host, str] = {}
+    named = [_named(folder, options.left_out) for folder in options.folders]
     targets: list[Target] = []
     try:
         targets += [Target.connect(host) for host in others]  # the logins take their time meanwhile
-        content = read_content(options)
-        with ThreadPoolExecutor(len(targets)) as pool:
-            for target, refusal in zip(
-                targets, pool.map(lambda each: _refusal(each, content), targets), strict=True
-            ):
-                if refusal:
-                    refusals[target.host] = refusal
+        with ThreadPoolExecutor(1 + len(targets)) as pool:
+            reading = pool.submit(read_content, options)
+            answers = list(pool.map(lambda each: _refusal(each, named, reading), targets))
+        content = reading.result()
+        refusals = {
+            target.host: refusal
+            for target, refusal in zip(targets, answers, strict=True)
+            if refusal
+        }
         if len(hosts) - len(refusals) < least:
             raise UserError(
                 "\n".join(f"{host.name}: {refusal}" for host, refusal in refusals.items())
@@ -218,9 +221,11 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             target.peer.close()
 
 
-def _refusal(target: Target, content: Content) -> str:
+def _refusal(target: Target, named: list[dict[str, Any]], reading: Future[Content]) -> str:
+    """Let the host read its folders while this one reads its own, and ask it for what it lacks."""
     try:
-        target.ask(content)
+        target.read_ahead(named)
+        target.ask(reading.result())
     except Failed as failure:
         return str(failure)
     return ""
@@ -251,23 +256,33 @@ def read_content(options: Options) -> Content:
     return Content(header, [rows for _, rows in trees])
 
 
-def _read_tree(folder: str, left_out: Sequence[str]) -> _Tree:
+def _named(folder: str, left_out: Sequence[str]) -> dict[str, Any]:
+    """The folder and its entries, as the header of a push names them."""
     if not Path(folder).is_dir():
         raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
-    try:
-        names = sorted(
-            {path.name for path in Path(folder).iterdir()} - {*left_out, PRIVATE, COMPILED}
-        )
-        rows = list_tree(folder, names)
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}.") from None
+    with _unreadable():
+        names = {path.name for path in Path(folder).iterdir()} - {*left_out, PRIVATE, COMPILED}
+    return {"folder": folder, "names": sorted(names), "left_out": left_out}
+
+
+def _read_tree(folder: str, left_out: Sequence[str]) -> _Tree:
+    tree = _named(folder, left_out)
+    with _unreadable():
+        rows = list_tree(folder, tree["names"])
     if not rows:
         raise UserError(f"{folder} has nothing to push.")
-    tree = {"folder": folder, "names": names, "left_out": left_out, "digest": digest(rows)}
-    return tree, rows
+    return {**tree, "digest": digest(rows)}, rows
+
+
+@contextlib.contextmanager
+def _unreadable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}.") from None
 
 
 def _carries(tree: _Tree, folder: str) -> bool:

@@ -66,8 +66,13 @@ def main(program: bytes) -> None:
         tell({"failed": sentence_of(error)})
 
 
-def _receive(header: dict[str, Any]) -> None:
-    copies = [Copy(tree, header["origin"]) for tree in header["trees"]]
+def _receive(message: dict[str, Any]) -> None:
+    ahead = [(tree, _rows_there(tree)) for tree in message.get("read", ())]
+    header = listen() if "read" in message else message
+    copies = []
+    for tree in header["trees"]:
+        read = [rows for named, rows in ahead if {**named, "digest": tree["digest"]} == tree]
+        copies.append(Copy(tree, header["origin"], read[0] if read else _rows_there(tree)))
     differing = [index for index, copy in enumerate(copies) if not copy.is_same()]
     if differing:
         _check_platform(header)
@@ -168,10 +173,25 @@ def _nearest(folder: str) -> str:
     return folder
 
 
+def _rows_there(tree: dict[str, Any]) -> list[Row]:
+    """What the folder here has of the sender's entries, and of those of an earlier push."""
+    before = {*_read_record(tree["folder"]).get("names", ())} - {*tree["left_out"], PRIVATE}
+    return list_tree(tree["folder"], before | {*tree["names"]})
+
+
+def _read_record(folder: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(folder, PRIVATE, "copy.json"), encoding="utf-8") as file:
+            record: dict[str, Any] = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
 class Copy:
     """A folder of this host that is to become as the sender's. `rows` are what the sender has in it."""
 
-    def __init__(self, tree: dict[str, Any], origin: str) -> None:
+    def __init__(self, tree: dict[str, Any], origin: str, has: list[Row]) -> None:
         self.folder: str = tree["folder"]
         self.names: list[str] = tree["names"]
         self._digest: str = tree["digest"]
@@ -180,18 +200,9 @@ class Copy:
         self._private = os.path.join(self.folder, PRIVATE)
         self._new = os.path.join(self._private, "new")
         self._old = os.path.join(self._private, "old")
-        self._record = self._read_record()
-        before = set(self._record.get("names", ())) - set(self._left_out)
-        self.has = list_tree(self.folder, before | set(self.names))
+        self._record = _read_record(self.folder)
+        self.has = has
         self.rows: list[Row] = []
-
-    def _read_record(self) -> dict[str, Any]:
-        try:
-            with open(os.path.join(self._private, "copy.json"), encoding="utf-8") as file:
-                record: dict[str, Any] = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        return record
 
     def _write_record(self, names: list[str]) -> None:
         path = os.path.join(self._private, "copy.json")
