@@ -17,7 +17,9 @@ from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.bench.rounds import ratios
+from mpiddp.errors import UserError
 from mpiddp.text import counted
+from mpiddp.train.options import parse as parse_training
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
 PHASES = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
@@ -47,6 +49,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
+    if parse_training(list(jobs.training)).grad_accum_steps != 1:
+        raise UserError(
+            "mpiddp bench step measures steps of one backward pass. Leave out --grad-accum-steps."
+        )
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
     note(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
     [found] = jobs.run("step", *as_arguments(options), ranks=jobs.slots).results

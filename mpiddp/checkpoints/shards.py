@@ -13,6 +13,7 @@ pickle, which could run code.
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,7 +73,9 @@ def _tensor(values: dict[str, Any]) -> SavedTensor:
     )
     tensor = SavedTensor(tuple(values["shape"]), values["dtype"], chunks)
     numbers = [tensor.shape, *((*each.offsets, *each.sizes, each.rank) for each in chunks)]
-    fits = all(type(number) is int and number >= 0 for each in numbers for number in each)
+    fits = all(
+        type(number) is int and 0 <= number <= sys.maxsize for each in numbers for number in each
+    )
     fits = fits and isinstance(getattr(torch, tensor.dtype), torch.dtype)
     if not fits or not all(_is_within(each, tensor.shape) for each in chunks):
         raise ValueError
@@ -99,15 +102,15 @@ class ShardFiles:
 
     def _target(self, name: str, tensor: Tensor | None) -> Tensor:
         saved = self.tensors[name]
-        dtype = getattr(torch, saved.dtype)
+        dtype: torch.dtype = getattr(torch, saved.dtype)
+        where = ".".join(map(str, path_of(name)))
         if tensor is None:
             try:
                 return torch.empty(saved.shape, dtype=dtype, device="cpu")
-            except RuntimeError as error:  # of torch's allocator
-                reason = str(error).splitlines()[0]
-                raise JobFailed(f"no memory for {path_of(name)[-1]}: {reason}") from None
+            except RuntimeError:  # of torch's allocator
+                size = prod(saved.shape) * dtype.itemsize
+                raise JobFailed(f"no memory for {where}, which has {size} bytes.") from None
         if tuple(tensor.shape) != saved.shape:
-            where = ".".join(map(str, path_of(name)))
             raise UserError(
                 f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
                 "Build the same model as before."

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"mpiddp report: at most {MAX_RUNS} runs fit a page, not {len(folders)}.")
     out = Path(options.out)
     if not out.name or out.is_dir():
-        raise UserError(f"--out {shown(options.out)} is a folder. Name a file: --out report.html")
+        raise UserError(f"--out {shown(str(out))} is a folder. Name a file: --out report.html")
     with named_by(""):
         runs = [read_run(each) for each in folders]
     from mpiddp.report.page import page  # needs bokeh

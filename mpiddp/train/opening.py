@@ -140,12 +140,17 @@ def load(spec: DatasetSpec, *folders: Path) -> tuple[ImageArrays, ImageArrays]:
         ("testing", test.images, test.labels),
     ):
         if images.shape[1:] != expected:
-            raise UserError(f"{folder}: images of {images.shape[1:]} instead of {expected}")
+            found_size, right_size = (
+                " × ".join(map(str, size)) for size in (images.shape[1:], expected)
+            )
+            raise UserError(
+                f"{folder}: its images have {found_size} values; expected {right_size}."
+            )
         if not len(labels):
             raise UserError(f"{folder}: there are no images for {purpose}.")
         if labels.max() >= spec.num_classes:
             raise UserError(
-                f"{folder}: label {labels.max()} is not one of 0 to {spec.num_classes - 1}"
+                f"{folder}: label {labels.max()} is not one of 0 to {spec.num_classes - 1}."
             )
     return train, test
 

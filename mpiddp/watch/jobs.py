@@ -31,7 +31,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.pid} ({self.facts.get('name', 'no answer')})"
+        return f"{self.pid or '-'} ({self.facts.get('name', 'no answer')})"
 
     @property
     def is_alive(self) -> bool:

@@ -469,7 +469,10 @@ def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> Non
             "a number of parameters such as 7e9, 7B or 350M, not 'many'.",
         ),
         ("--hosts 2 --params 7e99", "a number of parameters such as 7e9, 7B or 350M, not '7e99'."),
-        ("--hosts 2 --layers 4", "--layers is given without --hidden and --seq."),
+        (
+            "--hosts 2 --layers 4",
+            "--layers is given without --hidden and --seq. The activations have a size only with all three.",
+        ),
         (
             "--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8",
             "pp=16 is more than --layers 4: some stages would have no layer; pp=4 dp=4 fits.",

@@ -28,7 +28,7 @@ from mpiddp.protocol.viewers import JOB, STACKS
 from mpiddp.watch import jobs
 from tests.support.channels import progress
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, mpiddp
+from tests.support.ranks import ROOT, clean_env, mpiddp, run_command
 
 PID = str(os.getpid())  # of the launcher, which is this process
 # Of rank 1: more lines than a terminal, and another thread.
@@ -107,6 +107,22 @@ def test_bad_input_is_one_sentence(job: Path, arguments: list[str], sentence: st
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
+    """Its launcher has no pid there."""
+
+    def there(*arguments: str) -> subprocess.CompletedProcess[str]:
+        container = ["unshare", "-rpf", "--mount-proc", "--kill-child"]
+        return run_command([*container, sys.executable, "-m", "mpiddp", *arguments])
+
+    listed = there("ps")
+    if "unshare" in listed.stderr:
+        pytest.skip(f"no namespace for pids here: {listed.stderr}")
+    assert "-  train.py  a,b" in listed.stdout
+    done = there("stop", "train.py")
+    sentence = "job - (train.py) runs in another container. Stop it there.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
 def test_a_launcher_between_two_attempts_does_not_answer(

@@ -1,4 +1,6 @@
-"""Every rank forms a mesh and prints its groups: `mesh_groups.py HOW dp=3 tp=2 … [tp_across_hosts]`.
+"""Every rank forms a mesh and prints its groups.
+
+    mesh_groups.py HOW dp=3 tp=2 … [device_type=cpu] [tp_across_hosts]
 
 HOW is `init` for mpiddp.init(), or `plain` for init_process_group. Each rank checks that a sum over a group
 is that of its ranks, and that a rank's coordinate is its rank in the group, on which DTensor relies. In a
@@ -24,8 +26,13 @@ else:
     dist.init_process_group("gloo")
 across = "tp_across_hosts" in sizes
 rank = dist.get_rank()
-pairs = [each.replace("RANK", str(rank)).split("=") for each in sizes if "=" in each]
-mesh = mpiddp.mesh(**{name: int(size) for name, size in pairs}, tp_across_hosts=across)
+given = dict(each.replace("RANK", str(rank)).split("=") for each in sizes if "=" in each)
+device_type = given.pop("device_type", None)
+mesh = mpiddp.mesh(
+    **{name: int(size) for name, size in given.items()},
+    tp_across_hosts=across,
+    device_type=device_type,
+)
 
 groups = {}
 for name in mesh.mesh_dim_names or ():

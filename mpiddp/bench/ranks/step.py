@@ -32,7 +32,6 @@ from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.errors import UserError
 from mpiddp.train.checkpoint import Progress, open_checkpoints
 from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.data.prefetch import prefetched
@@ -47,12 +46,6 @@ def run(world: World, argv: list[str]) -> None:
     options, training = rank_options(argv)
     count = STARTUP_STEPS + options.steps
     with synthetic_job(world, training) as job:
-        with job.coordinator.all_or_none():
-            if job.config.grad_accum_steps != 1:
-                raise UserError(
-                    "mpiddp bench step measures steps of one backward pass. "
-                    "Leave out --grad-accum-steps."
-                )
         data = open_source(job)
         phases_data = data
         if options.real_data:

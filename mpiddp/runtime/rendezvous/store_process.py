@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 
-from mpiddp.errors import FAILED, UserError
+from mpiddp.errors import FAILED, UserError, missing_package
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.runtime.job.child_signals import PASSED
 from mpiddp.runtime.job.ending import Ending
@@ -31,9 +31,7 @@ def serve_commands(world: World, listener: socket.socket, session: Session) -> N
         UserError: this host has no torch.
     """
     if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            f"{sys.executable} on {world.hostname} has no torch, whose store rank 0 serves."
-        )
+        raise UserError(missing_package("the store that rank 0 serves for the commands", "torch"))
     with listener:
         numbers = (os.getpid(), listener.fileno(), world.master_port, world.world_size)
         arguments = [str(world.master_addr), *map(str, numbers)]

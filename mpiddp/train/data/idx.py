@@ -35,7 +35,7 @@ def _read_pair(images_file: Path, labels_file: Path) -> ImageArrays:
     if len(images) != len(labels):
         raise UserError(
             f"{labels_file} has {len(labels):,} labels for the {len(images):,} images "
-            f"of {images_file.name}"
+            f"of {images_file.name}."
         )
     return ImageArrays(images[..., np.newaxis], labels.astype(np.int64))
 

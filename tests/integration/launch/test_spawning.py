@@ -29,9 +29,11 @@ from mpiddp.runtime.start import function as run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.arguments import launch_options
 from mpiddp.spawning.pickled import pickled_call
-from mpiddp.spawning.spawn import MAX_RESULT_BYTES, _refuse_within_a_job
+from mpiddp.spawning.spawn import MAX_RESULT_BYTES, _refuse_within_a_job, _result
+from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.ranks import mpiddp as mpiddp_command
 
 NONE: dict[str, Any] = {"hosts": None, "hostfile": None, "ranks": None, "ranks_per_host": None}
 KEY = "0123456789abcdef" * 2
@@ -380,6 +382,32 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(mpiddp.JobFailed, match="the launcher ended with exit code 1 before it"):
         mpiddp.spawn(len, "ab", hosts="localhost:1")
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_machine_without_files_is_no_bad_input(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_a_user(monkeypatch)
+    sentence = r"^mpiddp\.spawn cannot start a launcher: Too many open files\.$"
+    with files_left(left), pytest.raises(mpiddp.JobFailed, match=sentence):
+        mpiddp.spawn(len, "ab", hosts="localhost:1")
+
+
+def test_a_result_whose_module_is_missing_here() -> None:
+    body = pickle.dumps(subprocess.run).replace(b"subprocess", b"subprocesz")
+    with pytest.raises(UserError) as raised:
+        _result(2, Payload({"kind": "result"}, body), "work")
+    assert str(raised.value) == (
+        "the result of work from rank 2 cannot be unpickled here: ModuleNotFoundError: No module named "
+        "'subprocesz'. Return plain values, or tensors on the CPU."
+    )
+
+
+def test_a_rank_of_spawn_by_hand() -> None:
+    done = mpiddp_command("run-function", "work")
+    sentence = "mpiddp run-function is a part of mpiddp.spawn, which starts it.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,10 @@ def test_bad_input_is_one_sentence(
         assert report(out, *map(Path, runs)) == 2
         assert capsys.readouterr() == ("", sentence)
         assert not out.exists()
+    for given, named in (("a", "a"), ("", "."), ("a/", "a")):
+        assert cli.main(["report", str(run), "--out", given]) == 2
+        sentence = f"--out {named} is a folder. Name a file: --out report.html\n"
+        assert capsys.readouterr() == ("", sentence)
     assert report(tmp_path / "no/page.html", run) == 2
     assert capsys.readouterr().err.endswith(": No such file or directory.\n")
     (run / "metrics.jsonl").write_text('{"step": 1, "lr": 1}\n{"st')

@@ -20,8 +20,10 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.slurm import expand_nodelist
+from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.rendezvous.address import find_by_address
-from mpiddp.runtime.rendezvous.store import connect_to_store
+from mpiddp.runtime.rendezvous.meet import _serve_beside_agent
+from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
 from mpiddp.world import World
 from tests.support.addresses import reserved
 from tests.support.patience import PATIENCE_S
@@ -62,6 +64,9 @@ def test_a_foreign_mpi_is_refused_once() -> None:
 
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+NEEDS_BOTH = "Without MPI, the ranks need MASTER_ADDR and MASTER_PORT to find each other."
 
 
 SRUN = {
@@ -158,10 +163,13 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        (ENV, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. "),
+        (
+            ENV,
+            f"RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. {NEEDS_BOTH}",
+        ),
         (
             ENV | {"MASTER_ADDR": "127.0.0.1"},
-            "RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. ",
+            f"RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. {NEEDS_BOTH}",
         ),
         (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
         (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is not an address of "),
@@ -190,6 +198,17 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(
         f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
         "Check that rank 0 is running and that no firewall blocks the port."
     )
+
+
+def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
+    with bind("127.0.0.1", 0, "here") as listener:
+        port = listener.getsockname()[1]
+        world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
+        store = serve_store(world, listener)
+        sentence = rf"^rank 1 on {world.hostname}: no answer from rank 0 in 0\.3 s\.$"
+        with pytest.raises(JobFailed, match=sentence):
+            _serve_beside_agent(world, None, None, 0.3)
+        del store
 
 
 def test_nobody_listens_where_the_store_should_be() -> None:

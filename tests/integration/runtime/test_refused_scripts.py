@@ -24,6 +24,10 @@ from mpiddp.runtime.start import script as run_script
         (["nosuch.py"], "nosuch.py not found (looked in {cwd})."),
         (["."], ". is a folder, not a script. To run a module: mpiddp run -m MODULE"),
         (
+            ["/dev/null"],
+            "/dev/null is no regular file, and each rank reads its script from the disk.",
+        ),
+        (
             ["-m", "no.such"],
             "module no.such not found (looked in {cwd} and in the installed packages).",
         ),

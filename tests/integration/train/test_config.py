@@ -11,12 +11,14 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from mpiddp.errors import UserError
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.config import TrainConfig, changed_options
 from mpiddp.train.option_parser import options_of
 from mpiddp.train.options import TrainOptions, parse
+from mpiddp.train.parallel import check_compression
 from mpiddp.train.schedule import SCHEDULES, learning_rate, scaled_lr
 from tests.support.patience import PATIENCE_S
 from tests.support.training import configured
@@ -138,6 +140,17 @@ def test_images_that_are_never_shifted(images: str) -> None:
     said = refusal("--max-shift=3", images)
     assert said.startswith("--max-shift shifts images of CIFAR-10 and its like, not those of ")
     assert f"{images.replace('=', ' ')}. Leave one out." in said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_powersgd_over_gloo_beside_a_gpu() -> None:
+    config = configured("--grad-compression=powersgd")
+    with pytest.raises(UserError) as refused:
+        check_compression(config, torch.device("cpu"))
+    assert str(refused.value) == (
+        "--grad-compression powersgd over gloo fails when torch sees a GPU. Set CUDA_VISIBLE_DEVICES=, or "
+        "use --grad-compression bf16."
+    )
 
 
 # Defaults that depend on the machine
@@ -282,7 +295,9 @@ def test_every_difference_is_listed_and_those_of_past_steps_are_refused() -> Non
 
 def test_options_that_would_have_no_effect() -> None:
     assert "more than --epochs 3. Use 3 or less" in refusal("--low-res-epochs=9", "--epochs=3")
-    assert "--profile-ranks needs --profile" in refusal("--profile-ranks=1")
+    assert refusal("--profile-ranks=1") == (
+        "--profile-ranks needs --profile FIRST:LAST. Add it, or leave this one out."
+    )
 
 
 def test_a_default_that_is_spelled_out_is_no_change() -> None:
@@ -326,8 +341,13 @@ def test_what_shards_do_not_have_is_refused(parallel: str) -> None:
         f"--compile and --parallel {parallel} are mutually exclusive: the shards are gathered between "
         "the layers, outside of the compiled graph. Leave one out."
     )
-    assert f"which --parallel {parallel} replaces" in refusal("--grad-compression=bf16", sharded)
-    assert "mutually exclusive" in refusal("--sync-bn", sharded)
+    assert refusal("--grad-compression=bf16", sharded) == (
+        "--grad-compression bf16 is a hook of DistributedDataParallel, which "
+        f"--parallel {parallel} replaces. Leave one out."
+    )
+    assert refusal("--sync-bn", sharded) == (
+        f"--sync-bn and --parallel {parallel} are mutually exclusive. Leave one out."
+    )
     assert refusal("--optimizer=muon", sharded) == (
         "--optimizer muon needs whole convolutions, which "
         f"--parallel {parallel} does not have. Leave one out."

@@ -65,6 +65,11 @@ def chunk(**values: object) -> Callable[[dict[str, Any]], object]:
     return lambda index: index["tensors"][NAME]["chunks"][0].update(values)
 
 
+def grow(length: int) -> Callable[[dict[str, Any]], object]:
+    """Say that the tensor, with its only chunk, has this length."""
+    return lambda index: (tensor(shape=[length])(index), chunk(sizes=[length])(index))
+
+
 def test_a_sharded_checkpoint_that_is_as_it_should_be(tmp_path: Path) -> None:
     assert contents.export(sharded(tmp_path, lambda _: None), tmp_path / "whole") == ["model"]
     weight = torch.load(tmp_path / "whole/model.pt")["weight"]
@@ -88,6 +93,7 @@ def test_a_sharded_checkpoint_that_is_as_it_should_be(tmp_path: Path) -> None:
         chunk(sizes=[2, 2]),
         chunk(rank=-1),
         chunk(rank="../0"),
+        grow(1 << 63),
         lambda index: index["tensors"][NAME]["chunks"].append(
             dict(index["tensors"][NAME]["chunks"][0])
         ),
@@ -111,6 +117,34 @@ def test_a_file_of_shards_that_nothing_lists(tmp_path: Path) -> None:
         contents.export(folder, tmp_path / "whole")
     sentence = f"{folder} has no shard_00005.pt, which its shards.json names."
     assert str(refused.value) == sentence
+
+
+def test_a_file_of_shards_with_another_tensor(tmp_path: Path) -> None:
+    folder = sharded(tmp_path, grow(6))
+    with pytest.raises(mpiddp.UserError) as refused:
+        contents.export(folder, tmp_path / "whole")
+    assert str(refused.value) == f"{folder}/shard_00000.pt is not the file of this save."
+
+
+def test_a_tensor_that_is_larger_than_the_memory(tmp_path: Path) -> None:
+    folder = sharded(tmp_path, grow(10**15))
+    with pytest.raises(mpiddp.JobFailed) as failed:
+        contents.export(folder, tmp_path / "whole")
+    assert str(failed.value) == "no memory for model.weight, which has 4000000000000000 bytes."
+    assert not (tmp_path / "whole").exists()
+
+
+def test_shards_of_another_model(tmp_path: Path) -> None:
+    folder = sharded(tmp_path, lambda _: None)
+    saved = contents.read({path.name: path for path in folder.iterdir()}).resumed_by(1)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(5))
+    with pytest.raises(mpiddp.UserError) as refused:
+        saved.load_into(model=model)
+    assert str(refused.value) == (
+        "the checkpoint of step 1 does not fit: model: model.weight was saved with shape [4]; it now has "
+        "[5]. Build the same model as before."
+    )
 
 
 @pytest.mark.parametrize("change", [{"keys": ["\ud800"]}, {"step": -5}, {"step": 10**30}])

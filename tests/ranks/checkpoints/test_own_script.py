@@ -276,7 +276,11 @@ def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -
         env=clean_env(variables), capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    assert ("create mpiddp.Checkpoints before init_process_group" in done.stderr) == bool(code)
+    sentence = (
+        "create mpiddp.Checkpoints before init_process_group, so that both use one store; or start the "
+        "script with mpiddp run or torchrun."
+    )
+    assert (sentence in done.stderr) == bool(code)
     assert (tmp_path / "run/checkpoints/step_00000001").exists() != bool(code)
 
 

@@ -488,8 +488,11 @@ def test_foreign_states_of_random_number_generators_are_refused(
 def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("mine\n")
-    with pytest.raises(mpiddp.UserError, match=r"has a metrics.jsonl of another program"):
+    with pytest.raises(mpiddp.UserError) as refused:
         create().resume()
+    assert str(refused.value) == (
+        f"{tmp_path}/run has a metrics.jsonl of another program. Name another folder."
+    )
     assert (tmp_path / "run/metrics.jsonl").read_text() == "mine\n"
 
 
@@ -587,6 +590,18 @@ def test_a_restart_waits_for_the_folder_of_the_run(create: Open, tmp_path: Path)
     assert process.returncode == 0
 
 
+def test_a_restart_whose_folder_stays_away_fails(
+    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIDDP_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr("mpiddp.checkpoints.run.RUN_AWAY_S", 0.0)
+    with pytest.raises(mpiddp.JobFailed) as failed:
+        create().resume()
+    sentence = f"{tmp_path}/run is not there any more: no host can read checkpoints."
+    assert str(failed.value) == sentence
+    assert not (tmp_path / "run").exists()
+
+
 # Records
 
 
@@ -634,8 +649,11 @@ def test_records_need_a_run(create: Open) -> None:
     with pytest.raises(mpiddp.UserError, match=r"there is no folder of a run yet"):
         mpiddp.log_metrics(1, loss=2)
     checkpoints = create()
-    with pytest.raises(mpiddp.UserError, match=r"call Checkpoints.resume\(\) first"):
+    with pytest.raises(mpiddp.UserError) as refused:
         mpiddp.log_metrics(1, loss=2)
+    assert str(refused.value) == (
+        "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
+    )
     checkpoints.resume()
     with pytest.raises(TypeError, match=r"loss: expected a number or a string, not list"):
         mpiddp.log_metrics(1, loss=[2])

@@ -198,6 +198,14 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
             "DistributedDataParallel. Leave it out.",
         ),
         (
+            ["step", "-H", "localhost:2", "--grad-accum-steps", "2"],
+            "mpiddp bench step measures steps of one backward pass. Leave out --grad-accum-steps.",
+        ),
+        (
+            ["loader", "-H", "localhost:2", "--use-syn"],
+            "mpiddp bench loader always measures synthetic images. Leave out --use-syn.",
+        ),
+        (
             ["step", "--ark", "resnet18"],
             'mpiddp train: unrecognized arguments: --ark resnet18. Did you mean "--arch"? '
             "See: mpiddp train --help",
@@ -209,6 +217,10 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         (
             ["scaling", "-H", "localhost:2", "--strong"],
             "--strong needs a global batch size. Example: --global-batch-size 512",
+        ),
+        (
+            ["scaling", "-H", "localhost:2", "--global-batch-size", "8"],
+            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling.",
         ),
         (
             ["allreduce", "-H", "localhost:1"],

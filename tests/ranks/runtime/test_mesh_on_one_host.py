@@ -42,7 +42,11 @@ def test_a_mesh_on_one_host() -> None:
         (
             ["tp=1RANK"],
             "the calls differ: mesh(tp=10, device_type='cpu') on rank 0, mesh(tp=11, device_type='cpu') on "
-            "rank 1.",
+            "rank 1. Call it with the same arguments on all ranks.",
+        ),
+        (
+            ["tp=2", "device_type=gpu0"],
+            "device_type='gpu0': expected a type of device such as cuda or cpu.",
         ),
     ],
 )

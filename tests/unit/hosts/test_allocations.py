@@ -238,6 +238,12 @@ HINT = "Name the hosts with --hostfile or -H, or write --local for this machine 
             "launch in the command of the Launcher, and sshd in that of the Worker.",
         ),
         (
+            {"K_MPI_JOB_ROLE": "launcher"},
+            "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
+            "Expected one of OMPI_MCA_orte_default_hostfile, I_MPI_HYDRA_HOST_FILE, HYDRA_HOST_FILE, "
+            f"PRTE_MCA_prte_default_hostfile. {HINT}",
+        ),
+        (
             SKYPILOT | {"SKYPILOT_NODE_RANK": "1"},
             "this is node 1 of a SkyPilot task, and mpiddp launch on node 0 starts the ranks of all "
             'nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp launch …; fi',

@@ -184,8 +184,11 @@ def test_a_table_that_the_launcher_did_not_write(
     monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
     monkeypatch.setenv("MPIDDP_GPUS", text)
     rank = 0 if "PATH" in text else 1
-    with pytest.raises(UserError, match="does not fit MPIDDP_PLACEMENT"):
+    with pytest.raises(UserError) as refused:
         choose_gpus(World(rank, 2, 0, 1))
+    assert str(refused.value) == (
+        f'MPIDDP_GPUS="{text}" does not fit MPIDDP_PLACEMENT. Unset it; mpiddp launch sets it.'
+    )
 
 
 @pytest.fixture

@@ -432,6 +432,17 @@ def test_check_marks_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[st
             "mpich",
             "a comment after a host, which MPICH cannot parse. Give it a line of its own.",
         ),
+        (
+            "node1 gpus=0,2",
+            "openmpi",
+            "gpus= is read by mpiddp launch alone, and Open MPI's mpirun has no key for it. "
+            "Write: node1 slots=2",
+        ),
+        (
+            "node1 gpus=0,2",
+            "mpich",
+            "gpus= is read by mpiddp launch alone, and MPICH's mpirun has no key for it. Write: node1:2",
+        ),
         ("node1:0", "mpich", "MPICH's hostfile format cannot express slots=0. Remove node1."),
     ],
 )

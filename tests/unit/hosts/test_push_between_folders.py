@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,40 @@ def test_a_file_that_becomes_shorter_ends_the_push(hosts: Path) -> None:
     done.run(lambda each: None)
     assert list(done.failures.values()) == [f"{HERE}/a has become shorter. Run it again."]
     assert (done.done, files_of(hosts / "node1" / HERE)) == ([], {})
+
+
+def test_a_file_that_arrives_damaged_takes_no_place(hosts: Path) -> None:
+    """The next push sends it again."""
+    write(Path(HERE), a="1", b="2")
+    _, (target,), _ = ask(["node1"])
+    target.peer.ask({"go": True})
+    target.peer.write(b"3" + sha256(b"1").digest())
+    target.peer._flush()
+    with pytest.raises(Failed) as raised:
+        target.peer.answer()
+    target.peer.close()
+    sentence = f"{HERE}/.mpiddp-push/new/a arrived damaged. Run it again."
+    assert str(raised.value) == sentence
+    assert files_of(hosts / "node1" / HERE) == {}
+    assert send(["node1"]).sent == 2
+    assert files_of(hosts / "node1" / HERE) == {"a": "1", "b": "2"}
+
+
+def test_a_copy_that_changes_while_it_is_pushed(hosts: Path) -> None:
+    """A job writes there, into a file that this push leaves as it is."""
+    write(Path(HERE), lib__stays="1", lib__changes="2")
+    send(["node1"])
+    write(Path(HERE), lib__changes="3")
+    content, targets, _ = ask(["node1"])
+    there = hosts / "node1" / HERE
+    write(there, lib__stays="of the job")
+    done = FanOut(content, targets)
+    done.run(lambda each: None)
+    sentence = f"{HERE} changed there while it was pushed. Push again."
+    assert list(done.failures.values()) == [sentence]
+    assert files_of(there) == {"lib/stays": "of the job", "lib/changes": "2"}
+    assert send(["node1"]).sent == 1
+    assert files_of(there) == {"lib/stays": "1", "lib/changes": "3"}
 
 
 def test_a_file_system_that_keeps_whole_seconds(

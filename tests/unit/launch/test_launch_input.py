@@ -365,8 +365,12 @@ def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -
 def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
     program = fake_mpirun(tmp_path, "")
     program.write_text("#!/bin/sh\nexec yes not an mpirun\n")
-    with pytest.raises(UserError, match='--version prints "not an mpirun"'):
+    with pytest.raises(UserError) as refused:
         identify(program, os.environ)
+    assert str(refused.value) == (
+        f'{program} --version prints "not an mpirun". Expected Open MPI, Intel MPI or MPICH. '
+        "Name another: --mpirun PATH"
+    )
 
 
 def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,6 +498,14 @@ def wrong(option: str, sentence: str) -> str:
         (
             lambda: parse_options(["-n", "2", "/bin/sh"]),
             "/bin/sh is not a Python script. To start any program: mpiddp launch … -- /bin/sh",
+        ),
+        (
+            lambda: parse_options(["/dev"]),
+            "/dev is not a regular file. Expected a Python script.",
+        ),
+        (
+            lambda: parse_options(["--log-dir=", "train.py"]),
+            '--log-dir "": expected a folder.',
         ),
         (
             lambda: parse_options(["-n", "2", "ldd"]),

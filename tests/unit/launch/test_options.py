@@ -173,7 +173,6 @@ def test_the_variables_of_a_file(tmp_path: Path) -> None:
         "--log-ranks first",
         "--log-ranks 0,",
         "--prefix yes",
-        "--log-dir=",
         "--hostfile f -H a",
         "-H a --local",
         "--spares 1 --no-check",

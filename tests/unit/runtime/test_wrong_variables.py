@@ -14,6 +14,7 @@ from mpiddp.runtime.launcher.announcement import announced
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s
 from mpiddp.runtime.rendezvous.placement import misplaced
+from mpiddp.text import shown
 from mpiddp.world import World
 
 
@@ -29,6 +30,11 @@ def test_a_nodelist_of_a_slurm_step_that_slurm_never_writes(nodelist: str) -> No
         UserError, match=r"SLURM_STEP_NODELIST=.* is not Slurm's: .* Set MASTER_ADDR"
     ):
         slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_NODELIST": nodelist})
+
+
+def test_a_slurm_step_over_several_hosts_without_their_names() -> None:
+    with pytest.raises(UserError, match=r"^SLURM_STEP_NODELIST names no host\. Set MASTER_ADDR\.$"):
+        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": "1"})
 
 
 @pytest.mark.parametrize("port", ["9" * 5000, "65536", "²"])
@@ -47,8 +53,11 @@ def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
     ["{", "[]", "[" * 100_000, '{"global_batch_size": 0, "world_size": 2}', '{"world_size": 2}'],
 )
 def test_an_announcement_that_the_launcher_never_sets(text: str) -> None:
-    with pytest.raises(UserError, match=r"MPIDDP_ANNOUNCED=.* Unset it"):
+    with pytest.raises(UserError) as refused:
         announced({"MPIDDP_ANNOUNCED": text})
+    assert str(refused.value) == (
+        f'MPIDDP_ANNOUNCED="{shown(text)}" is not what mpiddp launch sets for a restart. Unset it.'
+    )
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e8", "nan", "x", "-1"])

@@ -6,13 +6,14 @@ python -m pytest tests/unit/train/test_sink_records.py
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.train.options import parse
-from mpiddp.train.sinks import read_records
+from mpiddp.train.sinks import check_packages, read_records
 
 
 def test_an_incomplete_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -30,6 +31,17 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('cut\n[1]\n{}\n{"step": "x"}\nnull\n{"step": 1}\n')
     assert read_records(metrics, 0)[0] == [{"step": 1}]
+
+
+def test_a_tool_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError) as refused:
+        check_packages("mlflow")
+    assert str(refused.value) == (
+        f"--log-to mlflow needs mlflow, which {sys.executable} does not have. "
+        f"Run: {sys.executable} -m pip install mlflow"
+    )
+    check_packages(None)
 
 
 def test_tools_are_named_once() -> None:
