@@ -29,7 +29,7 @@ from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.text import counted
 from mpiddp.train import checkpoint, flight_recorder
-from mpiddp.train.config import TrainConfig, out_dir, resume_args
+from mpiddp.train.config import IMAGES_PER_PASS, TrainConfig, out_dir, resume_args
 from mpiddp.train.copies import find_copies
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.determinism import check_determinism
@@ -43,7 +43,6 @@ from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import TrainPlan, plan_training
 from mpiddp.train.profiling import check_profile
 from mpiddp.train.rank_config import resolve_rank_config
-from mpiddp.train.restart import IMAGES_PER_PASS
 from mpiddp.train.run_record import recorded
 from mpiddp.train.sinks import check_packages
 from mpiddp.world import World
