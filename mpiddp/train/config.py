@@ -16,9 +16,8 @@ from mpiddp.runtime.launcher.announcement import Announced
 from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES, stem_of
 from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.device_defaults import ON_CPU, ON_GPU
 from mpiddp.train.option_parser import Option, flag_of, options_of
-from mpiddp.train.options import TrainOptions
+from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
 from mpiddp.world import World
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
