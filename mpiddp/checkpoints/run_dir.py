@@ -106,7 +106,7 @@ class RunRecords:
         self._run = run
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
-        self.is_closed = False  # then those of another run may take its place
+        self.is_closed = False
 
     @property
     def path(self) -> Path:
