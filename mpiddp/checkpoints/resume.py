@@ -161,9 +161,16 @@ def _search_all(
 
 
 def _newest_of_all(hosts: list[Host]) -> tuple[Host, str]:
-    """The host that holds the newest checkpoint, and a file of it that no host has, or ""."""
-    step = max(host.step for host in hosts)
-    candidates = [host for host in hosts if host.step == step]
+    """The host that holds the newest checkpoint, and a file of it that no host has, or "".
+
+    One of this run precedes those of another, also on hosts that do not have it.
+    """
+
+    def preference(host: Host) -> tuple[bool, int]:
+        return bool(host.folder) and host.is_own, host.step
+
+    highest = max(map(preference, hosts))
+    candidates = [host for host in hosts if preference(host) == highest]
     missing = []
     for host in candidates:
         of_save = [other.lacks for other in candidates if other.save == host.save]

@@ -324,3 +324,15 @@ def test_the_records_of_another_host_replace_the_own_ones_as_a_whole(
     assert before.read_text() == '{"step": 0}\n'
     assert hosts[0].metrics.read_text() == '{"step": 1}\n'
     directory.verify(hosts[1].checkpoints / "step_00000001")
+
+
+def test_a_new_host_takes_the_own_checkpoint_and_not_a_later_one_of_another_run(
+    hosts: list[RunDir], tmp_path: Path
+) -> None:
+    """The path of another run counts until this run has a checkpoint, on any host."""
+    saved(tmp_path / "other", 2)
+    job = BRINGS.replace("newest(run)", 'newest(run, Path(sys.argv[1], "other"))')
+    ran = mpirun(2, script(tmp_path, job), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    assert "other is not used: " in ran.stdout
+    directory.verify(hosts[1].checkpoints / "step_00000001")
