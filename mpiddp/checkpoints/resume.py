@@ -33,6 +33,8 @@ from mpiddp.runtime.log import log
 from mpiddp.text import counted
 
 _EXPECTED = "Expected a run's folder or a checkpoint's folder."
+# The problems of checkpoints of which a part is on no host, by whether this run has made them and their step.
+Incomplete = dict[tuple[bool, int], str]
 
 
 @dataclass(frozen=True)
@@ -119,21 +121,21 @@ def newest(run: Run, path: Path | None = None) -> Found | None:
     files = {name: Entry(size, sha256) for name, size, sha256 in rows}
     others = len(same) < len(hosts)
     lacking = [name for name in files if others or any(name in host.lacks for host in same)]
-    has_incomplete = best.is_own and any(step > best.step for step in incomplete)
+    has_incomplete = best.is_own and any(own and step > best.step for own, step in incomplete)
     return Found(tuple(same), files, lacking, leaves_newer=best.goes_back or has_incomplete)
 
 
 def _search_all(
     run: Run, path: Path | None
-) -> tuple[list[Host], Host, dict[int, str], Mapping[str, Entry]]:
+) -> tuple[list[Host], Host, Incomplete, Mapping[str, Entry]]:
     """Search all hosts for the newest checkpoint of which all parts are there.
 
     Returns:
-        What each host has found; the one that holds the checkpoint; the steps of newer checkpoints of which
-        a part is missing, with that problem; and the files that this host's checkpoint lists.
+        What each host has found; the one that holds the checkpoint; newer ones that are incomplete; and the
+        files that this host's checkpoint lists.
     """
     ranks = run.ranks
-    incomplete: dict[int, str] = {}
+    incomplete: Incomplete = {}
     while True:
         own, listing = None, Listing({}, {}, "")
         with ranks.together(), named_by(""):
@@ -157,7 +159,7 @@ def _search_all(
         if best.is_named:
             with ranks.together():
                 raise UserError(f"{path}: {problem}.")
-        incomplete[best.step] = problem
+        incomplete[best.is_own, best.step] = problem
 
 
 def _newest_of_all(hosts: list[Host]) -> tuple[Host, str]:
@@ -219,12 +221,12 @@ def consequence(broken: int, newest: Path | None) -> str:
     return f"resuming from {newest.name} ({broken - directory.step_of(newest)} steps lost)"
 
 
-def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) -> Host:
+def _search(here: Host, run: RunDir, path: Path | None, skip: Incomplete) -> Host:
     """Find the checkpoint on this host.
 
     Args:
         here: this host, which has found nothing yet.
-        skip: the problems of checkpoints that no host can resume from, by their steps.
+        skip: checkpoints that no host can resume from.
 
     Raises:
         OSError: a folder cannot be read.
@@ -237,7 +239,7 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
         problem = ""
         if path is None and directory.list_steps(root):
             problem = f"{root} contains no verified checkpoint. Name another folder."
-        own = replace(_newest_in(here, root, problem, skip), is_own=True)
+        own = _newest_in(replace(here, is_own=True), root, problem, skip)
         if path is None or own.folder or own.has_failed:
             return own
     if not path.exists():
@@ -258,8 +260,9 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
     return replace(here, folder=str(path), step=step, is_named=True, goes_back=goes_back)
 
 
-def _newest_in(here: Host, root: Path, problem: str, skip: dict[int, str]) -> Host:
-    verified, errors = directory.survey(root, skip)
+def _newest_in(here: Host, root: Path, problem: str, skip: Incomplete) -> Host:
+    of_this = {step: why for (is_own, step), why in skip.items() if is_own == here.is_own}
+    verified, errors = directory.survey(root, of_this)
     broken = [(step, str(error)) for step, error in errors]
     if verified is not None:
         step = directory.step_of(verified)

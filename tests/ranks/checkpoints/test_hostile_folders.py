@@ -174,6 +174,21 @@ def saved(run: Path, *steps: int) -> None:
     current().run = None
 
 
+def test_a_checkpoint_that_lacks_shards_hides_none_of_another_run(tmp_path: Path) -> None:
+    """Both are of step 1. No host has shard_00001.pt of this run's."""
+    saved(tmp_path / "other", 1)
+
+    def lose(index: dict[str, Any]) -> None:
+        index["files"]["shard_00001.pt"] = index["files"]["shard_00000.pt"]
+
+    sharded(tmp_path / "run/checkpoints", lose)
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        resumed = checkpoints.resume(tmp_path / "other")
+    current().run = None
+    assert resumed is not None
+    assert resumed.state == {"step": 1}
+
+
 @pytest.mark.parametrize("link", ["best", "checkpoints/latest"])
 def test_a_run_goes_back_through_a_link(tmp_path: Path, link: str) -> None:
     run = tmp_path / "run"
