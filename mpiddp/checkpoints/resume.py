@@ -12,6 +12,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
@@ -338,7 +340,7 @@ def _keeps(run: Run, found: Found) -> bool:
 def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
     """Copy the records of the run to the hosts that lack them. One that cannot keep them is warned."""
     ranks, holder = run.ranks, found.hosts[0].rank
-    records, own = RunDir.of_checkpoint(found.folder).metrics, run.dir.metrics
+    records = run.dir.metrics
     size = 0
     if ranks.rank == holder:
         with contextlib.suppress(OSError):  # a run may have none
@@ -347,7 +349,7 @@ def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
     problem = ""
     if keeps and ranks.rank != run.file_systems.writer_of[holder]:  # there they are already
         try:
-            with replacing(own) as copy:
+            with replacing(records) as copy:
                 for _, piece in pieces:
                     copy.write(piece)
         except OSError as error:
@@ -375,15 +377,10 @@ def _receive(
         OSError: the disk is full, …
     """
     hashes: dict[str, str] = {}
-    name, file = "", None
-    for each, piece in pieces:
-        if each != name:
-            if file is not None:
-                hashes[name] = file.close()
-            name, file = each, HashedFile(folder / each)
-        assert file is not None
-        file.write(piece)
-    if file is not None:
+    for name, of_file in groupby(pieces, key=itemgetter(0)):
+        file = HashedFile(folder / name)
+        for _, piece in of_file:
+            file.write(piece)
         hashes[name] = file.close()
     for name, digest in hashes.items():
         if digest != found.files[name].sha256:

@@ -29,11 +29,6 @@ class RunDir:
 
     path: Path
 
-    @classmethod
-    def of_checkpoint(cls, folder: Path) -> RunDir:
-        """The run whose checkpoint lies in `folder`."""
-        return cls(folder.parent.parent)
-
     @property
     def config(self) -> Path:
         return self.path / "config.json"
