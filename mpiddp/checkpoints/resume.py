@@ -12,6 +12,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
@@ -33,6 +35,8 @@ from mpiddp.runtime.log import log
 from mpiddp.text import counted
 
 _EXPECTED = "Expected a run's folder or a checkpoint's folder."
+# The problems of checkpoints of which a part is on no host, by whether this run has made them and their step.
+Incomplete = dict[tuple[bool, int], str]
 
 
 @dataclass(frozen=True)
@@ -119,21 +123,21 @@ def newest(run: Run, path: Path | None = None) -> Found | None:
     files = {name: Entry(size, sha256) for name, size, sha256 in rows}
     others = len(same) < len(hosts)
     lacking = [name for name in files if others or any(name in host.lacks for host in same)]
-    has_incomplete = best.is_own and any(step > best.step for step in incomplete)
+    has_incomplete = best.is_own and any(own and step > best.step for own, step in incomplete)
     return Found(tuple(same), files, lacking, leaves_newer=best.goes_back or has_incomplete)
 
 
 def _search_all(
     run: Run, path: Path | None
-) -> tuple[list[Host], Host, dict[int, str], Mapping[str, Entry]]:
+) -> tuple[list[Host], Host, Incomplete, Mapping[str, Entry]]:
     """Search all hosts for the newest checkpoint of which all parts are there.
 
     Returns:
-        What each host has found; the one that holds the checkpoint; the steps of newer checkpoints of which
-        a part is missing, with that problem; and the files that this host's checkpoint lists.
+        What each host has found; the one that holds the checkpoint; newer ones that are incomplete; and the
+        files that this host's checkpoint lists.
     """
     ranks = run.ranks
-    incomplete: dict[int, str] = {}
+    incomplete: Incomplete = {}
     while True:
         own, listing = None, Listing({}, {}, "")
         with ranks.together(), named_by(""):
@@ -157,13 +161,20 @@ def _search_all(
         if best.is_named:
             with ranks.together():
                 raise UserError(f"{path}: {problem}.")
-        incomplete[best.step] = problem
+        incomplete[best.is_own, best.step] = problem
 
 
 def _newest_of_all(hosts: list[Host]) -> tuple[Host, str]:
-    """The host that holds the newest checkpoint, and a file of it that no host has, or ""."""
-    step = max(host.step for host in hosts)
-    candidates = [host for host in hosts if host.step == step]
+    """The host that holds the newest checkpoint, and a file of it that no host has, or "".
+
+    One of this run precedes those of another, also on hosts that do not have it.
+    """
+
+    def preference(host: Host) -> tuple[bool, int]:
+        return bool(host.folder) and host.is_own, host.step
+
+    highest = max(map(preference, hosts))
+    candidates = [host for host in hosts if preference(host) == highest]
     missing = []
     for host in candidates:
         of_save = [other.lacks for other in candidates if other.save == host.save]
@@ -212,12 +223,12 @@ def consequence(broken: int, newest: Path | None) -> str:
     return f"resuming from {newest.name} ({broken - directory.step_of(newest)} steps lost)"
 
 
-def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) -> Host:
+def _search(here: Host, run: RunDir, path: Path | None, skip: Incomplete) -> Host:
     """Find the checkpoint on this host.
 
     Args:
         here: this host, which has found nothing yet.
-        skip: the problems of checkpoints that no host can resume from, by their steps.
+        skip: checkpoints that no host can resume from.
 
     Raises:
         OSError: a folder cannot be read.
@@ -230,7 +241,7 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
         problem = ""
         if path is None and directory.list_steps(root):
             problem = f"{root} contains no verified checkpoint. Name another folder."
-        own = replace(_newest_in(here, root, problem, skip), is_own=True)
+        own = _newest_in(replace(here, is_own=True), root, problem, skip)
         if path is None or own.folder or own.has_failed:
             return own
     if not path.exists():
@@ -251,8 +262,9 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: dict[int, str]) ->
     return replace(here, folder=str(path), step=step, is_named=True, goes_back=goes_back)
 
 
-def _newest_in(here: Host, root: Path, problem: str, skip: dict[int, str]) -> Host:
-    verified, errors = directory.survey(root, skip)
+def _newest_in(here: Host, root: Path, problem: str, skip: Incomplete) -> Host:
+    of_this = {step: why for (is_own, step), why in skip.items() if is_own == here.is_own}
+    verified, errors = directory.survey(root, of_this)
     broken = [(step, str(error)) for step, error in errors]
     if verified is not None:
         step = directory.step_of(verified)
@@ -328,7 +340,7 @@ def _keeps(run: Run, found: Found) -> bool:
 def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
     """Copy the records of the run to the hosts that lack them. One that cannot keep them is warned."""
     ranks, holder = run.ranks, found.hosts[0].rank
-    records, own = RunDir.of_checkpoint(found.folder).metrics, run.dir.metrics
+    records = run.dir.metrics
     size = 0
     if ranks.rank == holder:
         with contextlib.suppress(OSError):  # a run may have none
@@ -337,7 +349,7 @@ def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
     problem = ""
     if keeps and ranks.rank != run.file_systems.writer_of[holder]:  # there they are already
         try:
-            with replacing(own) as copy:
+            with replacing(records) as copy:
                 for _, piece in pieces:
                     copy.write(piece)
         except OSError as error:
@@ -365,15 +377,10 @@ def _receive(
         OSError: the disk is full, …
     """
     hashes: dict[str, str] = {}
-    name, file = "", None
-    for each, piece in pieces:
-        if each != name:
-            if file is not None:
-                hashes[name] = file.close()
-            name, file = each, HashedFile(folder / each)
-        assert file is not None
-        file.write(piece)
-    if file is not None:
+    for name, of_file in groupby(pieces, key=itemgetter(0)):
+        file = HashedFile(folder / name)
+        for _, piece in of_file:
+            file.write(piece)
         hashes[name] = file.close()
     for name, digest in hashes.items():
         if digest != found.files[name].sha256:

@@ -29,11 +29,6 @@ class RunDir:
 
     path: Path
 
-    @classmethod
-    def of_checkpoint(cls, folder: Path) -> RunDir:
-        """The run whose checkpoint lies in `folder`."""
-        return cls(folder.parent.parent)
-
     @property
     def config(self) -> Path:
         return self.path / "config.json"
@@ -106,7 +101,7 @@ class RunRecords:
         self._run = run
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
-        self.is_closed = False  # then those of another run may take its place
+        self.is_closed = False
 
     @property
     def path(self) -> Path:

@@ -9,7 +9,6 @@ system shows the checkpoint.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import INDEX, Entry, file_of
 from mpiddp.checkpoints.ranks import Transfer
 from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.shards import Chunk, SavedTensor, index_of
 from mpiddp.checkpoints.state import write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush
@@ -221,9 +221,7 @@ class ShardedSaver:
             if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
                 raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
             hashes[name] = entry.sha256
-        all_files = {name: asdict(entry) for name, entry in files.items()}
-        index = {"tensors": self._plan.tensors, "files": all_files}
-        (folder / INDEX).write_text(json.dumps(index))
+        (folder / INDEX).write_text(index_of(self._plan.tensors, files))
         return hashes
 
     def _write_shards(
@@ -324,7 +322,7 @@ class ShardPlan:
     """What one rank saves, and where all parts of all tensors are."""
 
     own: tuple[str, ...]  # the names of the tensors of which this rank saves its part
-    tensors: dict[str, dict[str, Any]]  # all, as in shards.json
+    tensors: dict[str, SavedTensor]  # all, by name
     signature: object  # of the tensors that were planned; None before
 
 
@@ -380,16 +378,12 @@ def _has_values(data: Any) -> bool:
 
 def _saved_tensor(
     name: str, saved: Any, ranks: Mapping[tuple[str, tuple[int, ...]], int]
-) -> dict[str, Any]:
+) -> SavedTensor:
     """The tensor as in shards.json."""
-    chunks = [
-        {
-            "offsets": tuple(each.offsets),
-            "sizes": tuple(each.sizes),
-            "rank": ranks[name, tuple(each.offsets)],
-        }
+    chunks = tuple(
+        Chunk(tuple(each.offsets), tuple(each.sizes), ranks[name, tuple(each.offsets)])
         for each in saved.chunks
         if 0 not in each.sizes
-    ]
+    )
     dtype = str(saved.properties.dtype).removeprefix("torch.")
-    return {"shape": tuple(saved.size), "dtype": dtype, "chunks": chunks}
+    return SavedTensor(tuple(saved.size), dtype, chunks)

@@ -87,7 +87,7 @@ class Checkpoints:
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
         session = current()
-        if session.run is None or getattr(session.run, "is_closed", False):
+        if session.run is None or session.run.is_closed:
             session.run = self._records
         session.add_saver(self._wait_for_own_save)
 

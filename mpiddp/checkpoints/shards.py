@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, file_of
+from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry, file_of
 from mpiddp.checkpoints.state import filled, mapped, name_of, path_of, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import read_limited
@@ -49,6 +49,11 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
+
+
+def index_of(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> str:
+    """The contents of shards.json."""
+    return json.dumps({"tensors": tensors, "files": files}, default=vars)
 
 
 def read_index(path: Path) -> dict[str, SavedTensor]:

@@ -25,7 +25,7 @@ class Architecture:
     widths: tuple[int, ...]  # channels of each stage before the block's expansion
     stem: str
     num_classes: int
-    pad_shortcuts: bool
+    pad_shortcuts: bool  # option A of He et al., without parameters; else B, a 1×1 convolution
     optimizer: str = "sgd"  # the default of --optimizer
 
 

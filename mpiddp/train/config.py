@@ -7,18 +7,20 @@ checkpoint contain the result, and a run that resumes is compared with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
+from mpiddp.runtime.launcher.announcement import Announced
 from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES, stem_of
 from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.device_defaults import ON_CPU, ON_GPU
 from mpiddp.train.option_parser import Option, flag_of, options_of
-from mpiddp.train.options import TrainOptions
+from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
 from mpiddp.world import World
+
+IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 
 _WITHOUT = {
     "max_shift": 4,
@@ -92,6 +94,30 @@ def _meaning(name: str, values: Mapping[str, Any]) -> Any:
     return values.get(name)
 
 
+def keep_global_batch(
+    options: TrainOptions, before: Announced | None, world_size: int
+) -> TrainOptions:
+    """The options as written, but with the global batch of an earlier attempt on other ranks.
+
+    The number of backward passes grows until no pass is larger than before, because each rank has the
+    same memory as before. Passes may become larger only where they would otherwise be single images,
+    which BatchNorm cannot normalize.
+    """
+    if before is None or before.world_size == world_size:
+        return options
+    images = before.global_batch_size
+    per_pass = -(-images // (options.grad_accum_steps * before.world_size))
+    passes = -(-images // (per_pass * world_size))
+    passes = max(1, min(passes, images // (IMAGES_PER_PASS * world_size)))
+    return replace(
+        options,
+        batch_size=None,
+        global_batch_size=images,
+        uneven=True,
+        grad_accum_steps=passes,
+    )
+
+
 def resolve_defaults(
     options: TrainOptions, world: World, *, on_gpu: bool, has_bf16: bool
 ) -> TrainConfig:
@@ -147,10 +173,10 @@ def _resolve_batch(options: TrainOptions, world_size: int, default: int) -> tupl
         return batch_size, options.global_batch_size
     if not options.uneven:
         raise UserError(_not_divisible(options, batch_size, world_size))
-    if batch_size < 2:  # BatchNorm needs two images on every rank
+    if batch_size < IMAGES_PER_PASS:
         raise UserError(
             f"--global-batch-size {options.global_batch_size} gives some of {world_size} ranks "
-            f"fewer than two images per pass; BatchNorm needs two. Use {2 * passes} or more."
+            f"fewer than two images per pass; BatchNorm needs two. Use {IMAGES_PER_PASS * passes} or more."
         )
     return batch_size + 1, options.global_batch_size
 
@@ -162,9 +188,7 @@ def _not_divisible(options: TrainOptions, batch_size: int, world_size: int) -> s
     if options.grad_accum_steps > 1:
         divisor += f" × {options.grad_accum_steps} accumulation steps = {passes}"
     proposals = {max(1, batch_size) * passes, (batch_size + 1) * passes}
-    or_uneven = (
-        ", or --uneven" if batch_size >= 2 else ""
-    )  # BatchNorm needs two images on every rank
+    or_uneven = ", or --uneven" if batch_size >= IMAGES_PER_PASS else ""
     return (
         f"--global-batch-size {options.global_batch_size} is not divisible by {divisor}. "
         f"Use {' or '.join(map(str, sorted(proposals)))}{or_uneven}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,7 +17,6 @@ from mpiddp.train.checkpoint import exiting_together
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.copies import Copies
 from mpiddp.train.engine import TrainState
-from mpiddp.train.metrics import largest
 from mpiddp.train.parallel import is_sharded
 
 
@@ -35,9 +35,9 @@ def refuse_divergence(
     if has_shards and group is None:
         return
     sentence = find_divergence(state.model, state.optimizer, step=step, group=group)
-    found = int(bool(sentence))
+    found = torch.tensor(int(bool(sentence)), device=next(state.model.parameters()).device)
     if has_shards:  # the ranks with other shards do not know
-        found = largest(found, next(state.model.parameters()).device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
     if not found:
         return
     with exiting_together(coordinator):

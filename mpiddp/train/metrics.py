@@ -128,13 +128,6 @@ def mean_phases(timer: StepTimer, device: torch.device) -> dict[str, float]:
     return dict(zip((*PHASES, *PAUSES), means, strict=True))
 
 
-def largest(number: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers. A collective: every rank must call it."""
-    all_ranks = torch.tensor(number, device=device)
-    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
-    return int(all_ranks)
-
-
 @dataclass(frozen=True)
 class Speed:
     """The speed of the steps on the slowest rank; None if no step ran."""

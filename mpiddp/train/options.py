@@ -15,7 +15,6 @@ from mpiddp.text import Interval
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.contradictions import refuse_contradictions
 from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.device_defaults import ON_CPU, ON_GPU
 from mpiddp.train.option_parser import (
     add_options,
     interval,
@@ -34,6 +33,22 @@ COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
 CHECKED_STEPS = 10  # of --check-determinism
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """The defaults that depend on the kind of device."""
+
+    arch: str
+    batch_size: int  # images per rank and backward pass
+    epochs: int
+    low_res: float  # the share of the epochs that are trained on smaller images
+    max_shift: int  # pixels
+
+
+# Small and quick: a few epochs learn more from images that change little.
+ON_CPU = DeviceDefaults("wide_resnet14_2", batch_size=64, epochs=7, low_res=0.5, max_shift=2)
+ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30, low_res=0.0, max_shift=4)
 
 
 # Why a resume may not change an option: it would change what the steps of the checkpoint have done.

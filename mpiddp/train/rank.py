@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
+import platform
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -21,12 +24,12 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.job.stop import listen_when_alone
 from mpiddp.runtime.launcher.announcement import announce
-from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.log import log, log_to_console, log_to_file
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.text import counted
 from mpiddp.train import checkpoint, flight_recorder
-from mpiddp.train.config import TrainConfig, out_dir, resume_args
+from mpiddp.train.config import IMAGES_PER_PASS, TrainConfig, out_dir, resume_args
 from mpiddp.train.copies import find_copies
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.determinism import check_determinism
@@ -40,8 +43,6 @@ from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import TrainPlan, plan_training
 from mpiddp.train.profiling import check_profile
 from mpiddp.train.rank_config import resolve_rank_config
-from mpiddp.train.rank_log import rank_log
-from mpiddp.train.restart import IMAGES_PER_PASS
 from mpiddp.train.run_record import recorded
 from mpiddp.train.sinks import check_packages
 from mpiddp.world import World
@@ -111,7 +112,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
                         run.rank_log(world.rank).open("ab").close()
                     if checkpoints.is_writer:
                         save_json(run.config, config.as_json())
-                with rank_log(run, world, session), contextlib.ExitStack() as beside:
+                with _rank_log(run, world, session), contextlib.ExitStack() as beside:
                     if world.rank == 0:
                         beside.enter_context(recorded(run, coordinator, started))
                         beside.enter_context(logged_to(config.log_to, run))
@@ -170,6 +171,35 @@ def _refuse_existing_run(run: RunDir, config: TrainConfig) -> None:
                     f"--resume never, but --out {run} already holds a run ({found[0].name}). "
                     "Name another --out, or omit --resume to resume the run."
                 )
+
+
+@contextlib.contextmanager
+def _rank_log(run: RunDir, world: World, session: Session) -> Iterator[None]:
+    """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
+    own = logging.getLogger("mpiddp.rank")
+    own.propagate = False  # keep it off the console
+    own.setLevel(logging.INFO)
+    path = run.rank_log(world.rank)
+    session.send("log", path=str(path))
+    with log_to_file(own, path):
+        own.info(
+            "started: rank %d of %d, local rank %d, node %s, host %s, pid %d, python %s, torch %s, by %s",
+            world.rank,
+            world.world_size,
+            world.local_rank,
+            world.node_rank,
+            world.hostname,
+            os.getpid(),
+            platform.python_version(),
+            torch.__version__,
+            world.launcher.name,
+        )
+        try:
+            yield
+        except BaseException:
+            own.exception("failed")
+            raise
+        own.info("done")
 
 
 def _headline(inputs: TrainInputs, backend: str) -> str:

@@ -8,11 +8,10 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.launcher.announcement import announced
 from mpiddp.runtime.torch.process_group import choose_backend, device_of
-from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.train.config import TrainConfig, keep_global_batch, resolve_defaults
 from mpiddp.train.engine import computes_in_bf16
 from mpiddp.train.options import TrainOptions
 from mpiddp.train.parallel import check_compression
-from mpiddp.train.restart import keep_global_batch
 
 
 def resolve_rank_config(

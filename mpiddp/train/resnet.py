@@ -6,7 +6,6 @@ stride of a bottleneck is on the 3×3 convolution, as in torchvision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch.nn.functional as F
@@ -87,43 +86,19 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """Images [N, in_channels, H, W] to logits [N, num_classes].
+    """Images [N, in_channels, H, W] to logits [N, num_classes]. `build_resnet` describes the arguments."""
 
-    Args:
-        block: the kind of block, all of one kind.
-        depths: number of blocks in each stage.
-        widths: channels of each stage before the block's expansion.
-        num_classes: number of logits.
-        stem: "imagenet" is a 7×7 convolution of stride 2 and a pool (H and W shrink to a quarter);
-            "cifar" a 3×3 convolution that keeps the size, for images of about 32×32; "half" one of stride 2.
-        in_channels: channels of an image.
-        pad_shortcuts: a shortcut that changes the shape has no parameters (option A of He et al.), instead of
-            a 1×1 convolution (option B).
-
-    Raises:
-        ValueError: another stem.
-    """
-
-    def __init__(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        depths: Sequence[int],
-        widths: Sequence[int],
-        *,
-        num_classes: int,
-        stem: str,
-        in_channels: int = 3,
-        pad_shortcuts: bool = False,
-    ):
+    def __init__(self, architecture: Architecture, num_classes: int, stem: str, in_channels: int):
         super().__init__()
         if stem not in STEMS:
             raise ValueError(f'stem="{stem}" is none of {", ".join(STEMS)}')
         size, stride = STEMS[stem]
+        block, depths, widths = BLOCKS[architecture.block], architecture.depths, architecture.widths
         self.conv1 = _conv(in_channels, widths[0], size, stride)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
 
-        shortcut_of = PadShortcut if pad_shortcuts else _projection
+        shortcut_of = PadShortcut if architecture.pad_shortcuts else _projection
         channels = widths[0]
         self.num_stages = len(depths)
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True), start=1):
@@ -163,8 +138,8 @@ def build_resnet(
             `ARCHS` have it already.
         num_classes: number of logits; None for those of the data set that it was made for.
         stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
-            "cifar" for about 32×32: a 3×3 convolution. "half": a 3×3 convolution of stride 2. None for that
-            of its own data set.
+            "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None for
+            that of its own data set.
         in_channels: channels of an image.
 
     Returns:
@@ -174,13 +149,10 @@ def build_resnet(
         ValueError: another stem.
     """
     return ResNet(
-        BLOCKS[architecture.block],
-        architecture.depths,
-        architecture.widths,
-        num_classes=architecture.num_classes if num_classes is None else num_classes,
-        stem=architecture.stem if stem is None else stem,
-        in_channels=in_channels,
-        pad_shortcuts=architecture.pad_shortcuts,
+        architecture,
+        architecture.num_classes if num_classes is None else num_classes,
+        architecture.stem if stem is None else stem,
+        in_channels,
     )
 
 

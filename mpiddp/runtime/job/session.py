@@ -45,6 +45,8 @@ class Output(Protocol):
 class RunFiles(Protocol):
     """The folder of a run, and its records."""
 
+    is_closed: bool  # then another run of this process may take its place
+
     @property
     def path(self) -> Path: ...
 

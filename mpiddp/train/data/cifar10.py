@@ -29,21 +29,18 @@ _MAX_BYTES = 32 << 20  # no official file has more
 _Batch = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
-def read_bin(
-    files: Sequence[Path], sha256: Mapping[str, str] = BIN
-) -> tuple[ImageArrays, ImageArrays]:
+def read_bin(files: Sequence[Path]) -> tuple[ImageArrays, ImageArrays]:
     """Read the batches of `cifar-10-batches-bin`: 50,000 + 10,000 images [N, 32, 32, 3], in their order.
 
     Args:
         files: the five batches for training and the one for testing.
-        sha256: the pinned hashes, by the file's name.
 
     Raises:
         UserError: a file is missing, or is not CIFAR-10's.
         JobFailed: a disk has failed.
     """
     records = [
-        np.frombuffer(_verified(file, sha256), np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
+        np.frombuffer(_verified(file, BIN), np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
         for file in files
     ]
     return _splits([(each[:, 0], each[:, 1:]) for each in records])
@@ -52,7 +49,11 @@ def read_bin(
 def read_py(
     files: Sequence[Path], sha256: Mapping[str, str] = PY
 ) -> tuple[ImageArrays, ImageArrays]:
-    """Read the batches of `cifar-10-batches-py`, which Python 2 has pickled. As `read_bin`."""
+    """Read the batches of `cifar-10-batches-py`, which Python 2 has pickled. As `read_bin`.
+
+    Args:
+        sha256: the pinned hashes, by the file's name.
+    """
     batches = []
     for file in files:
         content = _verified(file, sha256)

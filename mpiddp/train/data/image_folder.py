@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.job.child_signals import end_children_at_exit
+from mpiddp.runtime.job.child_signals import end_children_at_exit, obey_only
 from mpiddp.text import escaped, shown
 from mpiddp.train.data.dataset import Batch
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.data.decode import FORMATS, PREFETCH, Decoded, Decoder, Key
-from mpiddp.train.data.workers import obey_only
 
 MEAN, STD = DATASETS["image-folder"].mean, DATASETS["image-folder"].std
 
@@ -111,7 +111,7 @@ class ImageFolder:
             prefetch_factor=PREFETCH if has_workers else None,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
-            worker_init_fn=partial(obey_only, os.getpid()),
+            worker_init_fn=partial(_leave_stops_to, os.getpid()),
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
         )
@@ -146,6 +146,12 @@ class _Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def _leave_stops_to(rank: int, worker: int) -> None:
+    """Initialize a worker: it leaves a stop to its rank, whose pid this is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    obey_only(rank)
 
 
 def _as_it_is(batch: Any) -> Any:

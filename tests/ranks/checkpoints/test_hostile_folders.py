@@ -208,6 +208,21 @@ def saved(run: Path, *steps: int) -> None:
     current().run = None
 
 
+def test_a_checkpoint_that_lacks_shards_hides_none_of_another_run(tmp_path: Path) -> None:
+    """Both are of step 1. No host has shard_00001.pt of this run's."""
+    saved(tmp_path / "other", 1)
+
+    def lose(index: dict[str, Any]) -> None:
+        index["files"]["shard_00001.pt"] = index["files"]["shard_00000.pt"]
+
+    sharded(tmp_path / "run/checkpoints", lose)
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        resumed = checkpoints.resume(tmp_path / "other")
+    current().run = None
+    assert resumed is not None
+    assert resumed.state == {"step": 1}
+
+
 @pytest.mark.parametrize("link", ["best", "checkpoints/latest"])
 def test_a_run_goes_back_through_a_link(tmp_path: Path, link: str) -> None:
     run = tmp_path / "run"
@@ -357,4 +372,16 @@ def test_the_records_of_another_host_replace_the_own_ones_as_a_whole(
     assert hosts[1].metrics.read_text() == '{"step": 1}\n'
     assert before.read_text() == '{"step": 0}\n'
     assert hosts[0].metrics.read_text() == '{"step": 1}\n'
+    directory.verify(hosts[1].checkpoints / "step_00000001")
+
+
+def test_a_new_host_takes_the_own_checkpoint_and_not_a_later_one_of_another_run(
+    hosts: list[RunDir], tmp_path: Path
+) -> None:
+    """The path of another run counts until this run has a checkpoint, on any host."""
+    saved(tmp_path / "other", 2)
+    job = BRINGS.replace("newest(run)", 'newest(run, Path(sys.argv[1], "other"))')
+    ran = mpirun(2, script(tmp_path, job), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    assert "other is not used: " in ran.stdout
     directory.verify(hosts[1].checkpoints / "step_00000001")

@@ -19,8 +19,8 @@ import mpiddp
 from mpiddp.launch import restarts
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.runtime.launcher.announcement import Announced, announced
+from mpiddp.train.config import keep_global_batch
 from mpiddp.train.options import parse
-from mpiddp.train.restart import keep_global_batch
 
 
 def test_a_restart_continues_when_the_working_folder_is_back(
