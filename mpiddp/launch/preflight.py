@@ -24,7 +24,7 @@ from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
 from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
-from mpiddp.text import all_of, counted, duration, listed
+from mpiddp.text import all_of, counted, duration, listed, names_by_value
 
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
@@ -227,7 +227,5 @@ def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
 
 def by_value(values: Mapping[str, str]) -> str:
     """{"a": "1", "b": "1", "c": "2"} to "1 on a and b, 2 on c"."""
-    groups: dict[str, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(value, []).append(name)
-    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups.items())
+    groups = names_by_value(values).items()
+    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups)
