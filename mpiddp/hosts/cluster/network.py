@@ -15,8 +15,8 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sources import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, run_on_hosts
-from mpiddp.hosts.ssh_complaints import ssh_complaint
+from mpiddp.hosts.ssh import run_on_hosts
+from mpiddp.hosts.ssh_complaints import login_failed
 from mpiddp.text import align_columns, escaped, names_by_value
 
 _ANSWER_S = 30.0
@@ -41,10 +41,12 @@ def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
         _, proof, text = answer.stdout.partition(_PROOF)
         if proof and answer.exit_code == 0:
             found[host.name] = json.loads(text)
-        elif answer.exit_code == NO_PROGRAM:
-            complaints.append(f"{host.name}: python3 is missing there.")
-        else:
-            complaints.append(ssh_complaint(host, answer.stderr))
+            continue
+        missing = f"{host.name}: python3 is missing there."
+        complaint = login_failed(
+            host, answer.exit_code, answer.stderr, limit_s=_ANSWER_S, missing=missing
+        )
+        complaints.append(complaint)
     if complaints:
         raise UserError("\n".join(complaints))
     return found
