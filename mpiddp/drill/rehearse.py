@@ -27,7 +27,7 @@ _MOST_RESUMES = 2
 _END_S = 5.0  # for processes to end after the launcher
 _POLL_S = 0.02
 _DISK_MARGIN = 8 << 20  # beside twice what the undisturbed run has left: a save in the making, logs
-_NOTHING = Fault("none", "the undisturbed run", act="")
+_NOTHING = Fault("none", act="")
 
 
 @dataclass(frozen=True)
