@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
@@ -20,7 +19,7 @@ from mpiddp.drill.faults import Fault
 from mpiddp.drill.plan import Plan
 from mpiddp.drill.records import Recording, read
 from mpiddp.errors import BAD_INPUT, DONE
-from mpiddp.hosts.pidfd import has, kill_marked
+from mpiddp.hosts.pidfd import kill_marked, marked
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 _MOST_RESUMES = 2
@@ -218,15 +217,6 @@ class _Runner:
         """Give the processes of the run this time to end. Kill those that remain, and return their number."""
         mark = f"{DRILL}={self.records}".encode()
         deadline = time.monotonic() + wait_s
-        while _runs(mark) and time.monotonic() < deadline:
+        while marked(mark) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return len(kill_marked(mark))
-
-
-def _runs(mark: bytes) -> bool:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if has(int(entry.name), mark):
-                    return True
-    return False
