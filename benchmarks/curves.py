@@ -1,6 +1,6 @@
 """Compare the loss curves of plain and of tuned settings over several seeds.
 
-    python -m benchmarks.curves --seeds 5
+    python -m benchmarks.curves --seeds 5 --arch resnet20
 
 Plain is fp32, NCHW and DDP's own buckets; tuned is the defaults of this machine. All settings train on the
 same images in the same order from the same weights, so the curves of one seed differ only by rounding. The
@@ -10,13 +10,12 @@ difference is harmless if it is smaller than the spread between seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.harness import start_benchmark
+from benchmarks.harness import read_records, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
@@ -63,9 +62,8 @@ def _losses(settings: list[str], seed: int, options: Options, jobs: Jobs) -> lis
     with tempfile.TemporaryDirectory() as folder:
         train = ["-m", "mpiddp", "train", *settings, f"--seed={seed}", f"--out={folder}"]
         train += ["--epochs=1", f"--steps-per-epoch={options.steps}", f"--log-every={EVERY}"]
-        jobs.run_here(options.ranks, *train)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+        jobs.run_here(options.ranks, *train, *jobs.training)
+        records = read_records(Path(folder, "metrics.jsonl"))
     return [record["train_loss"] for record in records if "train_loss" in record]
 
 
@@ -88,7 +86,15 @@ def table(results: Results) -> str:
     return markdown(head, rows)
 
 
-BENCHMARK = Benchmark(Options, _add_options, measure, table, takes_hosts=False, example="--seeds 5")
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    takes_hosts=False,
+    takes_training=True,
+    example="--seeds 5 --arch resnet20",
+)
 
 if __name__ == "__main__":
     start_benchmark("curves", "loss curves of plain and of tuned settings", BENCHMARK)

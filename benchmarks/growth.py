@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import astuple, dataclass
 from statistics import median
 
@@ -21,7 +20,6 @@ from mpiddp.bench.report import markdown
 from tests.jobs.elastic import Step, read_steps
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults
-from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic.py")
@@ -73,11 +71,7 @@ def _measure(hosts: Cluster) -> Growth:
 
 def _wait_for_step(job: Job, restarts: int) -> None:
     """Wait for the first step after so many restarts. Raises TimeoutError if there is none."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not _steps(job, restarts):
-        if time.monotonic() > deadline or job.launcher.poll() is not None:
-            raise TimeoutError(f"no step after {restarts} restarts:\n{job.output()}")
-        time.sleep(0.05)
+    job.wait_until(lambda: bool(_steps(job, restarts)), f"a step after {restarts} restarts")
 
 
 def _steps(job: Job, restarts: int) -> list[Step]:

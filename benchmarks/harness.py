@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpiddp.bench.benchmark import Benchmark, Options
-from mpiddp.bench.jobs import BenchJobFailed, Finished, run
+from mpiddp.bench.jobs import BenchJobFailed
 from mpiddp.bench.run import run_benchmark
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, UserError
-from tests.support.mpis import find
-from tests.support.ranks import ROOT, find_mpirun, mpirun_command
+from tests.support.mpis import PACKAGES, find
+from tests.support.ranks import ROOT, find_mpirun
 
 OPENMPI5 = "openmpi5"  # installed in this environment; tests.support.mpis installs the others
+MPIS = (OPENMPI5, *PACKAGES)
+# Of jobs: they import this checkout, and a rank has one thread, as under torchrun.
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's main function and exit. Errors are printed as one sentence, as `mpiddp` does.
-
-    Jobs import this checkout. Their ranks have one thread each, as under torchrun.
-    """
-    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    """Run a script's main function and exit. Errors are printed as one sentence, as `mpiddp` does."""
+    os.environ.update(ENV)
     try:
         sys.exit(main() or DONE)
     except UserError as error:
@@ -51,18 +51,9 @@ def append_record(file: Path, record: dict[str, Any]) -> None:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """The records of `append_record`; [] without a file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def run_ranks(ranks: int, *python_args: str, timeout_s: float) -> Finished:
-    """Run `mpirun -np RANKS python PYTHON_ARGS…`, without `mpiddp launch`.
-
-    Raises:
-        BenchJobFailed: the job did not succeed within `timeout_s`.
-    """
-    return run(mpirun_command(ranks, *python_args), timeout_s=timeout_s)
+    """The records in the complete lines of a file; [] without a file."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def mpirun_of(starter: str) -> str:

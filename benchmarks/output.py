@@ -25,6 +25,7 @@ from benchmarks.harness import OPENMPI5, mpirun_of, start_benchmark
 from benchmarks.starters import STARTERS
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
 from mpiddp.hosts.probe import with_own_folder
@@ -146,7 +147,7 @@ def _measure_fast(starter: str, ranks: int, lines: int) -> Results:
             arrived.append(line.rstrip(b"\n"))
             if time.monotonic() - sampled_at > 0.5:
                 sampled_at = time.monotonic()
-                launcher_mb = max(launcher_mb, _peak_mb(launcher.pid))
+                launcher_mb = max(launcher_mb, peak_bytes(launcher.pid) / 2**20)
                 processes |= dict(_output_processes())
         seconds = time.monotonic() - since
         os.waitid(
@@ -167,11 +168,6 @@ def _measure_fast(starter: str, ranks: int, lines: int) -> Results:
         "process_mb": max(memory),
         "process_cpu_us_per_line": max(cpu_s) / lines * 1e6,
     }
-
-
-def _peak_mb(pid: int) -> float:
-    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else 0.0
 
 
 def _cpu_s(process: Path) -> float:

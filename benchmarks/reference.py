@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.harness import start_benchmark
+from benchmarks.harness import ENV, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.charts import Chart, Panel
@@ -147,7 +147,6 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
     job = ["-m", "mpiddp", "bench-rank", "scaling", f"--steps={options.steps}"]
     job += [f"--warmup={warmup}", f"--arch={options.arch}", f"--batch-size={options.batch_size}"]
     command = [*launch_command("-H", variant.where), *job, "--backend=gloo", *variant.training]
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         for host in used:
             stack.enter_context(cpus.limited(host, options.cores * variant.workers_per_host))
@@ -157,7 +156,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         started = time.monotonic()
         try:
             done = used[0].run(
-                cpus.within(used[0], command), cwd=ROOT, env=env, timeout_s=timeout_s
+                cpus.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s
             )
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"a job did not end within {timeout_s:g} s.") from None

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import start
+from benchmarks.harness import ENV, start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
 from mpiddp.bench.options import picked
 from mpiddp.drill import injectors
@@ -33,7 +33,6 @@ from tests.support.ranks import ROOT
 from tests.support.training import contents, records, unequal
 
 HOSTS = "node0:1,node1:1,node2:1"
-ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 STEPS_PER_EPOCH = 500
 LOG_EVERY = 10
 CUT_S = 25.0  # the launcher gives the host up after about 12 s; a later restart finds it again

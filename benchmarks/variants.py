@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import append_record, read_records, run_ranks, start_benchmark
+from benchmarks.harness import append_record, read_records, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.jobs import Jobs, note, run
 from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options, picked
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.errors import UserError
+from tests.support.ranks import mpirun_command
 
 RANKS = 2  # per variant
 
@@ -148,7 +149,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
         note(f"variants: {len(variants)}, on {ranks} ranks")
         of_ranks = as_arguments(picked(RankOptions, options))
         job = ("-m", "benchmarks.ranks.variants", *of_ranks)
-        [found] = run_ranks(ranks, *job, timeout_s=jobs.timeout_s).results
+        [found] = run(mpirun_command(ranks, *job), timeout_s=jobs.timeout_s).results
         append_record(file, found)
     if not file.exists():
         raise UserError(f"--file {file} does not exist, and --rounds 0 measures nothing.")
@@ -164,13 +165,13 @@ def table(results: Results) -> str:
     for stem in dict.fromkeys(job["stem"] for job in results["jobs"]):
         runs = [job["seconds"] for job in results["jobs"] if job["stem"] == stem]
         rows = []
-        for name in dict.fromkeys(name for run in runs for name in run):
-            ours = [run for run in runs if name in run]
-            speeds = [ratios(run["plain"], run[name]) for run in ours]
+        for name in dict.fromkeys(name for each in runs for name in each):
+            ours = [each for each in runs if name in each]
+            speeds = [ratios(each["plain"], each[name]) for each in ours]
             every = median(speed for job in speeds for speed in job)
-            ms = median(s for run in ours for s in run[name]) * 1e3
-            each = ", ".join(f"{median(job):.2f}" for job in speeds)
-            rows.append([name, f"{ms:.0f}", f"{every:.2f}", each])
+            ms = median(s for each in ours for s in each[name]) * 1e3
+            medians = ", ".join(f"{median(job):.2f}" for job in speeds)
+            rows.append([name, f"{ms:.0f}", f"{every:.2f}", medians])
         head = ("variant", "ms a step", "speed", "jobs")
         tables.append(f"ResNet-18, {stem} stem:\n\n{markdown(head, rows)}")
     return "\n\n".join(tables)

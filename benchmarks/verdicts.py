@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import start
+from benchmarks.harness import ENV, start
 from mpiddp.arguments import whole
 from mpiddp.bench.report import markdown
 from mpiddp.errors import UserError
@@ -46,12 +46,11 @@ class Trouble:
     name: str
     says: str
     pattern: str
-    is_hang: bool = False
     is_viewed: bool = False  # `mpiddp top` tells it, and no line
 
 
 def _hang(name: str, says: str, pattern: str) -> Trouble:
-    return Trouble(name, says, f"no rank has made a step for .*{pattern}", is_hang=True)
+    return Trouble(name, says, f"no rank has made a step for .*{pattern}")
 
 
 def _holds(name: str, says: str, pattern: str, *, who: str = "rank 1 on [^:]*") -> Trouble:
@@ -148,7 +147,6 @@ def _started(trouble: Trouble, folder: Path, quiet_s: int) -> Iterator[subproces
     """A job with this trouble, until the end of the block."""
     launcher = [sys.executable, "-c", LAUNCHER, str(quiet_s), "launch"]
     arguments = [SCRIPT, str(folder), trouble.name]
-    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     folder.chmod(0o777)
     with contextlib.ExitStack() as stack:
         if trouble.name == "link":
@@ -156,12 +154,12 @@ def _started(trouble: Trouble, folder: Path, quiet_s: int) -> Iterator[subproces
             stack.enter_context(links.limited([hosts["node1"]], mbit=MBIT))
             where = ["-H", "node0:1,node1:1,node2:1"]
             job: subprocess.Popen[str] = hosts["node0"].popen(
-                [*launcher, *where, *arguments], env=env
+                [*launcher, *where, *arguments], env=ENV
             )
         else:
             job = subprocess.Popen(
                 [*launcher, "-H", "localhost:3", *arguments],
-                env=clean_env({**env, "XDG_RUNTIME_DIR": str(folder)}),
+                env=clean_env({**ENV, "XDG_RUNTIME_DIR": str(folder)}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

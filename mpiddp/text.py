@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+_V = TypeVar("_V", bound=Hashable)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # Unless the caller says otherwise: no count of ranks, steps or images is larger.
 _WHOLE_BELOW = 10**9
@@ -37,6 +39,14 @@ def shares(parts: Mapping[str, float]) -> str:
     """ "data 1%, forward 30%": each part of their sum, without those that are 0. "" if all are."""
     total = sum(part for part in parts.values() if part > 0)
     return ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part > 0)
+
+
+def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
+    """{"1": ["a", "b"], "2": ["c"]} for {"a": "1", "b": "1", "c": "2"}."""
+    found: dict[_V, list[str]] = {}
+    for name, value in values.items():
+        found.setdefault(value, []).append(name)
+    return found
 
 
 def counted(number: int, noun: str) -> str:

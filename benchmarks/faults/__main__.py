@@ -21,7 +21,7 @@ from subprocess import SubprocessError
 from benchmarks.faults import cluster as cluster_faults
 from benchmarks.faults import saves, stops
 from benchmarks.faults.table import Run, read, runs_table, tally_table, write
-from benchmarks.harness import start
+from benchmarks.harness import MPIS, start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.options import picked
 from tests.support import cluster
@@ -136,7 +136,7 @@ def _options() -> Options:
     parser.add_argument(
         "--starters",
         type=lambda text: tuple(text.split(",")),
-        default=",".join(cluster_faults.EVERY),
+        default=",".join(MPIS),
         metavar="MPI,MPI",
         help="MPIs to measure",
     )

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from benchmarks.faults.foreign_clients import connect_to_control_channel, connect_to_store
 from benchmarks.faults.job import EXIT_S, HOSTS, Job, launch
 from benchmarks.faults.table import Run
+from benchmarks.harness import MPIS
 from mpiddp.drill import injectors
 from tests.support.cluster import Cluster, proc
-from tests.support.mpis import PACKAGES
 from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "faulty.py")
@@ -27,7 +27,6 @@ EARLIEST, LATEST = 11, 35  # the step of a fault, after the first checkpoint
 CUT_S = 3.0
 STOPPED_S = 15.0  # longer than the silence after which either side takes the other for lost
 OPEN_MPI = ("openmpi5", "openmpi4")
-EVERY = ("openmpi5", *PACKAGES)
 DAEMONS = {"openmpi5": r"\S*prted ", "openmpi4": r"\S*orted "}
 MPIRUNS = {"openmpi5": r"\S*prterun ", "openmpi4": r"\S*mpirun "}
 RESTARTS = "mpiddp: restarting on"
@@ -179,29 +178,27 @@ FAULTS = (
         "a rank: kill -9",
         _verdict(f"(was killed by SIGKILL|{WITHOUT_ERROR})"),
         act="kill",
-        starters=EVERY,
+        starters=MPIS,
     ),
-    Fault(
-        "a rank: exit 3", _verdict("ended first, with exit code 3"), act="exit 3", starters=EVERY
-    ),
+    Fault("a rank: exit 3", _verdict("ended first, with exit code 3"), act="exit 3", starters=MPIS),
     Fault(
         "a rank: exception before the first step",
         _verdict("failed first: RuntimeError: on purpose"),
         act="raise",
         at=0,
-        starters=EVERY,
+        starters=MPIS,
     ),
     Fault(
         "a rank: exception later",
         _verdict("failed first: RuntimeError: on purpose"),
         act="raise",
-        starters=EVERY,
+        starters=MPIS,
     ),
     Fault(
         "a rank: `os._exit(0)`",
         _verdict("ended early, with exit code 0"),
         act="_exit(0)",
-        starters=EVERY,
+        starters=MPIS,
     ),
     # mpirun's exit code shows the signal, unless the error of another rank was faster.
     Fault("a rank: segfault", _verdict(f"(was killed by SIGSEGV|{WITHOUT_ERROR})"), act="crash"),

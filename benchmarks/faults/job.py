@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import mpirun_of
+from benchmarks.harness import ENV, mpirun_of
 from mpiddp.checkpoints import directory
 from mpiddp.drill import injectors
 from tests.support.cluster import Cluster, Program
 from tests.support.cluster.host import Process
-from tests.support.ranks import ROOT
 
 HOSTS = "node0:1,node1:1,node2:1"
-ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 EXIT_S = 5.0  # time for the processes of a job to end by themselves

@@ -7,16 +7,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.job import ENV
-from benchmarks.harness import OPENMPI5, mpirun_of
+from benchmarks.harness import ENV, MPIS, mpirun_of
 from tests.support.cluster.host import ROOT_PATH
-from tests.support.mpis import PACKAGES, library_of
+from tests.support.mpis import library_of
 from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "benchmarks" / "ranks" / "steady.py")
 STEPS = 40
 START_S = 4.0  # in which a fault hits the start of a job
-STARTERS = (OPENMPI5, *PACKAGES)
 STOPPED_BRIEFLY = "STOP+CONT"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", STOPPED_BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 GROUP = "process group"
@@ -95,5 +93,5 @@ def draw_plan(seed: int, number: int) -> Plan:
         times = (draw.uniform(0, START_S), draw.uniform(0.2, 2.0))
         which = (draw.choice(SIGNALS), draw.choice(TARGETS), draw.random())
         faults.append(Fault(*which, step, *times))
-    starter, tee = draw.choice(STARTERS), draw.random() < 0.25
+    starter, tee = draw.choice(MPIS), draw.random() < 0.25
     return Plan(starter, program, way, where, ranks, tuple(options), tee, tuple(faults))

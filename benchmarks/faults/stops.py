@@ -5,7 +5,6 @@ It resumes with the printed command, or with the original one where nobody could
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.faults.job import END_TIMEOUT_S, HOSTS, Job, Line, launch
 from benchmarks.faults.table import Run
+from benchmarks.harness import read_records
 from mpiddp.drill import injectors
 from tests.support.cluster import Cluster
 
@@ -151,7 +151,5 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
 
 def last_step(job: Job) -> int:
     """The newest step in the records of a training that logs every step."""
-    file = job.folder / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    steps = [json.loads(line)["step"] for line in text.rpartition("\n")[0].splitlines()]
-    return max(steps, default=0)
+    records = read_records(job.folder / "metrics.jsonl")
+    return max((record["step"] for record in records), default=0)

@@ -35,11 +35,10 @@ _OLD_PLATFORMS = ("manylinux_2_5_x86_64", "manylinux1_x86_64")
 Note = Callable[[str], None]
 
 
-def pack(kit: Path, note: Note, *, python: str = PYTHON, with_images: bool = True) -> None:
+def pack(kit: Path, note: Note, *, with_images: bool = True) -> None:
     """Write the pieces `kit`/piece-1, piece-2 …, each of less than PIECE_BYTES.
 
     Args:
-        python: the version of Python on the other machine.
         with_images: include CIFAR-10, which is downloaded if this machine does not have it.
 
     Raises:
@@ -50,7 +49,7 @@ def pack(kit: Path, note: Note, *, python: str = PYTHON, with_images: bool = Tru
     kit.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kit) as scratch:
         files = Path(scratch)
-        _download_wheels(files, python)
+        _download_wheels(files)
         if with_images:
             data = default_data_dir()
             if find(DATASETS["cifar10"], [data]) is None:
@@ -67,12 +66,12 @@ def pack(kit: Path, note: Note, *, python: str = PYTHON, with_images: bool = Tru
             note(f"{piece}: {counted(len(names), 'file')}, {_size(piece) / 2**20:.1f} MiB")
 
 
-def _download_wheels(folder: Path, python: str) -> None:
+def _download_wheels(folder: Path) -> None:
     """Download the wheels of PACKAGES in the versions of constraints.txt."""
     pins = (ROOT / "constraints.txt").read_text()
     pinned = [re.findall(rf"^{name}==\S+", pins, re.MULTILINE)[0] for name in PACKAGES]
     platforms = [f"--platform={name}" for name in (*_PLATFORMS, *_OLD_PLATFORMS)]
-    target = [f"--python-version={python}", "--implementation=cp", *platforms]
+    target = [f"--python-version={PYTHON}", "--implementation=cp", *platforms]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", *target, f"--dest={folder}", *pinned]
     done = subprocess.run(command, capture_output=True, text=True)

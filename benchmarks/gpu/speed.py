@@ -9,8 +9,9 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.gpu.jobs import RANKS, launch, mpiddp, records, run, summary, train, watched
+from benchmarks.gpu.jobs import launch, mpiddp, records, run, summary, train, watched
 from benchmarks.gpu.stage import Context, NotHere
+from mpiddp.bench.launch import SCRIPT
 from mpiddp.bench.rounds import ratios, turns
 
 FP32 = ("--amp=off", "--no-channels-last")
@@ -182,9 +183,9 @@ def _bench(context: Context, name: str, *options: str) -> dict[str, Any]:
 
 def start(context: Context) -> None:
     """From the command to the end of the first all-reduce: `mpiddp launch` and torchrun, in turn."""
-    script = str(RANKS / "first_all_reduce.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", script]
-    commands = {"mpiddp launch": launch(1, script), "torchrun": torchrun}
+    job = (SCRIPT, "gloo" if context.is_tiny else "nccl")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *job]
+    commands = {"mpiddp launch": launch(1, *job), "torchrun": torchrun}
     rounds = context.size(5, 1)
     for number, name in turns(list(commands), rounds, warmup=1):
         since = time.time()

@@ -24,8 +24,8 @@ from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import Spread, aligned, shown, spread
 from mpiddp.bench.rounds import ratios, turns
 
-# With gloo there may be more ranks than GPUs.
-JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "--backend", "gloo")
+SCRIPT = str(Path(__file__).with_name("ranks") / "first_all_reduce.py")
+JOB = (SCRIPT, "gloo")  # with which there may be more ranks than GPUs
 LAUNCHERS = ("mpiddp", "torchrun")
 
 

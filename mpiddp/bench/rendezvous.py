@@ -46,8 +46,6 @@ def rank_options(argv: list[str]) -> RankOptions:
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
-    # The launcher reads this option: with gloo, ranks may share a GPU.
-    parser.add_argument("--backend")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +91,7 @@ def _fits(ranks: int) -> bool:
 
 def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs) -> Results:
     wall, rendezvous, cpu, peak, peak_of_rank_0 = [], [], [], [], []
-    job = ("-m", "mpiddp", "bench-rank", "rendezvous", *arguments, "--backend", "gloo")
+    job = ("-m", "mpiddp", "bench-rank", "rendezvous", *arguments)
     for number in range(rounds):
         with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as folder:
             finished = jobs.run_here(ranks, *job, "--to", folder)

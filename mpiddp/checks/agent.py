@@ -83,7 +83,6 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "addresses": list(own_addresses()),
         "interfaces": [{**asdict(each), "mtu": _mtu(each.name)} for each in interfaces()],
         "names": resolved,
-        "kernel": os.uname().release,
         "ports": _port_range(),
         "load": os.getloadavg()[0],
         **process_facts(),

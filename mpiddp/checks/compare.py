@@ -12,7 +12,7 @@ from typing import Any
 
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
 from mpiddp.launch.preflight import by_value
-from mpiddp.text import all_of, counted, listed, shown, size_text
+from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
 Facts = Mapping[str, Mapping[str, Any]]
 Speeds = Mapping[
@@ -34,14 +34,13 @@ _PUSH = "copy it again: mpiddp hosts push"
 
 def differences(what: str, values: Mapping[str, Any]) -> str:
     """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
-    groups: dict[str, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(str(value), []).append(name)
+    texts = {name: str(value) for name, value in values.items()}
+    groups = names_by_value(texts)
     most = max(map(len, groups.values()), default=0)
     if len(groups) < 2:
         return ""
     if 2 * most <= len(values):  # no majority
-        return f"{what} differs: {by_value({name: str(value) for name, value in values.items()})}"
+        return f"{what} differs: {by_value(texts)}"
     odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
     (usual,) = [value for value, names in groups.items() if len(names) == most]
     return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
@@ -205,16 +204,11 @@ def files(facts: Facts) -> list[Line]:
 
 def _file(facts: Facts, path: str) -> Iterator[str]:
     """What is wrong with one of the files."""
-    hashes: dict[str, str] = {}
-    errors: dict[str, list[str]] = {}
-    for name, found in facts.items():
-        each = found["files"][path]
-        if each["error"]:
-            errors.setdefault(each["error"], []).append(name)
-        else:
-            hashes[name] = each["hash"]
-    for error, hosts in errors.items():
+    each = {name: found["files"][path] for name, found in facts.items()}
+    errors = {name: file["error"] for name, file in each.items() if file["error"]}
+    for error, hosts in names_by_value(errors).items():
         yield f"{path} {error} on {all_of(hosts)}"
+    hashes = {name: file["hash"] for name, file in each.items() if not file["error"]}
     if fact := differences(path, hashes):
         yield fact
 

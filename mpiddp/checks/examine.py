@@ -44,14 +44,6 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The lines of a check, and the figures of each host by its name."""
-
-    lines: list[Line]
-    figures: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
 class Examined:
     """The lines of all checks but the job and the speeds; by a host's name its facts and its figures."""
 
@@ -86,9 +78,8 @@ def examine(agents: Agents, wanted: Wanted) -> Examined:
         lines += compare.folders(facts, {host.name: count for host, count in seen.items()})
         lines += compare.clocks({host.name: skew for host, skew in agents.skews.items()})
         if len(facts) > 1:
-            pairs = _pairs(agents, facts, wanted)
-            lines += pairs.lines
-            figures = pairs.figures
+            of_pairs, figures = _pairs(agents, facts, wanted)
+            lines += of_pairs
         for name, speeds in _speeds(agents, {host: runs.get(host) for host in answers}).items():
             figures[name] = {**figures.get(name, {}), **speeds}
     lines += [Line(question, UNKNOWN, sentence) for question, sentence in agents.refusals]
@@ -107,8 +98,13 @@ def ask_stacks(agents: Agents, wanted: Wanted, packages: tuple[str, ...]) -> lis
     return compare.stacks(named, wanted.known) if named else []
 
 
-def _pairs(agents: Agents, facts: compare.Facts, wanted: Wanted) -> _Found:
-    """All pairs: each direction at once for whether it is open, then in rounds for its rate."""
+def _pairs(
+    agents: Agents, facts: compare.Facts, wanted: Wanted
+) -> tuple[list[Line], dict[str, dict[str, float]]]:
+    """All pairs: each direction at once for whether it is open, then in rounds for its rate.
+
+    Returns the lines, and the figures of each host by its name.
+    """
     secret = secrets.token_hex(32)
     addresses = {name: _address(name, facts, wanted.networks) for name in facts}
     own = {host: addresses[host.name] for host in agents.hosts if addresses.get(host.name)}
@@ -133,7 +129,7 @@ def _pairs(agents: Agents, facts: compare.Facts, wanted: Wanted) -> _Found:
         for host in peers
         if (rate := links.of_host(rates, host.name)) is not None
     }
-    return _Found([*lines, *links.rates(rates)], figures)
+    return [*lines, *links.rates(rates)], figures
 
 
 def _connected(
@@ -187,8 +183,7 @@ def _other_networks(
     """
     found: dict[str, dict[str, str]] = {}
     for name, each in facts.items():
-        own = [Interface(one["name"], one["address"], one["network"]) for one in each["interfaces"]]
-        for one in own:
+        for one in _interfaces(each):
             if not one.is_loopback and not one.is_virtual and one.address != addresses.get(name):
                 found.setdefault(f"{one.network} ({one.name})", {})[name] = one.address
     return {
@@ -198,15 +193,16 @@ def _other_networks(
     }
 
 
+def _interfaces(found: Mapping[str, Any]) -> list[Interface]:
+    """Those of a host, in its facts."""
+    return [Interface(one["name"], one["address"], one["network"]) for one in found["interfaces"]]
+
+
 def _address(name: str, facts: compare.Facts, networks: Sequence[str]) -> str:
     """The host's address on the job's network, else that to which its name leads; "" without any."""
-    own = [
-        Interface(each["name"], each["address"], each["network"])
-        for each in facts[name]["interfaces"]
-    ]
     named = {address for found in facts.values() for address in found["names"].get(name, [])}
     best = sorted(
-        (each for each in own if not each.is_loopback),
+        (each for each in _interfaces(facts[name]) if not each.is_loopback),
         key=lambda each: (
             not any(each.matches(network) for network in networks),
             each.address not in named,

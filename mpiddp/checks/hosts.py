@@ -19,8 +19,8 @@ from mpiddp.hosts.cluster.transfer import FIRST, LOGIN_S, START, Failed, Lost, P
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.sources import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
-from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
+from mpiddp.hosts.ssh import shell_command
+from mpiddp.hosts.ssh_complaints import login_failed
 from mpiddp.hosts.transport import Transport
 
 _FILES_PER_HOST = 3
@@ -113,8 +113,5 @@ def _why_lost(host: Host, question: str, error: Exception) -> str:
         reason = "no answer in time" if error.exit_code == -9 else "the connection was lost"
         last = error.stderr.strip().splitlines()[-1:]
         return f"{host.name}: {': '.join([reason, *last])} ({question})"
-    if error.exit_code == NO_PROGRAM:
-        return f"{host.name}: python3 is missing. Install it: the checks need no more"
-    if error.exit_code == -9:
-        return no_answer(host, LOGIN_S)
-    return ssh_complaint(host, error.stderr)
+    missing = f"{host.name}: python3 is missing. Install it: the checks need no more"
+    return login_failed(host, error.exit_code, error.stderr, limit_s=LOGIN_S, missing=missing)

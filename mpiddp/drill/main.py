@@ -73,12 +73,10 @@ def _drill(stage: Stage, options: argparse.Namespace) -> Iterator[Result]:
     steps, saves = reference.recording.length, len(reference.recording.saved_steps)
     counts = f"{counted(steps, 'step')}, {counted(saves, 'save')}"
     _say(f"undisturbed: {counts}, {reference.seconds:.0f} s")
-    if reference.codes != [DONE] or not reference.recording.length:
+    if reference.codes != [DONE] or not steps:
         return
-    if reference.recording.length < options.steps:
-        _say(
-            f"the script ends after {reference.recording.length} steps, before --steps {options.steps}"
-        )
+    if steps < options.steps:
+        _say(f"the script ends after {steps} steps, before --steps {options.steps}")
     if not reference.recording.saves:
         _say("the undisturbed run never called torch.save")
 

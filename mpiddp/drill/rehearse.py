@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
@@ -20,14 +19,14 @@ from mpiddp.drill.faults import Fault
 from mpiddp.drill.plan import Plan
 from mpiddp.drill.records import Recording, read
 from mpiddp.errors import BAD_INPUT, DONE
-from mpiddp.hosts.pidfd import has, kill_marked
+from mpiddp.hosts.pidfd import kill_marked, marked
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 _MOST_RESUMES = 2
 _END_S = 5.0  # for processes to end after the launcher
 _POLL_S = 0.02
 _DISK_MARGIN = 8 << 20  # beside twice what the undisturbed run has left: a save in the making, logs
-_NOTHING = Fault("none", "the undisturbed run", act="")
+_NOTHING = Fault("none", act="")
 
 
 @dataclass(frozen=True)
@@ -218,15 +217,6 @@ class _Runner:
         """Give the processes of the run this time to end. Kill those that remain, and return their number."""
         mark = f"{DRILL}={self.records}".encode()
         deadline = time.monotonic() + wait_s
-        while _runs(mark) and time.monotonic() < deadline:
+        while marked(mark) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return len(kill_marked(mark))
-
-
-def _runs(mark: bytes) -> bool:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if has(int(entry.name), mark):
-                    return True
-    return False

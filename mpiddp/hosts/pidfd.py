@@ -42,22 +42,26 @@ def kill_marked(mark: bytes) -> list[int]:
         The pids of those that were killed.
     """
     killed = []
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+    for pid in marked(mark):
         try:
-            if has(pid, mark):
-                with opened(pid) as send:
-                    if has(pid, mark):  # another process may have its pid by now
-                        send(signal.SIGKILL)
-                        killed.append(pid)
-        except OSError:  # it has ended, or belongs to another user
+            with opened(pid) as send:
+                if _has(pid, mark):  # another process may have its pid by now
+                    send(signal.SIGKILL)
+                    killed.append(pid)
+        except OSError:  # it has ended
             pass
     return killed
 
 
-def has(pid: int, mark: bytes) -> bool:
-    """Whether the process was started with the environment variable `mark`, b"NAME=VALUE".
+def marked(mark: bytes) -> list[int]:
+    """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE"."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _has(pid, mark)]
 
-    Raises:
-        OSError: it has ended, or belongs to another user.
-    """
-    return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+def _has(pid: int, mark: bytes) -> bool:
+    """False too for a process that has ended, or belongs to another user."""
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

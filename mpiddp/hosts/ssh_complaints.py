@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S
+from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM
 
 # What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
 # the host behind it is not reached, ssh says "stdio forwarding failed" before.
@@ -61,9 +62,21 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {name} failed: {last[0]}. Try: {ssh_line(host)} true"
 
 
-def no_answer(host: Host, seconds: float) -> str:
-    """The sentence for a login that did not end in time."""
-    return f"ssh {host.name}: no answer in {seconds:g} s. Try: {ssh_line(host)} true"
+def login_failed(
+    host: Host, exit_code: int | None, errors: str, *, limit_s: float, missing: str
+) -> str:
+    """The sentence for a program that did not begin on a host.
+
+    Args:
+        exit_code: of ssh; None, or that of SIGKILL, if it was ended after `limit_s`.
+        errors: what it printed on stderr.
+        missing: the sentence for a host that does not have the program.
+    """
+    if exit_code == NO_PROGRAM:
+        return missing
+    if exit_code in (None, -signal.SIGKILL):
+        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
+    return ssh_complaint(host, errors)
 
 
 def ssh_line(host: Host) -> str:

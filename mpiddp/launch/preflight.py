@@ -21,10 +21,10 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
-from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
+from mpiddp.hosts.ssh_complaints import login_failed
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
-from mpiddp.text import all_of, counted, duration, listed
+from mpiddp.text import all_of, counted, duration, listed, names_by_value
 
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
@@ -180,21 +180,18 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
 
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
-    if answer.exit_code == NO_PROGRAM:
-        return (
-            f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
-            "or copy it there: mpiddp hosts push"
-        )
-    if not transport.is_ssh:
+    if not transport.is_ssh and answer.exit_code != NO_PROGRAM:
         unsaid = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
-    if answer.exit_code is None:
-        return no_answer(host, LOGIN_S)
-    return ssh_complaint(host, answer.stderr)
+    missing = (
+        f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
+        "or copy it there: mpiddp hosts push"
+    )
+    return login_failed(host, answer.exit_code, answer.stderr, limit_s=LOGIN_S, missing=missing)
 
 
 def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:
@@ -227,7 +224,5 @@ def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
 
 def by_value(values: Mapping[str, str]) -> str:
     """{"a": "1", "b": "1", "c": "2"} to "1 on a and b, 2 on c"."""
-    groups: dict[str, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(value, []).append(name)
-    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups.items())
+    groups = names_by_value(values).items()
+    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups)

@@ -24,6 +24,8 @@ from mpiddp.bench.run import _check_writable, _write
 from mpiddp.bench.step import Options as StepOptions
 from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
+from mpiddp.train.option_parser import flag_of, options_of
+from mpiddp.train.options import TrainOptions
 from tests.support.ranks import ROOT, run_command, run_forked
 
 NO_SCRIPTS = {"__init__", "harness", "smoke", "slow_disk"}
@@ -83,13 +85,24 @@ def test_options_reach_the_ranks_unchanged() -> None:
 
 
 @pytest.mark.slow
-def test_every_benchmark_script_has_help() -> None:
+def test_every_benchmark_script_has_help_and_the_options_of_its_page() -> None:
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS
     scripts = ["faults", "gpu", *sorted(files)]
     ends = run_forked([["-m", f"benchmarks.{script}", "--help"] for script in scripts])
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    table = (ROOT / "benchmarks/README.md").read_text()
     for script, (code, stdout, stderr) in zip(scripts, ends, strict=True):
         assert (script, code, stderr) == (script, 0, "")
         assert stdout.startswith(f"usage: python -m benchmarks.{script} ")
+        assert f"\n| {script} |" in table
+        if script == "gpu":
+            continue  # its options are those of its commands
+        text = " ".join(stdout.split())
+        known = set(re.findall(r"--[a-z][a-z-]*", text))
+        if "Accepts the options of mpiddp train too" in text:
+            known |= {flag_of(*each) for each in options_of(TrainOptions).items()}
+        for command in re.findall(rf"python -m benchmarks\.{script} ([^`#\n]*)", pages):
+            assert set(re.findall(r"--[a-z][a-z-]*", command)) <= known, command
 
 
 def test_light_clients_speak_the_language_of_the_launcher(tmp_path: Path) -> None:

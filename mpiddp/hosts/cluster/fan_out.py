@@ -20,8 +20,8 @@ from mpiddp.hosts.cluster.transfer import FIRST, START, Failed, Lost, Peer, offe
 from mpiddp.hosts.cluster.tree import SIZE, Row
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sources import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
-from mpiddp.hosts.ssh_complaints import no_answer, ssh_complaint
+from mpiddp.hosts.ssh import shell_command
+from mpiddp.hosts.ssh_complaints import login_failed
 
 TREE_FROM = 4  # hosts
 TREE_BYTES = 16 << 20  # for each host; less is sent sooner than another host has logged in
@@ -94,11 +94,9 @@ def _why_lost(host: Host, lost: Lost) -> str:
     if lost.has_begun:
         last = lost.stderr.strip().splitlines()[-1:] or [f"exit code {lost.exit_code}"]
         return f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues."
-    if lost.exit_code == NO_PROGRAM:
-        return "python3 is missing there. Install it: a push needs no more."
-    if lost.exit_code == -9:
-        return no_answer(host, transfer.LOGIN_S)
-    return ssh_complaint(host, lost.stderr)
+    missing = "python3 is missing there. Install it: a push needs no more."
+    limit_s = transfer.LOGIN_S
+    return login_failed(host, lost.exit_code, lost.stderr, limit_s=limit_s, missing=missing)
 
 
 class FanOut:

@@ -30,7 +30,7 @@ from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.ssh import shell_command
 from mpiddp.hosts.ssh_complaints import ssh_complaint
 from mpiddp.hosts.transport import SSH
-from mpiddp.text import escaped
+from mpiddp.text import escaped, names_by_value
 
 # sshd refuses some of more than ten logins that arrive at once (MaxStartups), and all pass the jump host.
 _AT_ONCE, _AT_ONCE_BY_JUMP = 32, 8
@@ -282,12 +282,12 @@ def summary(
     unknown: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[str]:
     """Which host reaches which, hosts of the same kind together."""
-    groups: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
     for name, found in reached.items():
         unsure = unknown.get(name, ())
         missed = [each for each in reached if each not in (name, *found, *unsure)]
-        groups.setdefault(_text(found, missed, unsure), []).append(name)
-    return [f"{compress_names(names)}: {text}" for text, names in groups.items()]
+        texts[name] = _text(found, missed, unsure)
+    return [f"{compress_names(names)}: {text}" for text, names in names_by_value(texts).items()]
 
 
 def _text(found: Sequence[str], missed: Sequence[str], unknown: Sequence[str]) -> str:

@@ -15,9 +15,9 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sources import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, run_on_hosts
-from mpiddp.hosts.ssh_complaints import ssh_complaint
-from mpiddp.text import align_columns, escaped
+from mpiddp.hosts.ssh import run_on_hosts
+from mpiddp.hosts.ssh_complaints import login_failed
+from mpiddp.text import align_columns, escaped, names_by_value
 
 _ANSWER_S = 30.0
 _PROOF = (
@@ -41,10 +41,12 @@ def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
         _, proof, text = answer.stdout.partition(_PROOF)
         if proof and answer.exit_code == 0:
             found[host.name] = json.loads(text)
-        elif answer.exit_code == NO_PROGRAM:
-            complaints.append(f"{host.name}: python3 is missing there.")
-        else:
-            complaints.append(ssh_complaint(host, answer.stderr))
+            continue
+        missing = f"{host.name}: python3 is missing there."
+        complaint = login_failed(
+            host, answer.exit_code, answer.stderr, limit_s=_ANSWER_S, missing=missing
+        )
+        complaints.append(complaint)
     if complaints:
         raise UserError("\n".join(complaints))
     return found
@@ -53,7 +55,7 @@ def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
 def report(found: Mapping[str, Facts]) -> str:
     """The links of each host, who takes which, and what differs."""
     rows = [("host", "link", "address", "speed", "MTU", "state")]
-    choices: dict[str, list[str]] = {}
+    choices: dict[str, str] = {}
     for host, facts in found.items():
         rows += [
             (
@@ -70,11 +72,10 @@ def report(found: Mapping[str, Facts]) -> str:
             (host, each["name"], each["interface"] or "-", each["rate"] or "-", "-", _state(each))
             for each in facts["devices"]
         ]
-        text = "NCCL would take {nccl}, gloo {gloo}; mpiddp sets {mpiddp}".format(**facts)
-        choices.setdefault(text, []).append(host)
+        choices[host] = "NCCL would take {nccl}, gloo {gloo}; mpiddp sets {mpiddp}".format(**facts)
     lines = [
         align_columns(rows),
-        *(f"{compress_names(names)}: {text}" for text, names in choices.items()),
+        *(f"{compress_names(names)}: {text}" for text, names in names_by_value(choices).items()),
     ]
     return escaped("\n".join([*lines, *differences(found)]), keep="\n")
 
@@ -93,12 +94,11 @@ def differences(found: Mapping[str, Facts]) -> list[str]:
             properties.setdefault(f"{each['name']}, state", {})[host] = _state(each)
     lines = []
     for name, values in properties.items():
-        groups: dict[str, list[str]] = {}
         # Its state says on which hosts it is missing.
-        for host in found if name.endswith("state") else values:
-            groups.setdefault(values.get(host, "missing"), []).append(host)
+        hosts = found if name.endswith("state") else values
+        groups = names_by_value({host: values.get(host, "missing") for host in hosts})
         if len(groups) > 1:
-            each_group = [f"{value} on {compress_names(hosts)}" for value, hosts in groups.items()]
+            each_group = [f"{value} on {compress_names(names)}" for value, names in groups.items()]
             lines.append(f"differs: {name}: {', '.join(each_group)}")
     return lines or ["nothing differs between the hosts"]
 

@@ -32,7 +32,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.text import counted, shown, size_text
+from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 SAME = -1  # instead of the bytes that a host lacked
@@ -155,9 +155,7 @@ def summary(pushed: Pushed, dry_run: bool) -> list[str]:
     """What each host lacked, the same amounts together."""
     if not pushed.lacked and not pushed.failures:
         return ["there is no other host"]
-    groups: dict[int, list[str]] = {}
-    for host, lacked in pushed.lacked.items():
-        groups.setdefault(lacked, []).append(host.name)
+    groups = names_by_value({host.name: lacked for host, lacked in pushed.lacked.items()})
     lines = [
         f"{compress_names(names)}: "
         + ("nothing has changed" if lacked == SAME else f"{size_text(lacked)} {_VERB[dry_run]}")

@@ -21,7 +21,7 @@ from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
 from mpiddp.hosts.ssh_complaints import ssh_complaint
 from mpiddp.text import duration as duration_text
-from mpiddp.text import escaped
+from mpiddp.text import escaped, names_by_value
 
 _PROOF = "mpiddp-hosts-run"  # the first line of a login; the start-up files of a shell may print before it
 
@@ -112,11 +112,8 @@ def _outcome(host: Host, answer: Answer, timeout_s: float | None) -> Outcome:
 def show(outcomes: dict[Host, Outcome]) -> None:
     """Print each output once, with the hosts that gave it in front of each line; failures at the end."""
     for stream, field in ((sys.stdout, "stdout"), (sys.stderr, "stderr"), (sys.stderr, "failure")):
-        groups: dict[str, list[str]] = {}
-        for host, outcome in outcomes.items():
-            if text := getattr(outcome, field):
-                groups.setdefault(text, []).append(host.name)
-        for text, names in groups.items():
+        texts = {host.name: getattr(outcome, field) for host, outcome in outcomes.items()}
+        for text, names in names_by_value(texts).items():
             _print_lines(compress_names(names), text.splitlines(), stream)
 
 

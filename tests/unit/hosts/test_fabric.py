@@ -7,12 +7,14 @@ python -m pytest tests/unit/hosts/test_fabric.py
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.cluster import network
 from mpiddp.hosts.cluster.network import ask, differences, report
 from mpiddp.hosts.fabric import devices, links, nccl_choice
 from mpiddp.hosts.hostfile import Host
@@ -151,6 +153,11 @@ def test_each_host_is_asked_for_its_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(raised.value) == "\n".join(
         f"ssh {name} failed: worn out. Try: ssh {name} true" for name in ("localhost", "127.0.0.1")
     )
+    python3.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(network, "_ANSWER_S", 0.3)
+    late = re.escape("ssh localhost: no answer in 0.3 s. Try: ssh localhost true")
+    with pytest.raises(UserError, match=rf"^{late}$"):
+        ask([Host("localhost")])
     python3.rename(tmp_path / "python2")
     (tmp_path / "sh").symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(tmp_path))
