@@ -1,0 +1,227 @@
+"""How many small faults in the launcher's code do the unit tests notice?
+
+    python -m benchmarks.mutants --seed 1 --number 50
+
+Each mutant is one change to one expression of `mpiddp/launch` or `mpiddp/hosts`: a comparison negated, `and`
+and `or` swapped, a `not` dropped, a returned value lost, a constant changed. It is made in a copy of the
+repository, where the tests then run until the first one fails. Those that no test notices are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
+TESTS = ("tests/unit/launch", "tests/unit/hosts")
+COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
+LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
+
+_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A file with one expression replaced."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
+
+
+def sites(source: str) -> list[int]:
+    """The expressions of a module that have mutants, by their positions in `ast.walk`."""
+    tree = ast.parse(source)
+    left_out = set(map(id, _not_run(tree)))
+    nodes = enumerate(ast.walk(tree))
+    return [number for number, node in nodes if id(node) not in left_out and _changed(node)]
+
+
+def mutant_at(file: str, source: str, site: int) -> Mutant:
+    tree = ast.parse(source)
+    node = list(ast.walk(tree))[site]
+    changed = _changed(node)
+    assert isinstance(node, (ast.expr, ast.stmt))
+    assert changed is not None
+    before = ast.unparse(node)
+    _replace(tree, node, changed)
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    return Mutant(file, node.lineno, before, ast.unparse(changed), text)
+
+
+def _changed(node: ast.AST) -> ast.AST | None:
+    """The node with its opposite meaning, None if there is none."""
+    changed = copy.deepcopy(node)
+    match changed:
+        case ast.Compare(ops=[operator, *_]):
+            changed.ops[0] = _OPPOSITE[type(operator)]()
+        case ast.BoolOp(op=operator):
+            changed.op = ast.Or() if isinstance(operator, ast.And) else ast.And()
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return operand
+        case ast.Return(value=ast.Constant()) | ast.Return(value=ast.List() | ast.Tuple(elts=[])):
+            return None  # a constant has mutants of its own; nothing is as false as None
+        case ast.Return(value=ast.expr()):
+            changed.value = ast.Constant(None)
+        case ast.Constant(value=bool() as value):
+            changed.value = not value
+        case ast.Constant(value=int() | float() as value):
+            changed.value = value + 1
+        case ast.Constant(value=str() as value) if value and not any(map(str.isspace, value)):
+            changed.value = f"{value}x"  # the words of a sentence may change
+        case _:
+            return None
+    return changed
+
+
+def _not_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that are no code: annotations, the parts of f-strings, what only a type checker reads."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(annotation=ast.expr() as unused) | ast.AnnAssign(annotation=unused):
+                yield from ast.walk(unused)
+            case ast.FunctionDef(returns=ast.expr() as unused):
+                yield from ast.walk(unused)
+            case ast.JoinedStr():
+                yield from (each for each in node.values if isinstance(each, ast.Constant))
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                yield from ast.walk(node)
+            case ast.ClassDef():
+                yield from (each for part in node.decorator_list for each in ast.walk(part))
+
+
+def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    for parent in ast.walk(tree):
+        for name, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if each is old else each for each in value]
+
+
+def sample(number: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
+    """As many mutants, in an order that depends on the seed alone."""
+    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+    found = [(file, site) for file in files for site in sites(file.read_text())]
+    chosen = random.Random(seed).sample(found, min(number, len(found)))
+    return [mutant_at(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
+
+
+def _nearest_first(file: str, tests: Sequence[str]) -> list[str]:
+    """The files of `tests`, those first that import the mutated one: most mutants end there."""
+    package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
+    imports = re.compile(
+        rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import .*\b{module}\b"
+    )
+    paths = [ROOT / each for each in tests]
+    found = [each for path in paths for each in (sorted(path.rglob("test_*.py")) or [path])]
+    found.sort(key=lambda path: imports.search(path.read_text()) is None)
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def is_noticed(
+    mutant: Mutant | None, folder: Path, tests: Sequence[str], limit_s: float | None
+) -> bool:
+    """Whether a test fails on the mutant, None for the code as it is, in this copy of the repository."""
+    if mutant is not None:
+        file = folder / mutant.file
+        original = file.read_text()
+        file.write_text(mutant.source)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *(tests if mutant is None else _nearest_first(mutant.file, tests))],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        if mutant is not None:
+            file.write_text(original)
+    return done.returncode != 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mutants",
+        description="How many small faults in the launcher's code do the unit tests notice?",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=50)
+    parser.add_argument("--jobs", type=int, default=2, help="test processes at once")
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="FOLDER")
+    parser.add_argument("tests", nargs="*", default=TESTS, metavar="TESTS")
+    options = parser.parse_args()
+    mutants = sample(options.number, options.seed, options.packages)
+    folders: SimpleQueue[Path] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as scratch:
+        for job in range(options.jobs):
+            folder = Path(scratch, str(job))
+            for name in COPIED:
+                copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                folder.mkdir(exist_ok=True)
+                copied(ROOT / name, folder / name)
+            folders.put(folder)
+
+        def judge(mutant: Mutant | None, limit_s: float | None = None) -> bool:
+            folder = folders.get()
+            try:
+                return is_noticed(mutant, folder, options.tests, limit_s)
+            finally:
+                folders.put(folder)
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(options.jobs) as pool:  # as busy as the machine is with mutants
+            if any(pool.map(judge, [None] * options.jobs)):
+                raise SystemExit("the tests fail without any mutant")
+        limit_s = LONGEST * (time.monotonic() - began)
+        noticed = 0
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for mutant, is_dead in zip(
+                mutants, pool.map(lambda each: judge(each, limit_s), mutants), strict=True
+            ):
+                noticed += is_dead
+                if not is_dead:
+                    print(mutant, flush=True)
+    print(f"{noticed} of {len(mutants)} mutants are noticed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
