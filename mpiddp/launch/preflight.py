@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 
-from mpiddp.hosts import gpus, interfaces, names, probe, versions
+from mpiddp.hosts import gpus, interfaces, names, probe
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -31,7 +31,7 @@ PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
 
 # The modules that are sent to the hosts, each after those that it imports.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, versions, probe)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, probe)
 
 
 @dataclass(frozen=True)
