@@ -49,7 +49,7 @@ class Ranks:
     done: dict[int, float] = field(default_factory=dict)  # ended without an error, and when
     exited: set[int] = field(default_factory=set)  # of these: without leaving the job
     replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
-    stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)  # after their last step, on request
     failures: dict[int, Message] = field(
         default_factory=dict
     )  # failed or lost, the first of a rank
@@ -113,7 +113,7 @@ class Ranks:
             case "saving":
                 self._note_saving(message, is_saving=facts["active"])
             case "stopped":
-                self.stopped[rank] = facts
+                self.stopped.add(rank)
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "done" | "exited":
                 self.done[rank] = message.at
