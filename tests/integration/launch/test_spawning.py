@@ -391,6 +391,8 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
         ({"ranks": 0}, "argument -n: expected a whole number, 1 or more, not '0'."),
         ({"timeout": "soon"}, "argument --timeout: 'soon' is not a duration such as 90"),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, '"A B" is not a valid variable name.'),
+        ({"hosts": "localhost:1", "env": {"A=B": "1"}}, '"A=…" is not a valid variable name.'),
+        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "the value of A contains a NUL byte"),
         ({"hosts": "localhost:1", "log_ranks": "3"}, "--log-ranks 3: there is no rank 3"),
     ],
 )
