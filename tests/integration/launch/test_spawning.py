@@ -297,6 +297,24 @@ def test_a_payload_arrives(size: int) -> None:
     assert received(payload, limit=size) == payload
 
 
+class ReadAtOnce(socket.socket):
+    """A connection whose reader closes it as soon as it has read something."""
+
+    reader: socket.socket
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        super().sendall(data, flags)
+        self.reader.recv(1 << 16)
+        self.reader.close()
+
+
+def test_a_reader_may_leave_after_a_payload_without_a_body() -> None:
+    ours, theirs = socket.socketpair()
+    with ReadAtOnce(fileno=ours.detach()) as connection:
+        connection.reader = theirs
+        send_payload(connection, Payload({"kind": "refusal"}), KEY, "answer 1")
+
+
 @pytest.mark.parametrize(
     ("other", "error"),
     [
