@@ -196,9 +196,7 @@ def _raise_failure(report: Report) -> None:
         return
     if code == BAD_INPUT:
         raise UserError(sentence or "a rank has refused its input. Its line above says why.")
-    if code == INTERRUPTED:  # by another process's signal to the launcher
-        raise JobFailed(sentence)
-    if rank is None:
+    if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
         raise JobFailed(sentence)
     answer = report.answers.get(rank, Payload({"kind": "none"}))
     text = answer.facts.get("traceback", "")
