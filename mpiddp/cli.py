@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del args[0]
     verb, *rest = args or ["--help"]
     is_rank = verb in RANK_VERBS
-    if verb != "run" and isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # stdout of `run` is the script's
+    if verb != "run" and isinstance(sys.stdout, io.TextIOWrapper):  # that of `run` is the script's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
     try:
         try:

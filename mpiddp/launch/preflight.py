@@ -131,9 +131,8 @@ def preflight(
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     begin = f"import json; print(json.dumps(sys.modules[{probe.__name__!r}].host_info({asdict(needs)!a})))"
-    return program_with(
-        TRAVELLING, begin, first='print("login", flush=True)'
-    )  # it proves the login
+    proof = 'print("login", flush=True)'  # of the login
+    return program_with(TRAVELLING, begin, first=proof)
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:

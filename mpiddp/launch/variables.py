@@ -25,9 +25,8 @@ from mpiddp.protocol.variables import (
     VERBOSE,
 )
 
-Exports = Mapping[
-    str, str | None
-]  # the variables that the user names; None is the launcher's own value
+# The variables that the user names; None is the launcher's own value.
+Exports = Mapping[str, str | None]
 
 
 def variables_of_ranks(
