@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del args[0]
     verb, *rest = args or ["--help"]
     is_rank = verb in RANK_VERBS
-    if verb != "run" and isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # stdout of `run` is the script's
+    if verb != "run" and isinstance(sys.stdout, io.TextIOWrapper):  # that of `run` is the script's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
     try:
         try:
@@ -47,14 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if not is_rank and sys.stdout is not None:  # None if it was closed
                 sys.stdout.flush()  # here, where its error can still be handled
-    except UserError as error:
-        # One rank of a job prints it. Other verbs ignore a launcher's variables.
-        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
-        print_from_one_rank(str(error), rank, local_rank)
-        return BAD_INPUT
-    except JobFailed as error:
+    except (UserError, JobFailed) as error:
         _print_failure(error, is_rank=is_rank)
-        return FAILED
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
     except BrokenPipeError:
         if is_rank:
             raise
@@ -109,8 +102,11 @@ def _check_working_folder() -> None:
         ) from None
 
 
-def _print_failure(error: JobFailed, *, is_rank: bool) -> None:
-    """Print why a verb failed, or a job before its ranks had joined."""
+def _print_failure(error: UserError | JobFailed, *, is_rank: bool) -> None:
+    """Print why a verb failed, or a job before its ranks had joined.
+
+    One rank of a job prints it. Other verbs ignore a launcher's variables.
+    """
     if is_rank:
         print_from_one_rank(str(error), *likely_ranks(os.environ))
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.hosts.gpus import gpu_names
-from mpiddp.hosts.versions import package_version
+from mpiddp.hosts.probe import package_version
 
 
 @dataclass(frozen=True)

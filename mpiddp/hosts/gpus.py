@@ -99,22 +99,22 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
     return []
 
 
-def gpu_addresses(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str]:
+def gpu_addresses(path: str | None = None) -> list[str]:
     """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
     for tool in TOOLS:
-        found = _found(tool.program, tool.address_arguments, tool.address, path, timeout_s)
+        found = _found(tool.program, tool.address_arguments, tool.address, path, TIMEOUT_S)
         if found:
             return [_in_sysfs(address) for address in found]
     return []
 
 
-def gpu_uuids(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+def gpu_uuids(path: str | None = None) -> dict[str, str]:
     """The PCI address of each GPU of NVIDIA by its UUID, and by those of its MIG devices.
 
     {} if they are not known.
     """
     arguments = (("-L",), ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
-    listing, table = (answer("nvidia-smi", each, path, timeout_s) for each in arguments)
+    listing, table = (answer("nvidia-smi", each, path, TIMEOUT_S) for each in arguments)
     return addresses_by_uuid(listing or "", table or "")
 
 

@@ -108,9 +108,8 @@ def _ipv6_addresses() -> dict[str, str]:
         return addresses
     for line in table.read_text().splitlines():
         digits, _, prefix, scope, _, name = line.split()
-        if (
-            scope == "00"
-        ):  # global. A link-local address needs a zone, which other hosts do not share.
+        # Global. A link-local address needs a zone, which other hosts do not share.
+        if scope == "00":
             address = ipaddress.IPv6Address(int(digits, 16))
             addresses.setdefault(name, f"{address}/{int(prefix, 16)}")
     return addresses

@@ -24,7 +24,7 @@ from mpiddp.hosts import history_verbs
 from mpiddp.hosts.cluster import keys, network, pull, push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
-from mpiddp.text import counted
+from mpiddp.text import align_columns, counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
@@ -188,18 +188,14 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
 
 def table(hosts: Hosts) -> str:
     """The hosts, one per line in the order of their ranks, and the totals below."""
-    rows = [("host", "slots", "user", "port")]
+    rows = [("host", " slots", "user", "port")]  # as wide as the longest count
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)
         port = str(host.port or "-")
         if host.gpus is not None:
             port = f"{port:<5}  GPUs {', '.join(map(str, host.gpus))}"
         rows.append((host.name, slots, host.user or "-", port))
-    names, users = (max(len(row[column]) for row in rows) for column in (0, 2))
-    lines = [
-        f"{name:<{names}}  {slots:>6}  {user:<{users}}  {port}" for name, slots, user, port in rows
-    ]
-    return "\n".join([*lines, _totals(hosts)])
+    return f"{align_columns(rows, right=(1,))}\n{_totals(hosts)}"
 
 
 def _totals(hosts: Hosts) -> str:

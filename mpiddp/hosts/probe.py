@@ -18,7 +18,6 @@ from typing import Any
 
 from mpiddp.hosts.gpus import TIMEOUT_S, gpu_names
 from mpiddp.hosts.interfaces import interfaces
-from mpiddp.hosts.versions import package_version
 
 VERSION_S, _VERSION_BYTES = 10.0, 1 << 16  # of an mpirun --version
 LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
@@ -52,6 +51,19 @@ def _has_program(needs: dict[str, Any]) -> bool:
     if os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
     return shutil.which(program, path=needs["path"]) is not None
+
+
+def package_version(package: str) -> str | None:
+    """The version in the package's metadata, None if it is not installed.
+
+    Importing torch to read its version would take seconds.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def program_version(program: str, env: Mapping[str, str]) -> str | None:

@@ -14,9 +14,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _PAUSE_S = 0.02
-_prctl = ctypes.CDLL(
-    None
-).prctl  # found before any fork: a child of a process with threads may not look it up
+# Found before any fork: a child of a process with threads may not look it up.
+_prctl = ctypes.CDLL(None).prctl
 
 
 def signal_at_parents_end(number: int) -> None:

@@ -23,8 +23,6 @@ from mpiddp.text import parse_whole, shown
 _WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
-# Of torch's store: that of `process_group`, a script's own, and one to spare.
-SOCKETS_PER_RANK = 3
 
 
 def port_in(env: Mapping[str, str]) -> int:

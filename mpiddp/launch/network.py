@@ -52,13 +52,15 @@ def find_network(
         networks = requested_networks(requested)
     else:
         interface, networks = _shared_network([host.name for host in others], infos)
-    address = interface.address if interface else _control_address(others)
+    address = "127.0.0.1"
+    if others:
+        address = interface.address if interface else _control_address(others)
     if not address and not dry_run:
         raise UserError(
             f"no address of this machine is known that {others[-1].name} can reach. "
             "Name this machine's interface to it: --interface NAME"
         )
-    return JobNetwork(interface, networks, address if others else "127.0.0.1")
+    return JobNetwork(interface, networks, address)
 
 
 def _own_interfaces(requested: str) -> list[Interface]:
@@ -96,8 +98,6 @@ def _control_address(others: Sequence[Host]) -> str:
 
     ssh may reach a host whose name does not resolve: its configuration has the address.
     """
-    if not others:
-        return "127.0.0.1"
     for name in (*(host.name for host in others), _name_for_ssh(others[0])):
         if route := _route(name):
             return route[0]

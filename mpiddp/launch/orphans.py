@@ -7,11 +7,11 @@ environment that each process was started with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
@@ -19,9 +19,8 @@ from mpiddp.protocol.variables import JOB
 
 TIMEOUT_S = 8.0
 
-_REMOTE_PROGRAM = """
-{source}
-for pid in kill_marked({mark!r}):
+_KILL = """
+for pid in sys.modules[{module!r}].kill_marked({mark!r}):
     print(pid)
 """
 
@@ -50,5 +49,5 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
 
 def remote_program(job: str) -> str:
     """The program that kills the processes of `job` on its host, and prints their pids."""
-    source = Path(pidfd.__file__).read_text()
-    return _REMOTE_PROGRAM.format(source=source, mark=f"{JOB}={job}".encode())
+    mark = f"{JOB}={job}".encode()
+    return program_with((pidfd,), _KILL.format(module=pidfd.__name__, mark=mark))

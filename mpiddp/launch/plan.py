@@ -37,7 +37,12 @@ from mpiddp.launch.usable import (
     of_earlier_jobs,
     wanted_hosts,
 )
-from mpiddp.launch.variables import Exports, check_gpu_choice, variables_of_ranks
+from mpiddp.launch.variables import (
+    Exports,
+    check_gpu_choice,
+    variables_of_ranks,
+    with_values,
+)
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
 
@@ -204,7 +209,7 @@ def run_preflight(
     from mpiddp.launch import preflight  # only jobs over several hosts pay for it
 
     interface = options.how.interface
-    exports = parse_exports(options.how.all_exports, env).items()
+    exports = parse_exports(options.how.all_exports, env)
     needs = preflight.Needs(
         python=str(_python()),
         mpirun=str(starter.program),
@@ -213,9 +218,7 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
-        uses_gpus=not hides_all_gpus(
-            {**env, **{name: value for name, value in exports if value is not None}}
-        ),
+        uses_gpus=not hides_all_gpus(with_values(env, exports)),
     )
     wait_s = 0.0 if proven else options.where.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]

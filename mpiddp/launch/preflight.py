@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 
-from mpiddp.hosts import gpus, interfaces, names, probe, versions
+from mpiddp.hosts import gpus, interfaces, names, probe
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -31,7 +31,7 @@ PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
 
 # The modules that are sent to the hosts, each after those that it imports.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, versions, probe)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, probe)
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,8 @@ def preflight(
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     begin = f"import json; print(json.dumps(sys.modules[{probe.__name__!r}].host_info({asdict(needs)!a})))"
-    return program_with(
-        TRAVELLING, begin, first='print("login", flush=True)'
-    )  # it proves the login
+    proof = 'print("login", flush=True)'  # of the login
+    return program_with(TRAVELLING, begin, first=proof)
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:

@@ -128,7 +128,7 @@ def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> di
     """The avoided ones of the usable `hosts` that the options allow to leave out, and why.
 
     Args:
-        least: the number of hosts that have to remain.
+        least: the number of hosts that have to remain, 1 or more.
     """
     found: dict[Host, str] = {}
     for host in hosts:
@@ -139,7 +139,7 @@ def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> di
         has_ranks = where.min_ranks is None or (
             None not in slots and sum(filter(None, slots)) >= where.min_ranks
         )
-        if len(rest) >= max(1, least) and has_ranks:
+        if len(rest) >= least and has_ranks:
             found[host] = f"{past.avoided[host.key]}."
     return found
 

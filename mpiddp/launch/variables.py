@@ -25,9 +25,8 @@ from mpiddp.protocol.variables import (
     VERBOSE,
 )
 
-Exports = Mapping[
-    str, str | None
-]  # the variables that the user names; None is the launcher's own value
+# The variables that the user names; None is the launcher's own value.
+Exports = Mapping[str, str | None]
 
 
 def variables_of_ranks(
@@ -37,17 +36,16 @@ def variables_of_ranks(
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    """All variables that the ranks get. Those of the launcher's options take precedence.
-
-    Args:
-    """
+    """All variables that the ranks get. Those of the launcher's options take precedence."""
     exports = parse_exports(options.how.all_exports, env)
-    return {
-        **forwarded(env, exports),
-        **_defaults(options, starter, placed, network, env),
-        **{name: value for name, value in exports.items() if value is not None},
-        **_settings(options, starter, placed, network, env, exports),
-    }
+    inherited = forwarded(env, exports) | _defaults(options, starter, placed, network, env)
+    settings = _settings(options, starter, placed, network, env, exports)
+    return with_values(inherited, exports) | settings
+
+
+def with_values(env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+    """`env`, with the values that the user gives for the ranks."""
+    return {**env, **{name: value for name, value in exports.items() if value is not None}}
 
 
 def _settings(
@@ -113,7 +111,7 @@ def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
 
 def env_on_host(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
     """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
-    variables = {**env, **{each: value for each, value in exports.items() if value is not None}}
+    variables = with_values(env, exports)
     if is_this_host(name):
         return variables
     return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from _blake2 import blake2b  # hashlib would load OpenSSL, see `mpiddp.protocol.messages.proof`
+from _blake2 import blake2b  # hashlib would load OpenSSL, see `mpiddp.protocol.channel`
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ def send_payload(connection: socket.socket, payload: Payload, key: str, purpose:
     facts = json.dumps(payload.facts).encode()
     sizes = _SIZES.pack(len(facts), len(payload.body))
     connection.sendall(sizes + _mac(key, purpose, sizes, facts, payload.body) + facts)
-    connection.sendall(payload.body)
+    if payload.body:  # the reader of none may have left by now
+        connection.sendall(payload.body)
 
 
 def receive_payload(

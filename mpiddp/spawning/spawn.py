@@ -28,6 +28,7 @@ from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options
 from mpiddp.spawning.launcher import Report, run_launcher
 from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
+from mpiddp.text import shown
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -159,6 +160,17 @@ def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             given = f"{name!r}: {type(value).__name__}"  # a value may be a password
             raise TypeError(f"mpiddp.spawn: env: expected strings by name, not {given}.")
+        before, has_value, _ = name.partition("=")
+        if has_value:  # the launcher would read another variable
+            raise UserError(
+                f'mpiddp.spawn: env: "{shown(before)}=…" is not a valid variable name. '
+                'Example: {"DEBUG": "1"}'
+            )
+        if "\0" in value:
+            raise UserError(
+                f"mpiddp.spawn: env: the value of {shown(name)} contains a NUL byte, where a program would "
+                "see its end. Leave it out."
+            )
     return dict(env)
 
 
@@ -184,9 +196,7 @@ def _raise_failure(report: Report) -> None:
         return
     if code == BAD_INPUT:
         raise UserError(sentence or "a rank has refused its input. Its line above says why.")
-    if code == INTERRUPTED:  # by another process's signal to the launcher
-        raise JobFailed(sentence)
-    if rank is None:
+    if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
         raise JobFailed(sentence)
     answer = report.answers.get(rank, Payload({"kind": "none"}))
     text = answer.facts.get("traceback", "")

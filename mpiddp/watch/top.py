@@ -12,13 +12,14 @@ import termios
 import textwrap
 import threading
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import answer
+from mpiddp.hosts.names import is_this_host
 from mpiddp.text import did_you_mean
-from mpiddp.watch.gpus import gpus_of
 from mpiddp.watch.jobs import Job, find_job
 from mpiddp.watch.stacks import stacks_text
 from mpiddp.watch.table import COLUMNS, Facts, head_lines, hosts_of, rank_lines, shown_ranks
@@ -29,6 +30,9 @@ _KEYS = "q: quit  s: sort  h: host  a rank's number and Enter: its stack"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 # A line is erased before it is written: after a full one, the cursor is still on its last character.
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
+# Of nvidia-smi: who uses which GPU, and how busy each is.
+_QUERIES = ("--query-compute-apps=pid,gpu_uuid,used_gpu_memory", "--query-gpu=uuid,utilization.gpu")
+_ANSWER_S = 10.0
 
 
 def main(argv: list[str]) -> int:
@@ -155,3 +159,23 @@ def _keys(within_s: float | None) -> str:
     if not select.select([0], [], [], within_s)[0]:
         return ""
     return os.read(0, 64).decode(errors="replace") or "q"
+
+
+def gpus_of(ranks: Sequence[Facts]) -> dict[int, str]:
+    """ "87% 12.3 GB" for each rank of this machine that uses a GPU: how busy it is, and the rank's memory."""
+    pids = {rank["pid"]: rank["rank"] for rank in ranks if is_this_host(rank["host"])}
+    processes, gpus = map(_rows, _QUERIES)
+    busy = {row[0]: row[1] for row in gpus if len(row) == 2}
+    found = {}
+    for pid, uuid, megabytes in (row for row in processes if len(row) == 3):
+        if pid.isdigit() and int(pid) in pids:
+            memory = f" {int(megabytes) / 1024:.1f} GB" if megabytes.isdigit() else ""
+            found[pids[int(pid)]] = f"{busy.get(uuid, '?')}%{memory}"
+    return found
+
+
+def _rows(query: str) -> list[list[str]]:
+    """The cells of each line of nvidia-smi's table; [] without it, or without an answer."""
+    arguments = (query, "--format=csv,noheader,nounits")
+    text = answer("nvidia-smi", arguments, os.environ.get("PATH"), _ANSWER_S) or ""
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]

@@ -249,7 +249,7 @@ esac
 def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mpiddp.watch.gpus import gpus_of
+    from mpiddp.watch.top import gpus_of
 
     ranks = [
         {"rank": rank, "host": host, "pid": 10 + rank}

@@ -17,9 +17,7 @@ from mpiddp.launch.monitor.ranks import Ranks
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
-MOVING_FACTOR = (
-    10  # and ranks for which others wait may be busy in several lines: a loop, an evaluation
-)
+MOVING_FACTOR = 10  # ranks for which others wait, in several lines: a loop, an evaluation
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `is_due`
 _STEPS = 50  # whose median counts
@@ -124,10 +122,9 @@ class HangWatch:
         if any(has_moved):
             is_long = last.at - self._quiet_since >= MOVING_FACTOR * self._patience_s
             return is_long and 0 < len(outside) < len(last.places) and not self._ranks.saving
+        # A program that makes no steps, and in which nobody waits for another rank.
         if not (self._step or len(outside) < len(last.places)):
-            return (
-                False  # a program that makes no steps, and in which nobody waits for another rank
-            )
+            return False
         if last.at - self._quiet_since >= BUSY_FACTOR * self._patience_s:
             return True
         idle_s = _BUSY * (last.at - first.at)

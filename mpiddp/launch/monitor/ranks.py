@@ -49,10 +49,9 @@ class Ranks:
     done: dict[int, float] = field(default_factory=dict)  # ended without an error, and when
     exited: set[int] = field(default_factory=set)  # of these: without leaving the job
     replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
-    stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[int, Message] = field(
-        default_factory=dict
-    )  # failed or lost, the first of a rank
+    stopped: set[int] = field(default_factory=set)  # after their last step, on request
+    # Failed or lost, the first message of a rank.
+    failures: dict[int, Message] = field(default_factory=dict)
     claimed_at: dict[int, float] = field(default_factory=dict)  # when a rank last began to fail
     gone_at: dict[int, float] = field(default_factory=dict)  # when a rank's connection ended
     supports_stop: set[int] = field(default_factory=set)
@@ -113,14 +112,13 @@ class Ranks:
             case "saving":
                 self._note_saving(message, is_saving=facts["active"])
             case "stopped":
-                self.stopped[rank] = facts
+                self.stopped.add(rank)
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "done" | "exited":
                 self.done[rank] = message.at
+                # The rank had closed its connection, and has another one.
                 if (failure := self.failures.get(rank)) and failure.kind == "lost":
-                    del self.failures[
-                        rank
-                    ]  # the rank had closed its connection, and has another one
+                    del self.failures[rank]
                 if message.kind == "exited":
                     self.exited.add(rank)
                 self._note_saving(message, is_saving=False)

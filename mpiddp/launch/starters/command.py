@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -200,9 +200,9 @@ SSH_CONFIG = "the users and ports of the hostfile; they take precedence over you
 LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 
 
-def host_file(request: Request, text: str, lines: Iterable[str]) -> dict[str, str]:
-    """A file of these lines, if `text` is too long for an argument; else none."""
-    if len(text) <= LONGEST_ARGUMENT:
+def host_file(request: Request, lines: Sequence[str]) -> dict[str, str]:
+    """A file of these lines, if they are too long for an argument, with commas between; else none."""
+    if len(",".join(lines)) <= LONGEST_ARGUMENT:
         return {}
     return {str(PurePath(request.scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
 

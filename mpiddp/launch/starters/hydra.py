@@ -25,9 +25,8 @@ from mpiddp.text import all_of
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
-    names = _counts(request)
-    hosts = ",".join(names)
-    listed = host_file(request, hosts, names)
+    counts = _counts(request)
+    listed = host_file(request, counts)
     files = ssh_config(request)
     settings = request.settings
     exports = set(request.variables)
@@ -40,7 +39,7 @@ def mpich(starter: RankStarter, request: Request) -> Command:
         exports.add("UCX_TLS")
     flags = [
         flag(
-            *(("-f", *listed) if listed else ("-hosts", hosts)),
+            *(("-f", *listed) if listed else ("-hosts", ",".join(counts))),
             why="the number of ranks on each host, in order",
         ),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),

@@ -89,12 +89,11 @@ def _open_mpi(
             flag("--allow-run-as-root", why="mpirun refuses to run as root without this flag")
         )
     names = request.names_of_ranks
-    hosts = ",".join(names)
-    listed = host_file(request, hosts, names)
+    listed = host_file(request, names)
     flags += [
         flag("-n", str(request.world_size), why="one process per rank"),
         flag(
-            *(("--hostfile", *listed) if listed else ("-H", hosts)),
+            *(("--hostfile", *listed) if listed else ("-H", ",".join(names))),
             *("--map-by", "seq"),
             why="the host of each rank in order; Open MPI's other mappings reorder hosts",
         ),

@@ -18,8 +18,7 @@ from mpiddp.launch.starters.command import (
 
 def srun(starter: RankStarter, request: Request) -> Command:
     names = request.names_of_ranks
-    hosts = ",".join(names)
-    listed = host_file(request, hosts, names)
+    listed = host_file(request, names)
     settings = request.settings
     if listed:
         (settings["SLURM_HOSTFILE"],) = listed
@@ -28,7 +27,7 @@ def srun(starter: RankStarter, request: Request) -> Command:
         flag(f"--ntasks={request.world_size}", why="one process per rank"),
         flag(
             "--distribution=arbitrary",
-            *(() if listed else (f"--nodelist={hosts}",)),
+            *(() if listed else (f"--nodelist={','.join(names)}",)),
             why="the host of each rank, in order",
         ),
         flag("--mpi=none", why="the ranks join through Slurm's variables; MPI is not needed"),

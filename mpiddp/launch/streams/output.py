@@ -55,9 +55,13 @@ class EndMessage:
 
     What mpirun prints after that waits with it, so the order stays. Everything else passes at once, except
     that a text below a rule waits for the second rule, and never for longer than `_QUIET_S`.
+
+    Args:
+        shows_end: it holds nothing back, for a user who wants to see all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_end: bool = False) -> None:
+        self._shows_end = shows_end
         self._rest = b""  # an incomplete line that may become a rule, or that waits
         self._is_midline = False  # the beginning of the present line has passed
         self._lines: list[bytes] = []  # that may become such a message
@@ -70,6 +74,8 @@ class EndMessage:
 
     def add(self, text: bytes) -> bytes:
         """What passes at once, now that `text` has come."""
+        if self._shows_end:
+            return text
         *lines, self._rest = (self._rest + text).split(b"\n")
         passed = b"".join(self._add_line(line + b"\n") for line in lines)
         if self._lines or self._held or not self._rest or self._rest[:1] in b"-=":
@@ -121,7 +127,7 @@ class JobOutput:
     Args:
         selection: the ranks that are shown, see `protocol.messages.is_shown`.
         has_prefix: each of their lines begins with the rank and its host.
-        shows_end: what mpirun says about the end of a rank passes at once, see `EndMessage`.
+        shows_end: see `EndMessage`.
     """
 
     def __init__(
@@ -139,7 +145,7 @@ class JobOutput:
             screen = Screen(group[0], STREAMS[group[0]], is_shared=count > 1)
             screens |= dict.fromkeys(group, screen)
         self.copies = tuple(
-            OutputCopy(screens[stream], None if shows_end else EndMessage()) for stream in STREAMS
+            OutputCopy(screens[stream], EndMessage(shows_end=shows_end)) for stream in STREAMS
         )
         self._screens = screens
 
@@ -238,10 +244,10 @@ class _Connection:
 class OutputCopy:
     """A thread that copies one stream of the job to a screen.
 
-    mpirun gets `pipe`, and `started` closes it here. `end_message`, if there is one, filters what it writes.
+    mpirun gets `pipe`, and `started` closes it here. `end_message` filters what it writes.
     """
 
-    def __init__(self, screen: Screen, end_message: EndMessage | None) -> None:
+    def __init__(self, screen: Screen, end_message: EndMessage) -> None:
         self._screen = screen
         self._end_message = end_message
         self.tail = Tail()  # of what is shown
@@ -316,8 +322,8 @@ class OutputCopy:
     def _wait(self, selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
         # A loop that only ticks is idle as well.
         self._idle_since = self._idle_since or time.monotonic()
-        waits = self._end_message is not None and self._end_message.is_open
-        ready = selector.select(_TICK_S if waits or self._screen.has_open_lines else None)
+        waits = self._end_message.is_open or self._screen.has_open_lines
+        ready = selector.select(_TICK_S if waits else None)
         if ready:
             self._idle_since = None
         return [key for key, _ in ready]
@@ -365,13 +371,11 @@ class OutputCopy:
             return not is_last
         if chunk:
             self._mpirun_at = time.monotonic()
-            self._show_mpirun(chunk if self._end_message is None else self._end_message.add(chunk))
+            self._show_mpirun(self._end_message.add(chunk))
         return bool(chunk)
 
     def _release_quiet_text(self) -> None:
-        if self._end_message is None or not self._end_message.is_open:
-            return
-        if time.monotonic() - self._mpirun_at >= _QUIET_S:
+        if self._end_message.is_open and time.monotonic() - self._mpirun_at >= _QUIET_S:
             self._show_mpirun(self._end_message.release())
 
     def _show_mpirun(self, text: bytes) -> None:
@@ -384,9 +388,7 @@ class OutputCopy:
 
     def settle(self, *, is_said: bool) -> bytes:
         """Show what waits for the verdict, unless that says it. Returns what was not shown."""
-        shown, left_out = b"", b""
-        if self._end_message is not None:
-            shown, left_out = self._end_message.settle(is_said=is_said)
+        shown, left_out = self._end_message.settle(is_said=is_said)
         self._show_mpirun(shown)
         self._screen.end(self._mpirun)
         return left_out

@@ -18,9 +18,8 @@ class Tail:
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, bytes]] = deque()
         self._size = 0
-        self.latest: dict[
-            int, tuple[float, bytes]
-        ] = {}  # by rank: when it was printed, and its end
+        # By rank: when it was printed, and its end.
+        self.latest: dict[int, tuple[float, bytes]] = {}
 
     def add(self, rank: int, text: bytes) -> None:
         """A rank has printed a text."""

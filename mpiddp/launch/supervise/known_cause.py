@@ -57,10 +57,7 @@ def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
     try:
         from mpiddp.doctor.explanations import explain
         from mpiddp.doctor.failures import Weight
-    except (
-        ImportError,
-        OSError,
-    ):  # this process has no files left, or the installation has changed
+    except (ImportError, OSError):  # no files left, or the installation has changed
         return None
     lines = tail.by_rank()
     own: list[str] = []

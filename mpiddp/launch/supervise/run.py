@@ -125,9 +125,8 @@ def run_attempt(
         tail = mpirun.output.stderr if mpirun.output.is_finished(0.0) else Tail()
         kill = ""
         if found.code == FAILED:
-            from mpiddp.launch.supervise.kernel_kills import (
-                kernel_kill,
-            )  # a success pays for none of it
+            # A success pays for none of it.
+            from mpiddp.launch.supervise.kernel_kills import kernel_kill
 
             asks = not starter.kind.has_scheduler
             kill = kernel_kill(history, request.hosts, request.job[0], asks=asks)
@@ -215,9 +214,8 @@ class _Run:
             elif data is not self._signals:
                 self._receive(data)
         self._server.expire()
-        if (
-            self._signals in ready
-        ):  # after the messages, which the signal's sender may have reacted to
+        # After the messages, which the signal's sender may have reacted to.
+        if self._signals in ready:
             for arrival in self._signals.receive():
                 if arrival.number in STOP_SIGNALS:
                     self.attempt.on_signal(arrival.number)

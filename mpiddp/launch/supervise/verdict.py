@@ -130,9 +130,8 @@ def verdict(history: History) -> Verdict:
     if mpirun.code == DONE and not ranks.started:
         sentence = "the job failed: mpirun ended, but no rank ever reported."
         return Verdict(FAILED, sentence, is_complete=False)
-    if (
-        mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started
-    ):  # ranks that refuse may not report
+    # Ranks that refuse may not report.
+    if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
         return Verdict(mpirun.code, is_complete=False)
     return _by_mpirun(mpirun)
 

@@ -9,12 +9,13 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
-from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open, wait_for
+from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, wait_for
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.name_service import no_dns
 from mpiddp.world import World, is_joined
 
 _PROBE_S = 1.0  # to find out whether anybody listens
+_SOCKETS_PER_RANK = 3  # that of `process_group`, a script's own, and one to spare
 
 
 def serve_store(world: World, listener: socket.socket) -> Store:
@@ -22,7 +23,7 @@ def serve_store(world: World, listener: socket.socket) -> Store:
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
     """
-    allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+    allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
     return _open(world, 60.0, listener.detach())
 
 

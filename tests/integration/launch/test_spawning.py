@@ -299,6 +299,24 @@ def test_a_payload_arrives(size: int) -> None:
     assert received(payload, limit=size) == payload
 
 
+class ReadAtOnce(socket.socket):
+    """A connection whose reader closes it as soon as it has read something."""
+
+    reader: socket.socket
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        super().sendall(data, flags)
+        self.reader.recv(1 << 16)
+        self.reader.close()
+
+
+def test_a_reader_may_leave_after_a_payload_without_a_body() -> None:
+    ours, theirs = socket.socketpair()
+    with ReadAtOnce(fileno=ours.detach()) as connection:
+        connection.reader = theirs
+        send_payload(connection, Payload({"kind": "refusal"}), KEY, "answer 1")
+
+
 @pytest.mark.parametrize(
     ("other", "error"),
     [
@@ -419,6 +437,8 @@ def test_a_rank_of_spawn_by_hand() -> None:
         ({"ranks": 0}, "argument -n: expected a whole number, 1 or more, not '0'."),
         ({"timeout": "soon"}, "argument --timeout: 'soon' is not a duration such as 90"),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, '"A B" is not a valid variable name.'),
+        ({"hosts": "localhost:1", "env": {"A=B": "1"}}, '"A=…" is not a valid variable name.'),
+        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "the value of A contains a NUL byte"),
         ({"hosts": "localhost:1", "log_ranks": "3"}, "--log-ranks 3: there is no rank 3"),
     ],
 )
