@@ -151,8 +151,7 @@ def _serve_beside_agent(
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
     import secrets
 
-    from mpiddp.runtime.rendezvous.name_service import no_dns
-    from mpiddp.runtime.rendezvous.store import connect_to_store, prefix_of_attempt
+    from mpiddp.runtime.rendezvous.store import connect_to_store, no_dns, prefix_of_attempt
 
     with no_dns():
         store = connect_to_store(world, timeout_s)
@@ -225,8 +224,7 @@ def _serve_store(
             if listener is not None:
                 serve_commands(coordinator.world, listener, session)
     elif listener is not None:
-        from mpiddp.runtime.rendezvous.name_service import no_dns
-        from mpiddp.runtime.rendezvous.store import serve_store
+        from mpiddp.runtime.rendezvous.store import no_dns, serve_store
 
         with no_dns():
             session.torch_store = serve_store(coordinator.world, listener)

@@ -63,8 +63,7 @@ def _main(address: str, parent: int, file: int, port: int, world_size: int) -> N
     signal_at_parents_end(signal.SIGKILL)  # at once, even while torch loads
     if os.getppid() != parent:
         return
-    from mpiddp.runtime.rendezvous.name_service import no_dns
-    from mpiddp.runtime.rendezvous.store import serve_store
+    from mpiddp.runtime.rendezvous.store import no_dns, serve_store
 
     world = World(0, world_size, 0, 1, master_addr=address, master_port=port)
     with no_dns():

@@ -1,6 +1,6 @@
 """Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
 
-tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/name_service.py.
+tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/store.py.
 """
 
 from __future__ import annotations
