@@ -3,24 +3,34 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-`mpiddp run-function`, a rank of `mpiddp.spawn`, and `mpiddp train` begin in the same way.
+`mpiddp run-function`, a rank of `mpiddp.spawn`, and `mpiddp train` begin in the same way. Its GPUs, cores,
+threads and malloc are set before torch loads. A variable of OpenMP or of glibc that the user has set takes
+precedence.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 
 from mpiddp.errors import UserError
+from mpiddp.protocol.variables import BIND, GPUS
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.connected import connected
 from mpiddp.runtime.log import RankParser
-from mpiddp.runtime.start.join import join
-from mpiddp.runtime.start.process import prepare_process
+from mpiddp.runtime.start.join import join, limit_threads
 from mpiddp.text import shown
 from mpiddp.world import World
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
+_LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 
 
 def run_rank(
@@ -42,6 +52,37 @@ def run_rank(
     joined = partial(join, world, keep_mpi=keep_mpi, uses_torch=uses_torch)
     with connected(world) as session, joined() as coordinator:
         return run(session, coordinator)
+
+
+def prepare_process(world: World) -> None:
+    """Configure GPUs, cores, threads and memory for this rank. Call this before torch is imported.
+
+    Raises:
+        UserError: variables of the launcher that contradict each other.
+    """
+    if {GPUS, BIND} & os.environ.keys():
+        from mpiddp.runtime.start.own_gpu import bind_to_gpu, choose_gpus  # few ranks need it
+
+        choose_gpus(world)
+        bind_to_gpu(world)
+    limit_threads(world)
+    is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if not is_configured and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory, because the next step allocates the same amount.
+
+    By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
+    the kernel has found and zeroed every page again. With another libc this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT):
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)
 
 
 def main(argv: list[str]) -> int:
