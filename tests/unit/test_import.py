@@ -36,7 +36,7 @@ LAUNCHER = sorted(
 LIGHT_MODULES = (
     "mpiddp",
     "mpiddp.runtime.launcher.announcement",
-    "mpiddp.runtime.rendezvous.master_address",
+    "mpiddp.runtime.rendezvous.result",
     "mpiddp.checkpoints.main",
     "mpiddp.cli",
     "mpiddp.runtime.job.coordinator",

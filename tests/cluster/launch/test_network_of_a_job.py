@@ -2,7 +2,7 @@
 
 The broadcast of every MPI, and gloo after it, must use the one network that works.
 
-Tests mpiddp/runtime/rendezvous/master_address.py, mpiddp/launch/network.py.
+Tests mpiddp/runtime/rendezvous/result.py, mpiddp/launch/network.py.
 python -m pytest tests/cluster/launch/test_network_of_a_job.py
 """
 
