@@ -49,7 +49,7 @@ LIGHT_MODULES = (
     "mpiddp.report.runs",
     "mpiddp.checks.main",
     "mpiddp.runtime.rendezvous.mpi",
-    "mpiddp.runtime.start.script",
+    "mpiddp.runtime.start.run",
     "mpiddp.runtime.start.function",
     "mpiddp.runtime.rendezvous.address",
     "mpiddp.spawning.spawn",
