@@ -18,9 +18,9 @@ import threading
 
 from mpiddp.errors import FAILED, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
-from mpiddp.runtime.job.child_signals import PASSED
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.stop import PASSED
 from mpiddp.world import World
 
 

@@ -28,7 +28,7 @@ from mpiddp.hosts.processes import (
     end_all,
     signal_at_parents_end,
 )
-from mpiddp.runtime.job.child_signals import PASSED
+from mpiddp.runtime.job.stop import PASSED
 from mpiddp.runtime.launcher.output_process import close_all_but
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -1,7 +1,7 @@
 """Which of several equal or different signals count.
 
 Tests mpiddp/launch/supervise/{signals,mpirun}.py, mpiddp/launch/streams/output.py,
-mpiddp/runtime/job/child_signals.py.
+mpiddp/runtime/job/stop.py.
 python -m pytest tests/unit/launch/test_signal_counts.py
 """
 
@@ -67,7 +67,7 @@ def test_a_signal_that_arrives_while_the_loop_is_busy_has_its_own_time(queue: Si
 
 STOPPED_CHILD = """
 import multiprocessing, os, signal, subprocess, time
-from mpiddp.runtime.job import child_signals
+from mpiddp.runtime.job import stop as child_signals
 
 def work(ready):
     child_signals.obey_only(os.getppid())
