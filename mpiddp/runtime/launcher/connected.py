@@ -88,7 +88,7 @@ def _connect(session: Session, world: World, server: Server) -> None:
 
 def _memory_group() -> dict[str, object]:
     """What tells the launcher later whether the kernel killed this rank for lack of memory."""
-    from mpiddp.hosts.memory import group_of, kills_in
+    from mpiddp.hosts.processes import group_of, kills_in
 
     folder = group_of()
     kills = None if folder is None else kills_in(folder)
