@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.variants import RANKS, RankOptions, Variant, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.runtime.start.process import keep_freed_memory
+from mpiddp.runtime.start.run import keep_freed_memory
 from mpiddp.runtime.torch.process_group import process_group
 from mpiddp.train import parallel
 from mpiddp.train.config import TrainConfig, resolve_defaults

@@ -121,14 +121,14 @@ def resolve(
         needs = "" if free is None else "a multiple of "
         raise UserError(
             f"{size_text(requested)} needs {needs}{_number(known)} {unit}{'s' * (known != 1)}, but "
-            f"{_cluster(counts, unit)}; {fits}"
+            f"{cluster_text(counts, unit)}; {fits}"
         )
     if free is not None:
         sizes[free] = len(hosts) // known
     if free == "tp" and per_host and per_host % sizes["tp"]:
         raise UserError(
             f"{size_text(requested)} leaves tp={sizes['tp']}, which does not fit into a host: "
-            f"{_cluster(counts, unit)}; {fits}"
+            f"{cluster_text(counts, unit)}; {fits}"
         )
     if layers and sizes.get("pp", 1) > layers:
         is_more = f"pp={sizes['pp']} is"
@@ -145,12 +145,12 @@ def size_text(sizes: Mapping[str, int]) -> str:
     return " ".join(f"{name}={_number(size)}" for name, size in sizes.items())
 
 
-def cluster_text(hosts: Sequence[str], unit: str = "GPU") -> str:
-    """ "64 hosts × 8 GPUs = 512", or "2 hosts (node1 4, node2 2) = 6"."""
-    return _cluster(Counter(hosts), unit)
+def cluster_text(counts: Counter[str], unit: str = "GPU") -> str:
+    """ "64 hosts × 8 GPUs = 512", or "2 hosts (node1 4, node2 2) = 6".
 
-
-def _cluster(counts: Counter[str], unit: str) -> str:
+    Args:
+        counts: how many each host has.
+    """
     number, total = counted(len(counts), "host"), counts.total()
     if len(set(counts.values())) == 1:
         return f"{number} × {counted(next(iter(counts.values())), unit)} = {total}"

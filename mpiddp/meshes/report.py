@@ -1,22 +1,29 @@
-"""What `mpiddp mesh` prints: the hosts with their coordinates, the groups, the traffic of each link."""
+"""What `mpiddp mesh` prints: the hosts with their coordinates, the groups, the traffic of each link.
+
+Groups of ranks take few characters, so 512 GPUs fit on a screen: compact([0, 8, 16, 24])  ->  "0-24:8"
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from mpiddp.meshes.dimensions import cluster_text, size_text
 from mpiddp.meshes.layout import Layout
-from mpiddp.meshes.patterns import compact, shortened
 from mpiddp.meshes.traffic import Traffic, Training
 from mpiddp.text import align_columns, counted
+
+_MOST_PARTS = 6
+_SHOWN = 3  # of a long list, and its last entry
 
 
 def text(
     layout: Layout, traffic: Sequence[Traffic], training: Training, *, all_groups: bool = False
 ) -> str:
     """The report. `all_groups` lists every host and every group."""
-    head = f"{cluster_text(layout.hosts)} ranks: {size_text(layout.sizes)}"
+    head = f"{cluster_text(Counter(layout.hosts))} ranks: {size_text(layout.sizes)}"
     parts = [head, _hosts(layout, traffic, all_hosts=all_groups), _groups(layout, all_groups)]
     if traffic:
         parts.append(_traffic(layout, traffic, training))
@@ -175,3 +182,36 @@ def _network_by_host(traffic: Sequence[Traffic]) -> dict[str, float]:
         for host, sent in each.network.items():
             by_host[host] = by_host.get(host, 0) + sent
     return by_host
+
+
+def compact(numbers: Sequence[int]) -> str:
+    """Ranks or coordinates as Slurm writes them: "0-7", "0-248:8" (every eighth), "0-3,8-11", "5"."""
+    if len(numbers) > 2:
+        step = numbers[1] - numbers[0]
+        if step > 0 and all(second - first == step for first, second in pairwise(numbers)):
+            return f"{numbers[0]}-{numbers[-1]}" + (f":{step}" if step > 1 else "")
+    parts = [
+        str(run[0]) if len(run) == 1 else f"{run[0]}{'-' if len(run) > 2 else ','}{run[-1]}"
+        for run in _runs(numbers)
+    ]
+    if len(parts) > _MOST_PARTS:
+        return f"{','.join(parts[:_SHOWN])},…,{parts[-1]} ({counted(len(numbers), 'rank')})"
+    return ",".join(parts)
+
+
+def shortened(entries: Sequence[str], *, all_entries: bool = False) -> list[str]:
+    """The first entries and the last one of a long list, with "…" between them."""
+    if all_entries or len(entries) <= _SHOWN + 2:
+        return list(entries)
+    return [*entries[:_SHOWN], "…", entries[-1]]
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers in parts of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.runtime.job.child_signals import PASSED
+from mpiddp.runtime.job.stop import PASSED
 from mpiddp.runtime.log import log
 from mpiddp.text import escaped
 from mpiddp.train.sinks import FINISH_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.launcher.connected import connected
-from mpiddp.runtime.start.process import prepare_process
+from mpiddp.runtime.start.run import prepare_process
 from mpiddp.train.options import TrainOptions, parse
 from mpiddp.world import World
 

@@ -28,7 +28,7 @@ from mpiddp import cli
 from mpiddp.arguments import VERBS
 from mpiddp.doctor.explanations import explain, explain_all, explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Weight
-from mpiddp.hosts.memory import OomKills, group_of, kills_in
+from mpiddp.hosts.processes import OomKills, group_of, kills_in
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, run_program
 

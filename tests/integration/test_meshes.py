@@ -22,8 +22,7 @@ from mpiddp.errors import UserError
 from mpiddp.meshes import main
 from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
-from mpiddp.meshes.patterns import compact, shortened
-from mpiddp.meshes.report import bytes_text
+from mpiddp.meshes.report import bytes_text, compact, shortened
 from mpiddp.meshes.traffic import Training, traffic
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)

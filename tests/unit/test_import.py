@@ -36,7 +36,7 @@ LAUNCHER = sorted(
 LIGHT_MODULES = (
     "mpiddp",
     "mpiddp.runtime.launcher.announcement",
-    "mpiddp.runtime.rendezvous.master_address",
+    "mpiddp.runtime.rendezvous.result",
     "mpiddp.checkpoints.main",
     "mpiddp.cli",
     "mpiddp.runtime.job.coordinator",
@@ -49,7 +49,7 @@ LIGHT_MODULES = (
     "mpiddp.report.runs",
     "mpiddp.checks.main",
     "mpiddp.runtime.rendezvous.mpi",
-    "mpiddp.runtime.start.script",
+    "mpiddp.runtime.start.run",
     "mpiddp.runtime.start.function",
     "mpiddp.runtime.rendezvous.address",
     "mpiddp.spawning.spawn",

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from mpiddp.runtime.launcher.connected import connected
 from mpiddp.runtime.log import RankParser
-from mpiddp.runtime.start.process import prepare_process
+from mpiddp.runtime.start.run import prepare_process
 from mpiddp.world import World
 
 BENCHMARKS = ("scaling", "allreduce", "step", "loader", "rendezvous")

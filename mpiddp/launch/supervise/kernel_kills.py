@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts import memory
+from mpiddp.hosts import processes
 from mpiddp.hosts.hostfile import Hosts
-from mpiddp.hosts.memory import OomKills, kills_in
 from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.processes import OomKills, kills_in
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.launch.supervise.verdict import History, killed_first
@@ -65,7 +65,7 @@ def sentence(before: int, after: OomKills | None, where: str) -> str:
 
 
 def _kills_there(name: str, folder: str, hosts: Hosts, python: str) -> OomKills | None:
-    program = program_with((memory,), _PRINT.format(module=memory.__name__, folder=folder))
+    program = program_with((processes,), _PRINT.format(module=processes.__name__, folder=folder))
     there = [host for host in hosts.hosts if host.name == name][:1]
     answers = run_on_hosts(there, python, program, timeout_s=_TIMEOUT_S, transport=hosts.transport)
     for answer in answers.values():

@@ -95,7 +95,7 @@ class JobChannel:
         self.was_closed_here = False  # by a script that closes all files, as daemons do
         self._world = world
         self._role = role
-        self._identity = _identity(self.connection)
+        self._identity = identity(self.connection.fileno())
         self._wakes = wakes
         # A handler of a signal may call os._exit, which leaves the job first.
         self._send_lock = threading.RLock()
@@ -124,7 +124,7 @@ class JobChannel:
             self.connection.sendall(line)
 
     def _ensure_open(self) -> None:
-        if not self.was_closed_here and _identity(self.connection) != self._identity:
+        if not self.was_closed_here and identity(self.connection.fileno()) != self._identity:
             self._connect_again()
 
     def _connect_again(self) -> None:
@@ -156,7 +156,7 @@ class JobChannel:
                 os.set_inheritable(file, False)
 
     def _close_in_child(self) -> None:
-        if self.was_closed_here or _identity(self.connection) == self._identity:
+        if self.was_closed_here or identity(self.connection.fileno()) == self._identity:
             self.connection.close()
         else:  # its number may be another file's
             self.connection.detach()
@@ -378,10 +378,10 @@ class JobChannel:
         self._wakes.put(None)
 
 
-def _identity(connection: socket.socket) -> tuple[int, int] | None:
-    """What distinguishes the socket from another file with its number; None once it is closed."""
+def identity(file: int) -> tuple[int, int] | None:
+    """What distinguishes an open file from another one with its number; None once it is closed."""
     try:
-        status = os.fstat(connection.fileno())
+        status = os.fstat(file)
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -8,8 +8,13 @@ one job.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import fcntl
 import numbers
 import os
+import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,11 +29,11 @@ from mpiddp.protocol.messages import (
 )
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
-from mpiddp.runtime.launcher.native_stacks import write_no_stack, write_stack_on_urgent_byte
 from mpiddp.world import World
 
 PROGRESS_EVERY_S = 0.5
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 
 
 class LauncherClient:
@@ -63,8 +68,8 @@ class LauncherClient:
         self._phases: dict[str, Any] = {}  # the same
         self._sent = self._confirmed = 0  # messages of progress
         self._is_over = False
-        write_stack_on_urgent_byte(channel.connection)
-        channel.on_closed = write_no_stack
+        _write_stack_on_urgent_byte(channel.connection)
+        channel.on_closed = _write_no_stack
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **fields: object) -> None:
@@ -146,6 +151,29 @@ class LauncherClient:
             with contextlib.suppress(OSError):
                 os.write(2, sentence.encode())
             self._exit_now(LOST_LAUNCHER)
+
+
+def _write_stack_on_urgent_byte(connection: socket.socket) -> None:
+    """Write the main thread's stack to the connection whenever an urgent byte arrives there.
+
+    It is the stack of a rank whose native code holds the interpreter's lock. A plain message is not enough:
+    the thread that would read it waits for the lock (CPython 3.11, unless it is built without the lock).
+    tests/integration/runtime/test_still_needed.py fails once that is no longer so.
+
+    The launcher sends one urgent byte of TCP, for which the rank's kernel raises SIGURG; on its own host it
+    sends the signal itself. faulthandler's handler runs no Python code. The signal goes to the main thread,
+    which writes only its own stack. The stack of another thread may change while it is read, and the rank,
+    which may only be slow to answer, would then crash.
+    """
+    if connection.family != socket.AF_UNIX:
+        owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
+        fcntl.fcntl(connection, _F_SETOWN_EX, owner)
+    faulthandler.register(signal.SIGURG, file=connection.fileno(), all_threads=False)
+
+
+def _write_no_stack() -> None:
+    """The connection's number may be another file's by now."""
+    faulthandler.unregister(signal.SIGURG)
 
 
 def _usage() -> dict[str, float]:

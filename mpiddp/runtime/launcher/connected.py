@@ -24,6 +24,7 @@ from mpiddp.runtime.job.channel import connect
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current
+from mpiddp.runtime.job.stop import leave_sigterm_to_rank
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ def connected(world: World) -> Iterator[Session]:
 
 
 def _connect(session: Session, world: World, server: Server) -> None:
-    from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
     from mpiddp.runtime.launcher.client import LauncherClient
     from mpiddp.runtime.launcher.output import redirect_output, take_stdin
 
@@ -88,7 +88,7 @@ def _connect(session: Session, world: World, server: Server) -> None:
 
 def _memory_group() -> dict[str, object]:
     """What tells the launcher later whether the kernel killed this rank for lack of memory."""
-    from mpiddp.hosts.memory import group_of, kills_in
+    from mpiddp.hosts.processes import group_of, kills_in
 
     folder = group_of()
     kills = None if folder is None else kills_in(folder)
@@ -117,7 +117,6 @@ def script_session() -> Session:
 
 
 def _connect_script(session: Session, server: Server) -> None:
-    from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
     from mpiddp.runtime.job.connect import AnotherScript
     from mpiddp.runtime.launcher.client import LauncherClient
 

@@ -32,8 +32,14 @@ from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.rendezvous.master_address import Candidates, choose, listen
-from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult, requested_interface
+from mpiddp.runtime.rendezvous.result import (
+    Candidates,
+    RankInfo,
+    RendezvousResult,
+    choose,
+    listen,
+    requested_interface,
+)
 from mpiddp.world import World
 
 _MODULE = "mpi4py.MPI"

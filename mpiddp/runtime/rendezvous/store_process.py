@@ -18,9 +18,9 @@ import threading
 
 from mpiddp.errors import FAILED, UserError, missing_package
 from mpiddp.hosts.processes import signal_at_parents_end
-from mpiddp.runtime.job.child_signals import PASSED
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.stop import PASSED
 from mpiddp.world import World
 
 
@@ -61,8 +61,7 @@ def _main(address: str, parent: int, file: int, port: int, world_size: int) -> N
     signal_at_parents_end(signal.SIGKILL)  # at once, even while torch loads
     if os.getppid() != parent:
         return
-    from mpiddp.runtime.rendezvous.name_service import no_dns
-    from mpiddp.runtime.rendezvous.store import serve_store
+    from mpiddp.runtime.rendezvous.store import no_dns, serve_store
 
     world = World(0, world_size, 0, 1, master_addr=address, master_port=port)
     with no_dns():

@@ -23,8 +23,7 @@ from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.start.run import run_rank
-from mpiddp.runtime.start.script import script_frames, show_own_frames_only
+from mpiddp.runtime.start.run import run_rank, script_frames, show_own_frames_only
 from mpiddp.world import World
 
 _MAX_TRACEBACK = 1 << 20  # characters

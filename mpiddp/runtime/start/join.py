@@ -4,6 +4,8 @@
         coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
 
 `mpiddp run` joins before a script's first line. Elsewhere a process group, or `mpiddp.Checkpoints`, joins.
+The variables that a joined rank sets are those of torchrun, and the network. Under torchrun itself its own
+stay as they are. https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
 
 from __future__ import annotations
@@ -11,13 +13,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from mpiddp.errors import FAILED, JobFailed
-from mpiddp.protocol.variables import ERROR_FILE, OBSERVER, PLACEMENT, REPORT, VERBOSE
+from mpiddp.protocol.variables import (
+    CHANNEL,
+    CHANNEL_SECRET,
+    ERROR_FILE,
+    MAX_RESTARTS,
+    OBSERVER,
+    PLACEMENT,
+    REPORT,
+    RESTART_COUNT,
+    RUN_ID,
+    VERBOSE,
+)
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.failure_watch import FailureWatch
@@ -25,7 +42,7 @@ from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet, meet_as_child
-from mpiddp.runtime.start.process import export, limit_threads
+from mpiddp.runtime.rendezvous.result import RendezvousResult
 from mpiddp.world import World, is_joined
 
 
@@ -35,8 +52,8 @@ def join(
 ) -> Iterator[Coordinator]:
     """Join the ranks. They leave together at the end of the body.
 
-    Then os.environ holds the variables that scripts find under torchrun, see
-    `mpiddp.runtime.start.process`. A child process of a rank joins the children of the other ranks.
+    Then os.environ holds the variables that scripts find under torchrun. A child process of a rank joins the
+    children of the other ranks.
 
     Args:
         world: the world of this process; by default read from the environment.
@@ -68,9 +85,11 @@ def join(
 def _meet(world: World, session: Session, *, keep_mpi: bool, uses_torch: bool) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
     coordinator, result = meet(world, session, keep_mpi=keep_mpi, uses_torch=uses_torch)
-    if world.local_world_size is None and (threads := limit_threads(coordinator.world)):
-        _set_threads(threads)
-    export(result, coordinator.channel)
+    if world.local_world_size is None:  # the local ranks have just been counted
+        threads, torch = limit_threads(coordinator.world), sys.modules.get("torch")
+        if threads and torch:
+            torch.set_num_threads(threads)
+    _export(result, coordinator.channel)
     if session.launcher is not None and "torch" in sys.modules:
         _report_optimizer_steps(session.optimizer_stepped)
     if observer := os.environ.get(OBSERVER):
@@ -83,10 +102,78 @@ def _meet(world: World, session: Session, *, keep_mpi: bool, uses_torch: bool) -
     return coordinator
 
 
-def _set_threads(threads: int) -> None:
-    """Set the threads of torch, if this process uses it."""
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(threads)
+def limit_threads(world: World) -> int | None:
+    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
+
+    torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
+    most that many threads.
+
+    Returns:
+        The number of threads; None if the user decides, or as long as the local ranks are not counted.
+    """
+    if world.local_world_size is None or "OMP_NUM_THREADS" in os.environ:
+        return None
+    share = (os.cpu_count() or 1) // world.local_world_size
+    bound_to = len(os.sched_getaffinity(0))
+    threads = max(1, min(share, bound_to))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def _export(result: RendezvousResult, channel: JobChannel | None) -> None:
+    """Set the variables in os.environ. What the script starts may join over the channel.
+
+    TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
+    for a store that nobody serves.
+    """
+    world, env = result.world, os.environ
+    env.update(
+        RANK=str(world.rank),
+        LOCAL_RANK=str(world.local_rank),
+        WORLD_SIZE=str(world.world_size),
+        LOCAL_WORLD_SIZE=str(world.local_world_size),
+        GROUP_RANK=str(world.node_rank),
+        MASTER_ADDR=str(world.master_addr),
+        MASTER_PORT=str(world.master_port),
+    )
+    if channel is not None:
+        server = channel.server.for_children()
+        env.update({CHANNEL: server.address, CHANNEL_SECRET: server.key})
+    if world.launcher.name != "torchrun":
+        env.update(_elastic_variables(world, result.run_id))
+    if result.interface:
+        # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
+        # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
+        env.setdefault("GLOO_SOCKET_IFNAME", result.interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={result.interface}")
+
+
+def _elastic_variables(world: World, run_id: str) -> dict[str, str]:
+    return {
+        RUN_ID: run_id,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": os.environ.get(RESTART_COUNT, "0"),
+        "TORCHELASTIC_MAX_RESTARTS": os.environ.get(MAX_RESTARTS, "0"),
+        "GROUP_WORLD_SIZE": str(world.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.world_size),
+        **_error_file(world.rank),
+    }
+
+
+def _error_file(rank: int) -> dict[str, str]:
+    """The variable of a new file of this rank, into which torch's `@record` writes the script's error.
+
+    No other user of the host can guess its name, and so create it before. A full disk has no place for it.
+    """
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError:
+        return {}
+    file = Path(folder, f"mpiddp-{secrets.token_hex(16)}-{rank}-error.json")
+    atexit.register(file.unlink, missing_ok=True)
+    return {ERROR_FILE: str(file)}
 
 
 def _report_optimizer_steps(report: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.job.child_signals import end_children_at_exit, obey_only
+from mpiddp.runtime.job.stop import end_children_at_exit, obey_only
 from mpiddp.text import escaped, shown
 from mpiddp.train.data.dataset import Batch
 from mpiddp.train.data.datasets import DATASETS

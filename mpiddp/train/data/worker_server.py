@@ -1,7 +1,7 @@
 """The forkserver of DataLoader workers imports this module once for all of them.
 
 The forkserver exits with its rank, when the pipe between them closes. For signals see
-`mpiddp.runtime.job.child_signals`.
+`mpiddp.runtime.job.stop`.
 """
 
 import signal

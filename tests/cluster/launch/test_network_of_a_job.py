@@ -2,7 +2,7 @@
 
 The broadcast of every MPI, and gloo after it, must use the one network that works.
 
-Tests mpiddp/runtime/rendezvous/master_address.py, mpiddp/launch/network.py.
+Tests mpiddp/runtime/rendezvous/result.py, mpiddp/launch/network.py.
 python -m pytest tests/cluster/launch/test_network_of_a_job.py
 """
 
@@ -132,7 +132,7 @@ TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
 
 
 def test_torch_still_makes_reverse_dns_lookups(odd_hosts: Cluster) -> None:
-    """Once this fails, mpiddp/runtime/rendezvous/name_service.py is no longer needed."""
+    """Once this fails, no_dns of mpiddp/runtime/rendezvous/store.py is no longer needed."""
     node0 = odd_hosts["node0"]
     with silent_name_server(odd_hosts) as reverse_lookups:
         done = node0.run([sys.executable, "-c", BARE_STORE, node0.address], cwd=ROOT)

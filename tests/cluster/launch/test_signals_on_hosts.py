@@ -1,7 +1,7 @@
 """SIGTERM to every process of one host of a job.
 
 Tests mpiddp/launch/supervise/{signals,mpirun}.py, mpiddp/launch/streams/output.py,
-mpiddp/runtime/job/child_signals.py.
+mpiddp/runtime/job/stop.py.
 python -m pytest tests/cluster/launch/test_signals_on_hosts.py
 """
 

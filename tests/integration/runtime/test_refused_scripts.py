@@ -1,6 +1,6 @@
 """Scripts that cannot be run are refused, and a missing module is the script's own error.
 
-Tests mpiddp/runtime/start/script.py.
+Tests mpiddp/runtime/start/run.py.
 python -m pytest tests/integration/runtime/test_refused_scripts.py
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 from mpiddp import errors
 from mpiddp.errors import UserError, print_from_one_rank
-from mpiddp.runtime.start import script as run_script
+from mpiddp.runtime.start import run as run_script
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
 
-tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/name_service.py.
+tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/store.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_python_still_forgets_the_exit_code_of_a_script() -> None:
 
 
 def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
-    """mpiddp/runtime/launcher/native_stacks.py"""
+    """mpiddp/runtime/launcher/client.py, _write_stack_on_urgent_byte"""
     launcher = Launcher()
     with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
         assert rank.stdout is not None

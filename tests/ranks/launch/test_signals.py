@@ -1,7 +1,7 @@
 """Signals as habits send them: twice from `timeout`, to every process from systemd, with a reader that dies.
 
 Tests mpiddp/launch/supervise/{signals,mpirun}.py, mpiddp/launch/streams/output.py,
-mpiddp/runtime/job/child_signals.py.
+mpiddp/runtime/job/stop.py.
 python -m pytest tests/ranks/launch/test_signals.py
 """
 

@@ -1,6 +1,6 @@
 """The threads and the memory of a rank's process, measured by a script under `mpiddp run`.
 
-Tests mpiddp/runtime/start/process.py.
+Tests mpiddp/runtime/start/run.py, mpiddp/runtime/start/join.py.
 python -m pytest tests/ranks/runtime/test_process_setup.py
 """
 

@@ -1,6 +1,6 @@
 """A script runs under `mpiddp run` as under `python`: the same environment, end and output.
 
-Tests mpiddp/runtime/start/script.py.
+Tests mpiddp/runtime/start/run.py.
 python -m pytest tests/ranks/runtime/test_run.py
 """
 

@@ -1,6 +1,6 @@
 """torchrun's variables in a rank, and the processes that a rank starts: children, torchrun, another job.
 
-Tests mpiddp/runtime/start/process.py, mpiddp/runtime/rendezvous/mpi.py.
+Tests mpiddp/runtime/start/join.py, mpiddp/runtime/rendezvous/mpi.py.
 python -m pytest tests/ranks/runtime/test_script_environment.py
 """
 

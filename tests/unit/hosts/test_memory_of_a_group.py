@@ -1,6 +1,6 @@
 """What the kernel tells of a control group's memory, in both of its versions.
 
-Tests mpiddp/hosts/memory.py.
+Tests mpiddp/hosts/processes.py.
 python -m pytest tests/unit/hosts/test_memory_of_a_group.py
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.memory import OomKills, group_of, kills_in
+from mpiddp.hosts.processes import OomKills, group_of, kills_in
 
 NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000
 

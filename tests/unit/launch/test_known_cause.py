@@ -13,7 +13,7 @@ import pytest
 
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.memory import OomKills
+from mpiddp.hosts.processes import OomKills
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail

@@ -1,7 +1,7 @@
 """Which of several equal or different signals count.
 
 Tests mpiddp/launch/supervise/{signals,mpirun}.py, mpiddp/launch/streams/output.py,
-mpiddp/runtime/job/child_signals.py.
+mpiddp/runtime/job/stop.py.
 python -m pytest tests/unit/launch/test_signal_counts.py
 """
 
@@ -67,15 +67,15 @@ def test_a_signal_that_arrives_while_the_loop_is_busy_has_its_own_time(queue: Si
 
 STOPPED_CHILD = """
 import multiprocessing, os, signal, subprocess, time
-from mpiddp.runtime.job import child_signals
+from mpiddp.runtime.job import stop
 
 def work(ready):
-    child_signals.obey_only(os.getppid())
+    stop.obey_only(os.getppid())
     ready.set()
     time.sleep(1000)
 
-child_signals.AGAIN_S = 0.1
-child_signals.end_children_at_exit()
+stop.AGAIN_S = 0.1
+stop.end_children_at_exit()
 context = multiprocessing.get_context("fork")
 ready = context.Event()
 child = context.Process(target=work, args=(ready,), daemon=True)

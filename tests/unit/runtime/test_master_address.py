@@ -1,6 +1,6 @@
 """The master address: chosen from RankInfos made by hand, bound and probed on real loopback sockets.
 
-Tests mpiddp/runtime/rendezvous/master_address.py.
+Tests mpiddp/runtime/rendezvous/result.py.
 python -m pytest tests/unit/runtime/test_master_address.py
 """
 
@@ -20,7 +20,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import bind, port_in, reachable, resolve
-from mpiddp.runtime.rendezvous.master_address import Candidates, RankInfo, choose, listen
+from mpiddp.runtime.rendezvous.result import Candidates, RankInfo, choose, listen
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
