@@ -438,7 +438,7 @@ def test_a_rank_of_spawn_by_hand() -> None:
         ({"timeout": "soon"}, "argument --timeout: 'soon' is not a duration such as 90"),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, '"A B" is not a valid variable name.'),
         ({"hosts": "localhost:1", "env": {"A=B": "1"}}, '"A=…" is not a valid variable name.'),
-        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "the value of A contains a NUL byte"),
+        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "A contains a NUL byte, where a program"),
         ({"hosts": "localhost:1", "log_ranks": "3"}, "--log-ranks 3: there is no rank 3"),
     ],
 )
