@@ -81,6 +81,11 @@ class Recording:
         return [save for rank in self.ranks for each in rank.attempts for save in each.saves]
 
     @property
+    def saves_files(self) -> bool:
+        """Whether the script saves into files, and not into memory alone."""
+        return any(save["path"] for save in self.saves)
+
+    @property
     def saved_steps(self) -> list[int]:
         """The steps at which saves began."""
         attempts = [attempt for rank in self.ranks for attempt in rank.attempts]
@@ -101,8 +106,10 @@ class Recording:
         found = []
         for own, whole in zip(self.ranks, undisturbed.ranks, strict=False):
             complete = min(map(len, whole.attempts[0].files_of_saves), default=0)
-            saves = own.attempts[0].files_of_saves
-            found += [files[0]["step"] for files in saves if len(files) >= complete]
+            for files in own.attempts[0].files_of_saves:
+                has_file = any(file["path"] for file in files) or not undisturbed.saves_files
+                if has_file and len(files) >= complete:
+                    found.append(files[0]["step"])
         return [step for step in found if step < self.reached]
 
     def ranks_beside(self, host: str) -> list[int]:

@@ -47,3 +47,13 @@ def test_a_save_that_a_fault_has_broken_does_not_count(
 ) -> None:
     undisturbed = attempt([(path, step) for step in (5, 10) for path in ("", "a", "b")])
     assert attempt(files, steps=12).saved_before_fault(undisturbed) == saves
+
+
+def test_a_rank_that_saves_into_memory_alone_says_nothing_of_the_files_of_another() -> None:
+    def of_two_ranks(files: list[tuple[str, int]]) -> Recording:
+        memory = attempt([("", step) for path, step in files if not path])
+        return Recording([*attempt(files, steps=12).ranks, *memory.ranks])
+
+    undisturbed = of_two_ranks([(path, step) for step in (5, 10) for path in ("", "a")])
+    assert of_two_ranks([("", 5)]).saved_before_fault(undisturbed) == []
+    assert of_two_ranks([("", 5), ("a", 6)]).saved_before_fault(undisturbed) == [5]
