@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+# Python's tempfile, hex digits as of a uuid, a step.
+_NUMBERS = re.compile(r"tmp[a-z0-9_]{8}|[0-9a-f]{4,}|[0-9]+")
 State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
 
 
@@ -128,8 +130,8 @@ class Recording:
 
 
 def without_numbers(path: str) -> str:
-    """The same text for the files of one kind of all steps."""
-    return re.sub(r"\d+", "0", path)
+    """The same text for the files of one kind of all steps: numbers, and the random names of new files."""
+    return _NUMBERS.sub("0", path)
 
 
 def find(steps: list[State], weights: str) -> int | None:

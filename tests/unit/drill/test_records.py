@@ -28,6 +28,9 @@ def attempt(files: list[tuple[str, int]], steps: int = 0) -> Recording:
         # A thread has written all but the first file while the training went on, also into the next save.
         ([("", 5), ("10/a", 6), ("10/b", 10), ("", 10), ("20/a", 11)], [5, 10]),
         ([("", 10), ("", 20), ("", 25), ("", 30)], [10, 20, 25, 30]),
+        # Files that get their names once they are complete.
+        ([("tmp8_ab1xyz", 5), ("tmpq0kz_lma", 10)], [5, 10]),
+        ([("a.1b4e-77aa", 5), ("b.c0de-19fe", 5), ("a.aaee-beef", 10)], [5, 10]),
     ],
 )
 def test_the_steps_of_the_saves(files: list[tuple[str, int]], saves: list[int]) -> None:
