@@ -185,7 +185,7 @@ def _watch_saves(observer: _Observer) -> None:
         name = f if is_path else getattr(f, "name", "")
         path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
         data, write = b"", None
-        if observer.plan.is_of_save:
+        if observer.plan.is_of_save and (path or not observer.plan.in_files):
             save(obj, copy := io.BytesIO(), *args, **kwargs)
             data = copy.getvalue()
             write = Path(f).write_bytes if is_path else f.write

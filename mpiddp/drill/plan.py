@@ -27,6 +27,7 @@ class Plan:
         "kill in save" or "full in save".
     last: the step after which the script ends; 0 for where it ends by itself.
     disk: the folder of a small disk that "full in save" fills; "" to raise the error in its place.
+    in_files: the script saves into files. A save into memory is then none that a fault could tear.
     """
 
     act: str = ""
@@ -34,6 +35,7 @@ class Plan:
     step: int = 0
     last: int = 0
     disk: str = ""
+    in_files: bool = False
 
     @property
     def is_of_save(self) -> bool:

@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+# Python's tempfile, hex digits as of a uuid, a step.
+_NUMBERS = re.compile(r"tmp[a-z0-9_]{8}|[0-9a-f]{4,}|[0-9]+")
 State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
 
 
@@ -81,6 +83,11 @@ class Recording:
         return [save for rank in self.ranks for each in rank.attempts for save in each.saves]
 
     @property
+    def saves_files(self) -> bool:
+        """Whether the script saves into files, and not into memory alone."""
+        return any(save["path"] for save in self.saves)
+
+    @property
     def saved_steps(self) -> list[int]:
         """The steps at which saves began."""
         attempts = [attempt for rank in self.ranks for attempt in rank.attempts]
@@ -101,8 +108,10 @@ class Recording:
         found = []
         for own, whole in zip(self.ranks, undisturbed.ranks, strict=False):
             complete = min(map(len, whole.attempts[0].files_of_saves), default=0)
-            saves = own.attempts[0].files_of_saves
-            found += [files[0]["step"] for files in saves if len(files) >= complete]
+            for files in own.attempts[0].files_of_saves:
+                has_file = any(file["path"] for file in files) or not undisturbed.saves_files
+                if has_file and len(files) >= complete:
+                    found.append(files[0]["step"])
         return [step for step in found if step < self.reached]
 
     def ranks_beside(self, host: str) -> list[int]:
@@ -121,8 +130,8 @@ class Recording:
 
 
 def without_numbers(path: str) -> str:
-    """The same text for the files of one kind of all steps."""
-    return re.sub(r"\d+", "0", path)
+    """The same text for the files of one kind of all steps: numbers, and the random names of new files."""
+    return _NUMBERS.sub("0", path)
 
 
 def find(steps: list[State], weights: str) -> int | None:

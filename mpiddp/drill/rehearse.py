@@ -74,7 +74,8 @@ class Stage:
         """When the fault hits: after the first save, if the undisturbed run has saved, and before its end."""
         saved, length = reference.saved_steps, reference.length
         if fault.is_of_save:
-            return Plan(fault.act, 0, saved[min(1, len(saved) - 1)], self.last)
+            step = saved[min(1, len(saved) - 1)]
+            return Plan(fault.act, 0, step, self.last, in_files=reference.saves_files)
         ranks, _ = self._size(fault, fault.before)
         rank = rng.randrange(ranks)
         if fault.act == "link":

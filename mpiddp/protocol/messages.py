@@ -43,6 +43,7 @@ CONFIRM_EVERY, UNCONFIRMED_LIMIT = 20, 40
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 # What a script says of its training: values, and characters of a name or a text of them.
 MOST_SHOWN, LONGEST_SHOWN = 16, 64
+SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
 MOST_UNSENT = 16  # connections of a rank
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON

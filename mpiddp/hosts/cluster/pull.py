@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -72,7 +72,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             raise UserError("\n".join(refusals))
         if not folder.exists() and not any(source.rows for source in sources):
             raise UserError(f"{folder} is on no host.")
-        if (folder / _COMPLETE).exists() or any(_COMPLETE in source.rows for source in sources):
+        is_here = all((folder / name).exists() for name in (_COMPLETE, _MANIFEST))
+        if is_here or any(_is_checkpoint("", source.rows) for source in sources):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
         for source in sources:  # one after the other: the next has less to send
@@ -139,8 +140,8 @@ class Source:
         """The paths of the files of each complete checkpoint, by its folder."""
         found: dict[str, list[str]] = {}
         for path in self.rows:
-            folder = path.rpartition("/")[0]
-            if f"{folder}/{_COMPLETE}" in self.rows:
+            folder, slash, _ = path.rpartition("/")
+            if slash and _is_checkpoint(folder + slash, self.rows):
                 found.setdefault(folder, []).append(path)
         return found
 
@@ -175,10 +176,11 @@ class Source:
         """The rows to bring of each checkpoint, by its folder here."""
         wanted: dict[str, dict[str, Row]] = {}
         for folder, files in self._checkpoints().items():
-            manifest, index = (self.rows.get(f"{folder}/{name}") for name in (_MANIFEST, _INDEX))
+            manifest = self.rows[f"{folder}/{_MANIFEST}"]
+            index = self.rows.get(f"{folder}/{_INDEX}")
             for place in (folder, folder + self._suffix):
                 is_here = (self._folder / place).exists()
-                if is_here and manifest and compare(f"{place}/{_MANIFEST}", manifest) == SAME:
+                if is_here and compare(f"{place}/{_MANIFEST}", manifest) == SAME:
                     break
                 is_same_save = index and compare(f"{place}/{_INDEX}", index) == SAME
                 if is_here and not is_same_save:
@@ -187,7 +189,7 @@ class Source:
                 lacking = {
                     path: row for path, row in new.items() if not (self._folder / path).exists()
                 }
-                if lacking and manifest:
+                if lacking:
                     wanted[place] = {**lacking, f"{place}/{_MANIFEST}": manifest}
                 break
         return wanted
@@ -257,6 +259,11 @@ class Compare(NamedTuple):
         if digest is None or digest_of_file(str(here), size) != digest:
             return OTHER
         return SAME if size == row[SIZE] else BEGINNING
+
+
+def _is_checkpoint(prefix: str, paths: Collection[str]) -> bool:
+    """Whether the paths with this prefix are a checkpoint's. Other programs write a file COMPLETE too."""
+    return f"{prefix}{_COMPLETE}" in paths and f"{prefix}{_MANIFEST}" in paths
 
 
 def _is_whole(path: Path, row: Row) -> bool:

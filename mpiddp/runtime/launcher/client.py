@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
 import numbers
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 from mpiddp.protocol.messages import (
     CONFIRM_EVERY,
     MOST_SHOWN,
+    SHOWN_BYTES,
     TEXT_LIMIT,
     UNCONFIRMED_LIMIT,
     is_short,
@@ -101,6 +103,8 @@ class LauncherClient:
 
     def _new_shown(self) -> dict[str, Any]:
         shown, self._shown = self._shown, {}
+        while len(json.dumps(shown)) > SHOWN_BYTES:
+            shown.popitem()
         return {"shown": shown} if shown else {}
 
     def _stop(self, request_stop: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import operator
 import os
 import signal
 import sys
@@ -157,6 +158,8 @@ def _report_early_ends(session: Session, *, drains: bool) -> None:
     end_process = os._exit
 
     def _exit(status: int) -> NoReturn:
+        # As os._exit does. It refuses None, and then nothing ends here.
+        status = operator.index(status)
         if session.is_of_this_process:
             with contextlib.suppress(Exception):
                 session.exit_early(

@@ -113,6 +113,9 @@ def launcher() -> Iterator[Launcher]:
     launcher.selector.close()
 
 
+NO_STATUS = "TypeError: 'NoneType' object cannot be interpreted as an integer"
+
+
 @pytest.mark.parametrize(
     ("code", "end"),
     [
@@ -123,6 +126,8 @@ def launcher() -> Iterator[Launcher]:
         ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
         ("os._exit(0)", ("exited", {})),
         ("os._exit(3)", ("failed", {"code": 3, "error": ""})),
+        ("import numpy; os._exit(numpy.int64(3))", ("failed", {"code": 3, "error": ""})),
+        ("os._exit(None)", ("failed", {"code": 1, "error": NO_STATUS})),
         ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
     ],
 )

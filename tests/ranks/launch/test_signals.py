@@ -271,17 +271,21 @@ from mpiddp.runtime.launcher import client as control_client
 control_client.PROGRESS_EVERY_S = 0.0
 mpiddp.should_stop()
 print("ready\\n", end="", flush=True)
+letter = sys.argv[2]
+shown = {f"{number:02}{letter * 62}": letter * 64 for number in range(16)} if letter else {}
 for step in range(int(sys.argv[1])):
-    mpiddp.should_stop()
+    mpiddp.progress(step, **shown)
 open("through", "w").close()
 """
 
 
-def test_ranks_that_report_many_steps_do_not_wait_for_a_stopped_launcher(tmp_path: Path) -> None:
-    """As many messages as a rank sends in days: they would fill every buffer on the way."""
-    with start(
-        [*LAUNCH, "-H", "localhost:1", script(tmp_path, MANY_STEPS), "300000"], tmp_path, ranks=1
-    ) as job:
+@pytest.mark.parametrize(("steps", "shown"), [("300000", ""), ("3000", "x"), ("3000", "漢")])
+def test_ranks_that_report_many_steps_do_not_wait_for_a_stopped_launcher(
+    tmp_path: Path, steps: str, shown: str
+) -> None:
+    """As many messages as a rank sends in days, or the longest ones: they would fill every buffer."""
+    job_script = script(tmp_path, MANY_STEPS)
+    with start([*LAUNCH, "-H", "localhost:1", job_script, steps, shown], tmp_path, ranks=1) as job:
         os.kill(job.pid, signal.SIGSTOP)
         try:
             deadline = time.monotonic() + PATIENCE_S

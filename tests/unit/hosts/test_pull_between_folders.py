@@ -124,6 +124,23 @@ def test_a_manifest_alone_is_a_file_like_others(hosts: Path, pull: Callable[...,
     assert files_of(Path("run")) == {"web/app": "1", "web/manifest.json": "{}"}
 
 
+def test_a_file_called_complete_alone_is_no_sign_of_a_checkpoint(
+    hosts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script may mark the end of its work so."""
+    write(Path("run"), COMPLETE="")
+    assert verb("pull", "run") == 0
+    assert capfd.readouterr() == ("node1: nothing new\n", "")
+
+
+def test_a_folder_with_a_file_called_complete_comes_as_others(
+    hosts: Path, pull: Callable[..., str]
+) -> None:
+    write(hosts / "node1" / "run", COMPLETE="", part__COMPLETE="", part__a="1")
+    assert pull() == "3 files, 1 B"
+    assert files_of(Path("run")) == {"COMPLETE": "", "part/COMPLETE": "", "part/a": "1"}
+
+
 def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
     """A limit for the size of a file ends a write as a full disk does: the error names no path."""
     write(hosts / "node1" / "run", log="1" * 2_000_000)
