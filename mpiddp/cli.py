@@ -31,8 +31,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is full
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input prints one sentence on stderr and returns exit code 2."""
-    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if args[0].startswith(("--local-rank", "--local_rank")):
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0].startswith(("--local-rank", "--local_rank")):
         # torch.distributed.launch puts it before the user's arguments; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
@@ -47,14 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if not is_rank and sys.stdout is not None:  # None if it was closed
                 sys.stdout.flush()  # here, where its error can still be handled
-    except UserError as error:
-        # One rank of a job prints it. Other verbs ignore a launcher's variables.
-        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
-        print_from_one_rank(str(error), rank, local_rank)
-        return BAD_INPUT
-    except JobFailed as error:
+    except (UserError, JobFailed) as error:
         _print_failure(error, is_rank=is_rank)
-        return FAILED
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
     except BrokenPipeError:
         if is_rank:
             raise
@@ -109,12 +104,10 @@ def _check_working_folder() -> None:
         ) from None
 
 
-def _print_failure(error: JobFailed, *, is_rank: bool) -> None:
-    """Print why a verb failed, or a job before its ranks had joined."""
-    if is_rank:
-        print_from_one_rank(str(error), *likely_ranks(os.environ))
-    else:
-        print_error(error)
+def _print_failure(error: UserError | JobFailed, *, is_rank: bool) -> None:
+    """Print why a verb failed. One rank of a job prints it; other verbs ignore a launcher's variables."""
+    rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
+    print_from_one_rank(str(error), rank, local_rank)
 
 
 def _usage() -> str:
