@@ -40,21 +40,15 @@ class Coordinator:
     Args:
         channel: None for a single rank without a launcher.
         hostnames: [world_size], for sentences; empty until the ranks have met.
-        has_launcher: whether a launcher prints why a job failed.
     """
 
     def __init__(
-        self,
-        world: World,
-        channel: JobChannel | None,
-        *,
-        hostnames: tuple[str, ...] = (),
-        has_launcher: bool = False,
+        self, world: World, channel: JobChannel | None, *, hostnames: tuple[str, ...] = ()
     ) -> None:
         self.world = world
         self.channel = channel
         self.hostnames = hostnames
-        self.has_launcher = has_launcher
+        self._has_launcher = False  # which prints why a job failed
         self._stay = 0  # counts the times that this rank has entered
         self._has_left = False
         self._round = 0
@@ -63,9 +57,13 @@ class Coordinator:
     def met(
         self, world: World, hostnames: tuple[str, ...], *, has_launcher: bool = False
     ) -> Coordinator:
-        """This coordinator, now that the ranks have met. All ranks must call this."""
+        """This coordinator, now that the ranks have met. All ranks must call this.
+
+        Args:
+            has_launcher: whether a launcher prints why a job failed.
+        """
         known = copy.copy(self)
-        known.world, known.hostnames, known.has_launcher = world, hostnames, has_launcher
+        known.world, known.hostnames, known._has_launcher = world, hostnames, has_launcher
         return known
 
     def all_gather_json(self, value: Value, *, timeout_s: float) -> list[Value]:
@@ -156,7 +154,7 @@ class Coordinator:
         codes = set(self.all_gather_json(code, timeout_s=AGREE_TIMEOUT_S)) - {DONE}
         code = min(codes)  # a failure of a machine may cause what looks like bad input
         sentences = self._sentences(problems)
-        if code == FAILED and self.has_launcher:
+        if code == FAILED and self._has_launcher:
             self.leave()
             raise Refused(code, "\n".join(sentences), is_printed=False)
         printed = self.unique_prefix("printed")

@@ -20,6 +20,7 @@ from mpiddp.errors import (
     missing_package,
     package_we_lack,
 )
+from mpiddp.protocol.messages import recorded_error
 from mpiddp.protocol.variables import ERROR_FILE
 
 
@@ -119,13 +120,7 @@ def _of_exit(error: SystemExit, has_stopped: bool) -> Ending:
         said = error.reason
     else:
         said = "" if isinstance(error.code, int) else str(error.code)
-    return Ending(code, said or _recorded_error())
-
-
-def _recorded_error() -> str:
-    from mpiddp.protocol.messages import recorded_error  # only a rank that fails needs it
-
-    return recorded_error(os.environ.get(ERROR_FILE, ""))
+    return Ending(code, said or recorded_error(os.environ.get(ERROR_FILE, "")))
 
 
 def ending_of_command(code: int) -> Ending:
