@@ -31,6 +31,7 @@ from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.checkpoints.state import HashedFile
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
 from mpiddp.paths import flush
+from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
 from mpiddp.runtime.launcher.connected import script_session
@@ -135,7 +136,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         only_rank = replace(world, node_rank=0, num_nodes=1)
         return Coordinator(only_rank, None, hostnames=here)
     if session.watch is None:
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        has_agent = os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_agent:
             raise UserError(
                 "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "

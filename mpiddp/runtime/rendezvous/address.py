@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, resolve, resolve_own, wait_for
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.protocol.variables import AGENT_STORE, RUN_ID
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.result import (
     LOOPBACK,
@@ -49,7 +49,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
                 "the ranks need MASTER_ADDR and MASTER_PORT to find each other."
             )
         address = env["MASTER_ADDR"]
-    is_server = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = world.rank == 0 and env.get(AGENT_STORE) != "True"
     address = _reachable(world, address)
     listener = bind(address, port, world.hostname) if is_server else None
     if listener is not None:

@@ -15,8 +15,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.channel import CHILD, RANK, public_key
-from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
+from mpiddp.protocol.variables import (
+    AGENT_STORE,
+    CHANNEL,
+    CHANNEL_SECRET,
+    MAX_TIMEOUT_S,
+    RUN_ID,
+    TIMEOUT,
+)
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherProgram, Server, introduce
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -124,9 +132,10 @@ def _by_address(
     world, listener = find_by_address(world, timeout_s)
     channel = session.channel
     if channel is None and world.world_size > 1:
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serve = _serve_beside_agent if has_agent else _serve_at_address
-        server = serve(world, listener, process, timeout_s)
+        if os.environ.get(AGENT_STORE) == "True":
+            server = _serve_beside_agent(world, process, timeout_s)
+        else:
+            server = _serve_at_address(world, listener, process)
         if listener is not None:  # the channel has it
             listener = _free_port(world)
         channel = _connect(server, world, session, timeout_s)
@@ -135,7 +144,7 @@ def _by_address(
 
 
 def _serve_at_address(
-    world: World, listener: socket.socket | None, process: ChannelProcess | None, timeout_s: float
+    world: World, listener: socket.socket | None, process: ChannelProcess | None
 ) -> Server:
     """Rank 0 serves the channel where the ranks expect it. They share no secret, so the key is public."""
     job = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
@@ -145,9 +154,7 @@ def _serve_at_address(
     return Server(f"{world.master_addr}:{world.master_port}", key)
 
 
-def _serve_beside_agent(
-    world: World, listener: socket.socket | None, process: ChannelProcess | None, timeout_s: float
-) -> Server:
+def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
     import secrets
 
@@ -172,8 +179,6 @@ def _serve_beside_agent(
 
 
 def _free_port(world: World) -> socket.socket:
-    from mpiddp.hosts.sockets import bind
-
     return bind(str(world.master_addr), 0, world.hostname)
 
 

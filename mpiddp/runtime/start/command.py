@@ -16,6 +16,7 @@ from mpiddp.errors import DONE, STOPPED
 from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol.variables import (
     ADDRESS,
+    AGENT_STORE,
     CHANNEL,
     CHANNEL_SECRET,
     GPUS,
@@ -27,7 +28,7 @@ from mpiddp.protocol.variables import (
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import CommandFailed, ending_of_command
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.start.guardian import AGENT_STORE, Guardian
+from mpiddp.runtime.start.guardian import Guardian
 from mpiddp.text import escaped
 from mpiddp.world import RANK_SOURCES
 

@@ -31,7 +31,6 @@ from mpiddp.hosts.processes import (
 from mpiddp.runtime.job.stop import PASSED
 from mpiddp.runtime.launcher.output_process import close_all_but
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 # systemd and batch systems signal every process of a job, also the command's own. The guardian gets such a
 # signal too, and then passes on no equal one within this time, before or after.

@@ -25,7 +25,8 @@ from tests.support.ranks import clean_env
 # A rank with a command. argv[1] runs before the command starts.
 RANK = """
 import os, sys
-from mpiddp.runtime.start.guardian import AGENT_STORE, Guardian
+from mpiddp.protocol.variables import AGENT_STORE
+from mpiddp.runtime.start.guardian import Guardian
 exec(sys.argv[1])
 guardian = Guardian(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
 print("ended", guardian.wait(), *sorted(guardian.passed), flush=True)

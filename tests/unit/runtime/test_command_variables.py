@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.protocol.variables import AGENT_STORE, RUN_ID
 from mpiddp.runtime.start.command import command_environment
-from mpiddp.runtime.start.guardian import AGENT_STORE
 from mpiddp.world import RANK_SOURCES, RankSource, World
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
