@@ -46,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_rank and sys.stdout is not None:  # None if it was closed
                 sys.stdout.flush()  # here, where its error can still be handled
     except (UserError, JobFailed) as error:
-        # One rank of a job prints it. Other verbs ignore a launcher's variables.
-        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
-        print_from_one_rank(str(error), rank, local_rank)
+        _print_failure(error, is_rank=is_rank)
         return BAD_INPUT if isinstance(error, UserError) else FAILED
     except BrokenPipeError:
         if is_rank:
@@ -102,6 +100,12 @@ def _check_working_folder() -> None:
         raise UserError(
             "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR"
         ) from None
+
+
+def _print_failure(error: UserError | JobFailed, *, is_rank: bool) -> None:
+    """Print why a verb failed. One rank of a job prints it; other verbs ignore a launcher's variables."""
+    rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
+    print_from_one_rank(str(error), rank, local_rank)
 
 
 def _usage() -> str:
