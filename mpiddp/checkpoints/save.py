@@ -134,8 +134,9 @@ class Saver:
 
     def wait_for_own_save(self) -> None:
         """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
-        if self._pending is not None:
-            wait([self._pending])
+        pending = self._pending
+        if pending is not None:
+            wait([pending])
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
         """Wait for the save in flight, and send its result to all ranks.

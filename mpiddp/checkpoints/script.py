@@ -262,12 +262,12 @@ class Checkpoints:
         Raises:
             JobFailed: the last save has failed.
         """
-        saver, self._saver = self._saver, None
         self._records.is_closed = True
         try:
-            if saver is not None:
-                saver.finish()
+            if self._saver is not None:
+                self._saver.finish()
         finally:
+            self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
             self._give_up()
 
     def _give_up(self) -> None:
@@ -276,8 +276,9 @@ class Checkpoints:
             self._run.close()
 
     def _wait_for_own_save(self) -> None:
-        if self._saver is not None:
-            self._saver.wait_for_own_save()
+        saver = self._saver  # another thread may close
+        if saver is not None:
+            saver.wait_for_own_save()
             if self._records.is_closed:  # its copy of the state is as large as the state
                 self._saver = None
 

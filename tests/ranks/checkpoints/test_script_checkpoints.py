@@ -229,9 +229,36 @@ def test_the_thread_that_writes_gives_way_to_the_training(create: Open) -> None:
     checkpoints.save(1, {})
     [thread] = {each.native_id for each in threading.enumerate()} - before
     assert thread is not None
-    checkpoints.close()
+    current().wait_for_saves()  # and not close, after which the thread ends
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, thread) == min(own + 10, 19)
+
+
+def test_a_save_is_waited_for_while_its_checkpoints_close(
+    create: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of a signal may call os._exit(0) then."""
+    may_write, write = threading.Event(), directory.write
+
+    def slow(*arguments: Any, **options: Any) -> Path:
+        assert may_write.wait(PATIENCE_S)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(directory, "write", slow)
+    checkpoints = create()
+    checkpoints.resume()
+    checkpoints.save(1, {})
+    closes = threading.Thread(target=checkpoints.close)
+    closes.start()
+    closes.join(0.2)
+    waits = threading.Thread(target=current().wait_for_saves)
+    waits.start()
+    waits.join(0.2)
+    has_waited = waits.is_alive()
+    may_write.set()
+    closes.join()
+    waits.join()
+    assert has_waited
 
 
 class Text(str):
