@@ -88,7 +88,7 @@ class Contents:
         own = self.ranks[rank]
         try:
             values = (unpacked(own) if isinstance(own, Tensor) else own)[key]
-        except (Unreadable, LookupError, TypeError):
+        except (Unreadable, *_ERRORS):  # a tensor of a hostile file may have any attributes
             values = None
         if not isinstance(values, dict):
             raise UserError(

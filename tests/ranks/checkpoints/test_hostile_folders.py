@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -168,6 +169,18 @@ def sparse() -> torch.Tensor:
         return torch.eye(2, dtype=torch.uint8).to_sparse_csr()
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the form is a prototype
+        return torch.nested.nested_tensor([torch.zeros(size, dtype=torch.uint8) for size in (1, 2)])
+
+
+def with_another_method() -> torch.Tensor:
+    tensor = torch.zeros(1, dtype=torch.uint8)
+    tensor.numpy = OrderedDict  # type: ignore[method-assign, assignment]
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("own", "missing"),
     [
@@ -175,6 +188,8 @@ def sparse() -> torch.Tensor:
         (torch.zeros(1, dtype=torch.uint8).expand(1 << 40), "state"),
         (torch.arange(4.0), "state"),
         (sparse(), "state"),
+        (nested(), "state"),
+        (with_another_method(), "state"),
         (packed({"rng": {}, "state": [1]}), "state"),
         (packed({"state": {}}), "rng"),
         (packed([]), "state"),
