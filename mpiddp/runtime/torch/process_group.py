@@ -144,9 +144,11 @@ def choose_backend(requested: str | None) -> str:
     Raises:
         UserError: another one, or one for a GPU that is not there.
     """
+    if requested == "gloo":
+        return requested  # torch may know no backend of an accelerator
     gpu = torch.accelerator.current_accelerator(check_available=True)
     of_gpu = dist.get_default_backend_for_device(gpu) if gpu else None
-    if requested not in (None, "gloo", "nccl", of_gpu):
+    if requested not in (None, "nccl", of_gpu):
         raise UserError(f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}.")
     if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
         raise UserError(
