@@ -207,7 +207,7 @@ def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
         store = serve_store(world, listener)
         sentence = rf"^rank 1 on {world.hostname}: no answer from rank 0 in 0\.3 s\.$"
         with pytest.raises(JobFailed, match=sentence):
-            _serve_beside_agent(world, None, None, 0.3)
+            _serve_beside_agent(world, None, 0.3)
         del store
 
 
