@@ -21,5 +21,5 @@ if "MPIDDP_TEST_DEAF" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: print("saved"))
 rendezvous._REPORT_STAGGER_S = 5.0
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
-result = rendezvous.rendezvous_over_mpi(world, timeout_s=timeout_s)
+result = rendezvous.rendezvous_over_mpi(world, rendezvous.MpiWatchdog(world, timeout_s))
 print(result.world.master_addr, result.world.master_port, result.listener is not None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
 from mpiddp.protocol.variables import TIMEOUT
-from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi
+from mpiddp.runtime.rendezvous.mpi import MpiWatchdog, rendezvous_over_mpi
 from mpiddp.world import World
 
 
@@ -27,7 +27,7 @@ def run(world: World, argv: list[str]) -> None:
             _write(world, ready_at, options.to)
         return
     ready_at = time.time()
-    result = rendezvous_over_mpi(world, timeout_s=float(os.environ[TIMEOUT]))
+    result = rendezvous_over_mpi(world, MpiWatchdog(world, float(os.environ[TIMEOUT])))
     _write(world, ready_at, options.to)
     if result.listener is not None:
         result.listener.close()

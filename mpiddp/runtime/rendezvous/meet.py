@@ -35,6 +35,7 @@ from mpiddp.world import World
 
 if TYPE_CHECKING:
     from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+    from mpiddp.runtime.rendezvous.mpi import MpiWatchdog
 
 _JOIN_TIMEOUT_S = 60.0
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
@@ -50,17 +51,19 @@ def meet(
         JobFailed: ranks that do not join.
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
-    timeout_s = joining_timeout_s()
-    process = _channel_process(world, session)
+    timeout_s = limit_s = joining_timeout_s()
+    if session.launcher is not None:
+        limit_s += _LAUNCHER_HEAD_START_S
+    process, watchdog = _channel_process(world, session), _mpi_watchdog(world, limit_s)
     if uses_torch:
         _import_torch()
     session.send("joining", timeout_s=timeout_s)
-    if session.launcher is not None:
-        timeout_s += _LAUNCHER_HEAD_START_S
-    if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
-        coordinator, result = _over_mpi(world, session, process, timeout_s, keep_mpi=keep_mpi)
+    if watchdog is None:
+        coordinator, result = _by_address(world, session, process, limit_s)
     else:
-        coordinator, result = _by_address(world, session, process, timeout_s)
+        coordinator, result = _over_mpi(
+            world, session, process, watchdog, limit_s, keep_mpi=keep_mpi
+        )
     has_launcher = session.launcher is not None
     coordinator = coordinator.met(result.world, result.hostnames, has_launcher=has_launcher)
     session.channel = coordinator.channel
@@ -102,10 +105,20 @@ def _channel_process(world: World, session: Session) -> ChannelProcess | None:
         ) from None
 
 
+def _mpi_watchdog(world: World, timeout_s: float) -> MpiWatchdog | None:
+    """None where the ranks do not meet over MPI."""
+    if not world.launcher.speaks_mpi or world.world_size == 1 or _has_address(world):
+        return None
+    from mpiddp.runtime.rendezvous.mpi import MpiWatchdog
+
+    return MpiWatchdog(world, timeout_s)
+
+
 def _over_mpi(
     world: World,
     session: Session,
     process: ChannelProcess | None,
+    watchdog: MpiWatchdog,
     timeout_s: float,
     *,
     keep_mpi: bool,
@@ -113,9 +126,7 @@ def _over_mpi(
     from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi
 
     has_channel = session.channel is not None
-    result = rendezvous_over_mpi(
-        world, timeout_s=timeout_s, keep_mpi=keep_mpi, has_channel=has_channel
-    )
+    result = rendezvous_over_mpi(world, watchdog, keep_mpi=keep_mpi, has_channel=has_channel)
     channel = session.channel
     if result.server is not None:
         if process is not None and result.channel_listener is not None:

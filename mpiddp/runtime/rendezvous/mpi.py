@@ -48,13 +48,12 @@ _REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
 
 
 def rendezvous_over_mpi(
-    world: World, *, timeout_s: float, keep_mpi: bool = False, has_channel: bool = True
+    world: World, watchdog: MpiWatchdog, *, keep_mpi: bool = False, has_channel: bool = True
 ) -> RendezvousResult:
     """Gather the RankInfo of every rank, choose the master address and broadcast it.
 
     Args:
         has_channel: a launcher serves the job channel. Else rank 0 will, at the address that is chosen.
-        timeout_s: if MPI takes longer than this, the process reports it and ends.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
@@ -62,7 +61,7 @@ def rendezvous_over_mpi(
             foreign one, one machine under two names, …
         JobFailed: on every rank: rank 0 has no address that all hosts reach.
     """
-    with _watchdog(world, timeout_s):
+    with watchdog.watching():
         MPI = _load_mpi(world, os.environ)
         comm = MPI.COMM_WORLD
         if (comm.size, comm.rank) != (world.world_size, world.rank):
@@ -89,6 +88,7 @@ def rendezvous_over_mpi(
             raise
         finally:
             if not keep_mpi:
+                _send_without_delay(os.environ)
                 MPI.Finalize()
                 _forbid_mpi4py()
 
@@ -98,6 +98,24 @@ def finalize_mpi() -> None:
     MPI = sys.modules.get(_MODULE)
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
+
+
+def _send_without_delay(env: Mapping[str, str]) -> None:
+    """Let PMIx send at once what MPI_Finalize tells Open MPI's daemon.
+
+    PMIx leaves Nagle's algorithm on for its connection. The second of two short messages then waits until
+    the daemon's kernel confirms the first one, which takes 40 ms.
+    """
+    uris = (value for name, value in env.items() if name.startswith("PMIX_SERVER_URI"))
+    daemons = {uri.rpartition("/")[2] for uri in uris}  # "prterun-7@0.0;tcp4://127.0.0.1:34473"
+    for file in os.listdir("/proc/self/fd") if daemons else ():
+        with contextlib.suppress(OSError):  # most are no sockets
+            connection = socket.socket(fileno=int(file))
+            try:
+                if ":".join(map(str, connection.getpeername())) in daemons:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            finally:
+                connection.detach()  # it is PMIx's
 
 
 class _Forbid(MetaPathFinder):
@@ -305,39 +323,52 @@ def _refuse_alone(world: World, sentence: str) -> NoReturn:
     raise SystemExit(BAD_INPUT)
 
 
-@contextlib.contextmanager
-def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
-    """End a job whose ranks cannot join, with a sentence, instead of hanging silently.
+class MpiWatchdog:
+    """Ends this rank, with a sentence, if MPI takes too long, instead of hanging silently.
 
-    The watcher is a process, because MPI_Init holds the GIL and no thread of this process could run. The
-    lowest waiting rank times out first, and its end makes mpirun end the others.
+    It is a process, because MPI_Init holds the GIL and no thread of this process could run. The lowest
+    waiting rank times out first, and its end makes mpirun end the others. Make it before torch loads: then
+    the process is small, and its fork makes no page of torch's be copied.
     """
-    sentence = (
-        f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
-        f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
-        "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
-        "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
-    )
-    timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
-    rank_process = os.getpid()
-    joined, over = os.pipe()
-    watcher = os.fork()
-    if watcher == 0:
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        sentence = (
+            f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
+            f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
+            "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
+            "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
+        )
+        timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
+        rank_process = os.getpid()
+        reader, self._writer = os.pipe()
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                os.close(self._writer)
+                _watch_mpi(reader, rank_process, timeout_s, sentence)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The body is what may take too long."""
+        os.write(self._writer, b"\n")
         try:
-            os.close(over)
-            # `joined` becomes readable when `over` is closed.
-            has_joined, _, _ = select.select([joined], [], [], timeout_s)
-            if not has_joined:
-                os.write(2, sentence.encode())
-                os.kill(rank_process, signal.SIGTERM)
-                # A script's own handler of SIGTERM would wait for the GIL, which MPI_Init holds.
-                if not select.select([joined], [], [], _SIGTERM_S)[0]:
-                    os.kill(rank_process, signal.SIGKILL)
+            yield
         finally:
-            os._exit(0)
-    os.close(joined)
-    try:
-        yield
-    finally:
-        os.close(over)
-        os.waitpid(watcher, 0)
+            os.close(self._writer)
+            os.waitpid(self._process, 0)
+
+
+def _watch_mpi(reader: int, rank_process: int, timeout_s: float, sentence: str) -> None:
+    """The watchdog's process. A byte begins the time, and the end of `reader` ends it."""
+    if not os.read(reader, 1):  # the rank has ended
+        return
+    has_ended, _, _ = select.select([reader], [], [], timeout_s)
+    if not has_ended:
+        os.write(2, sentence.encode())
+        os.kill(rank_process, signal.SIGTERM)
+        # A script's own handler of SIGTERM would wait for the GIL, which MPI_Init holds.
+        if not select.select([reader], [], [], _SIGTERM_S)[0]:
+            os.kill(rank_process, signal.SIGKILL)

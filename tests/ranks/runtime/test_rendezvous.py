@@ -173,8 +173,9 @@ def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(env: dict[s
 def test_mpi_that_is_already_finalized_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
-        "from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi; from mpiddp.world import World\n"
-        "rendezvous_over_mpi(World.from_env(), timeout_s=5)"
+        "from mpiddp.runtime.rendezvous.mpi import MpiWatchdog, rendezvous_over_mpi\n"
+        "from mpiddp.world import World; world = World.from_env()\n"
+        "rendezvous_over_mpi(world, MpiWatchdog(world, 5))"
     )
     sentence = refusal(mpirun(2, "-c", code))
     assert sentence.startswith("MPI was finalized in this process before the rendezvous. ")
