@@ -128,7 +128,7 @@ def size_text(size: float) -> str:
     return f"{size:.1f} GB"
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
+def percentile(values: Collection[float], percent: int) -> float:
     """The value that `percent` of all values do not exceed, interpolated linearly.
 
     Written by hand because `statistics` takes 10 ms to import. Raises IndexError for no values.

@@ -13,7 +13,8 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import (
@@ -27,8 +28,7 @@ from mpiddp.protocol.variables import (
 from mpiddp.text import parse_whole, shown
 
 
-@dataclass(frozen=True)
-class RankSource:
+class RankSource(NamedTuple):
     """A program that starts ranks, as data: the variables that hold a rank's identity.
 
     The source is present if any variable of `proof` is in the environment. No other source sets these, and a
@@ -104,7 +104,7 @@ RANK_SOURCES = (
         yields_to=("flux", "slurm", "pals"),
     ),
     # IBM Spectrum MPI is an Open MPI.
-    replace(_mpi("jsrun", "JSM_NAMESPACE", "Open MPI"), hides_gpus=True, starts_any_program=True),
+    _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(hides_gpus=True, starts_any_program=True),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
     # hides Slurm's variables from them.
     RankSource(

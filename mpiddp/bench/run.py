@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from mpiddp.bench import charts
@@ -79,7 +79,7 @@ def _jobs(
     if backend == "gloo":  # ranks may share a GPU
         where = [*where, "--share-gpus"]
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
-    plan = make_plan(replace(launch_options, backend=backend), os.environ)
+    plan = make_plan(launch_options._replace(backend=backend), os.environ)
     slots = plan.request.world_size
     per_host = max(host.ranks for host in plan.request.hosts.hosts)
     return Jobs(tuple(where), slots, per_host, plan.starter.name, shared.timeout, tuple(training))

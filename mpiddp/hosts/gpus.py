@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # For a host whose GPUs do not answer. NCCL would not work there either.
 NO_ANSWER = (
@@ -39,8 +39,7 @@ _HIDES_ALL = ("", "-1")
 _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 
 
-@dataclass(frozen=True)
-class Tool:
+class Tool(NamedTuple):
     """A vendor's program: its arguments, and the pattern of a GPU's name and of its PCI address.
 
     The GPUs are in the order of their numbers. Sources of AMD's and Intel's: amd-smi's and rocm-smi's

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
@@ -250,8 +250,7 @@ def _count_in(env: Mapping[str, str], name: str) -> int | None:
         raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
 
 
-@dataclass(frozen=True)
-class Scheduler:
+class Scheduler(NamedTuple):
     """One scheduler as data. It is present if a variable of `proof` has a value.
 
     `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.

@@ -7,13 +7,12 @@ them for its preflight, for its start, and to kill what is left of it.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mpiddp.errors import UserError
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(NamedTuple):
     """A program like ssh. `agent` is its command up to the host. `hydra` is the name of Hydra's launcher
     that calls it, or that calls the agent as if it were rsh.
 
@@ -47,8 +46,7 @@ class Transport:
 
 SSH = Transport("ssh", ("ssh",), "ssh")
 # PBS has no program of its own that returns output (docs/clusters.md, "PBS without ssh").
-SSH_IN_PBS = replace(
-    SSH,
+SSH_IN_PBS = SSH._replace(
     hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "
     "ranks: mpirun python -m mpiddp run …",
 )

@@ -12,7 +12,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host
@@ -22,8 +23,7 @@ from mpiddp.launch.plan import Plan, read_hosts, run_preflight
 from mpiddp.text import all_of
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a look has found: a host that can join ("node1 can join"), or a problem; "" for none."""
 
     host: str = ""

@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
@@ -67,7 +66,7 @@ def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
 def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOptions:
     """The options with the variables of `env=`, which are on no command line."""
     exports = (*options.how.exports, *(f"{name}={value}" for name, value in env.items()))
-    return replace(options, how=replace(options.how, exports=exports))
+    return options._replace(how=options.how._replace(exports=exports))
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
@@ -79,11 +78,11 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
     ]
     if outcome.code == BAD_INPUT:
         error = outcome.first.error if outcome.first else ""
-        return replace(outcome, sentence=(*refusals, outcome.sentence or error)[0])
+        return outcome._replace(sentence=(*refusals, outcome.sentence or error)[0])
     missing = [rank for rank in range(exchange.world_size) if rank not in exchange.answers]
     if outcome.code in (DONE, STOPPED) and missing:
         ranks = all_of([f"rank {rank}" for rank in missing])
-        return replace(outcome, code=FAILED, sentence=f"{ranks} ended without a result.")
+        return outcome._replace(code=FAILED, sentence=f"{ranks} ended without a result.")
     return outcome
 
 

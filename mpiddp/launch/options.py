@@ -7,10 +7,9 @@ import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, JobHints
 from mpiddp.errors import UserError
@@ -24,8 +23,7 @@ EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpidd
 _PYTHON_FILES = (".py", ".pyw")
 
 
-@dataclass(frozen=True)
-class RankProgram:
+class RankProgram(NamedTuple):
     """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
 
     command: tuple[str, ...]
@@ -62,8 +60,7 @@ class RankProgram:
         return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(NamedTuple):
     """The hosts, and the number of ranks on them."""
 
     hostfile: str | None
@@ -95,8 +92,7 @@ class Where:
         return (self.min_hosts, self.min_ranks) != (None, None)
 
 
-@dataclass(frozen=True)
-class How:
+class How(NamedTuple):
     """How the ranks start, and how they join.
 
     `file_exports` are read once: a restart uses the same values, and a pipe can be read only once.
@@ -117,8 +113,7 @@ class How:
         return (*self.file_exports, *self.exports)
 
 
-@dataclass(frozen=True)
-class When:
+class When(NamedTuple):
     """When the job ends, and how often it restarts. `grow_s`: between two looks for more hosts."""
 
     max_restarts: int
@@ -129,8 +124,7 @@ class When:
     hang_timeout_s: float | None
 
 
-@dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(NamedTuple):
     """What the ranks print: whose is shown, with its rank in front, and the folder of its files."""
 
     log_ranks: str
@@ -153,8 +147,7 @@ class OutputOptions:
             )
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
+class LaunchOptions(NamedTuple):
     """The whole command line. `backend` is the one that the job's own options request, if known."""
 
     job: RankProgram
@@ -204,7 +197,7 @@ _Part = TypeVar("_Part", Where, How, When, OutputOptions)
 
 
 def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
-    return kind(**{field.name: getattr(values, field.name) for field in fields(kind)})
+    return kind(**{name: getattr(values, name) for name in kind._fields})
 
 
 def _check_where(where: Where) -> None:

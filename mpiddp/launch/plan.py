@@ -9,11 +9,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import hides_all_gpus
@@ -54,8 +54,7 @@ THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it.
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
@@ -227,9 +226,9 @@ def run_preflight(
     in_order = {host: infos[host] for host in named.usable if host in infos}
     checked = Checked(in_order, complaints, silent)
     strangers = preflight.strangers(checked.faultless, proven, needs.mpirun)
-    checked = replace(checked, complaints=complaints | strangers)
+    checked = checked._replace(complaints=complaints | strangers)
     differences = preflight.disagreements(checked.faultless.values(), needs.mpirun)
-    return replace(checked, differences=tuple(differences))
+    return checked._replace(differences=tuple(differences))
 
 
 def _request(

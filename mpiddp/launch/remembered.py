@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import DONE, FAILED, STOPPED
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 _JOB = os.urandom(4).hex()  # this launch
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How an attempt has ended. Hosts have the names that mpirun got.
 
     host: the one that is at fault, "" for none; and the reason.
@@ -31,7 +31,7 @@ class Ended:
     code: int
     host: str = ""
     reason: str = ""
-    slow: Mapping[str, float] = field(default_factory=dict)
+    slow: Mapping[str, float] = MappingProxyType({})
 
 
 def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:

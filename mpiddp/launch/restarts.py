@@ -11,8 +11,8 @@ import json
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
@@ -37,8 +37,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """What the attempts have announced so far. The first announcement of each kind counts.
 
     `world_size` is that of the attempt that announced the global batch.
@@ -112,7 +111,7 @@ class _Job:
             outcome = self._attempt()
             while planned := self._plan_next(outcome):
                 outcome = planned if isinstance(planned, Outcome) else self._attempt()
-        return replace(outcome, announcement=self._known.announcement)
+        return outcome._replace(announcement=self._known.announcement)
 
     def _attempt(self) -> Outcome:
         """Run the latest plan.
@@ -157,8 +156,8 @@ class _Job:
         if host and self._at_fault == before:
             avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"
         max_ranks = self._known.announcement.max_ranks
-        self._past = replace(
-            self._past, avoided=avoided, proven=plan.hosts.hosts, max_ranks=max_ranks
+        self._past = self._past._replace(
+            avoided=avoided, proven=plan.hosts.hosts, max_ranks=max_ranks
         )
 
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
@@ -319,4 +318,4 @@ def _resuming(request: Request, known: _Known) -> Request:
     if known.announcement.run_dir:
         settings[RUN_DIR] = known.announcement.run_dir
     job = (*request.job, *known.announcement.resume_args)
-    return replace(with_settings(request, settings), job=job)
+    return with_settings(request, settings)._replace(job=job)

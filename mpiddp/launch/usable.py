@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
 
     flaky: those that have failed in several of the last jobs, or were slow. They are named, and take part.
@@ -37,15 +37,14 @@ class Past:
     max_ranks: the most ranks that the job has announced.
     """
 
-    flaky: Doubts = field(default_factory=dict)
-    avoided: Doubts = field(default_factory=dict)
+    flaky: Doubts = MappingProxyType({})
+    avoided: Doubts = MappingProxyType({})
     proven: tuple[Host, ...] = ()
     enough: int | None = None
     max_ranks: int | None = None
 
 
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """What a preflight has found; nothing if none was run.
 
     infos: what each host has. complaints: why some hosts cannot be used.
@@ -53,9 +52,9 @@ class Checked:
     differences: of the versions of the others, a sentence each.
     """
 
-    infos: Mapping[Host, HostInfo] = field(default_factory=dict)
-    complaints: Mapping[Host, str] = field(default_factory=dict)
-    silent: Mapping[Host, str] = field(default_factory=dict)
+    infos: Mapping[Host, HostInfo] = MappingProxyType({})
+    complaints: Mapping[Host, str] = MappingProxyType({})
+    silent: Mapping[Host, str] = MappingProxyType({})
     differences: tuple[str, ...] = ()
 
     @property

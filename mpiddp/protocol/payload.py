@@ -11,8 +11,7 @@ import json
 import socket
 import struct
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mpiddp.protocol.channel`
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 TO_LAUNCHER, TO_CALLER = "to the launcher", "to the caller"  # purposes
 
@@ -22,8 +21,7 @@ _FACTS_LIMIT = 16 << 20  # bytes
 _AT_ONCE = 1 << 20  # bytes; memory is taken for what has arrived, not for what is announced
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(NamedTuple):
     """`facts` are plain JSON, `body` is opaque: a pickle."""
 
     facts: dict[str, Any]

@@ -12,8 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import CHILD, CHUNK, RANK, SCRIPT, check_introduction, decode, encode
 from mpiddp.protocol.group import Group, Reply
@@ -36,8 +35,7 @@ _WRONG = (
 )
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A message from a rank, with its time by the server's clock, in seconds.
 
     `kind` is one of the protocol's messages, "leave", "claim", "lost", "frames", "full", or one of

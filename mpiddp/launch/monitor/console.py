@@ -13,9 +13,8 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
@@ -26,8 +25,7 @@ _TRIES = 3  # another launcher may remove the empty folder
 _LONGEST_LINE = 200  # characters of a rank's last line
 
 
-@dataclass(frozen=True)
-class Listener:
+class Listener(NamedTuple):
     """A socket for viewers that want `kind`: JOB or STACKS."""
 
     kind: str

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
+from typing import NamedTuple
 
 from mpiddp.launch.monitor.places import Place, place_of, places_of, places_sentence
 from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.text import percentile
 
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
@@ -23,8 +23,7 @@ _CHECK_S = 2.0  # more than between two calls of `is_due`
 _STEPS = 50  # whose median counts
 
 
-@dataclass(frozen=True)
-class _Look:
+class _Look(NamedTuple):
     at: float
     places: Mapping[int, Place]  # of the ranks that have not ended
 
@@ -104,7 +103,7 @@ class HangWatch:
     def _patience_s(self) -> float:
         if self._timeout_s is not None:
             return self._timeout_s
-        return max(QUIET_S, QUIET_STEPS * median(self._step_s)) if self._step_s else QUIET_S
+        return max(QUIET_S, QUIET_STEPS * percentile(self._step_s, 50)) if self._step_s else QUIET_S
 
     def _note_steps(self) -> None:
         step, at = max(self._ranks.steps.values(), default=(0, 0.0))

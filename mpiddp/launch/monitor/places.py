@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.launch.monitor.ranks import Ranks, main_frames
 
@@ -25,8 +24,7 @@ _LINE = re.compile(r"line (\d+), in (.*)")
 _WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the main thread of a rank is. Without frames, the rank does not answer."""
 
     frames: tuple[tuple[str, str, str], ...] = ()

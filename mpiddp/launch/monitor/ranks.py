@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.launch.monitor.skew import Pace
 from mpiddp.protocol.server import Message
@@ -25,8 +25,7 @@ _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 _INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
 
     resume_args: tuple[str, ...] = ()
@@ -108,7 +107,7 @@ class Ranks:
                     self.announcement.run_dir,
                 )
             case "run_dir":
-                self.announcement = replace(self.announcement, run_dir=facts["path"])
+                self.announcement = self.announcement._replace(run_dir=facts["path"])
             case "saving":
                 self._note_saving(message, is_saving=facts["active"])
             case "stopped":
@@ -148,7 +147,7 @@ class Ranks:
         reason = self.script_failures.get(message.rank)
         if reason is None or message.kind != "failed" or message.at - reason.at > EXPLAINS_S:
             return message
-        return replace(message, facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
+        return message._replace(facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
 
     def _note_saving(self, message: Message, *, is_saving: bool) -> None:
         if is_saving:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, NamedTuple
+
+from mpiddp.text import percentile
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
 CHRONIC = 3  # windows in a row that name the same rank
@@ -95,8 +95,7 @@ class Pace:
         )
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """The ranks that hold the others up, the slowest first, its seconds in a step, and the others' median.
 
     phase: that in which it is latest, if the ranks tell theirs; its seconds, and the others' median.
@@ -138,7 +137,7 @@ def find_holder(paces: Mapping[int, Pace]) -> Holder | None:
     late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
     for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
         if number <= _MOST_LATE * len(times):
-            others_s = median(times[rank].own_s for rank in by_time[number:])
+            others_s = percentile([times[rank].own_s for rank in by_time[number:]], 50)
             if time.own_s >= factor * others_s:
                 phase = _latest_phase(paces, by_time[0], by_time[number:])
                 return Holder(tuple(by_time[:number]), time, others_s, phase)
@@ -150,7 +149,7 @@ def _latest_phase(
 ) -> tuple[str, float, float] | None:
     """The phase in which the slow rank is behind the others most, its seconds, and their median."""
     found = [
-        (name, own_s, median(paces[rank].phases.get(name, 0.0) for rank in others))
+        (name, own_s, percentile([paces[rank].phases.get(name, 0.0) for rank in others], 50))
         for name, own_s in paces[slow].phases.items()
         if name != _WAITING
     ]
@@ -209,7 +208,7 @@ class SkewWatch:
         if self.holder is None or self._in_a_row < CHRONIC or self._late <= self.named.keys():
             return None
         ranks = tuple(rank for rank in self.holder.ranks if rank in self._late)
-        found = replace(self.holder, ranks=ranks)
+        found = self.holder._replace(ranks=ranks)
         self.named |= dict.fromkeys(ranks, found)
         return found
 

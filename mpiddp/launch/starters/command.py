@@ -11,16 +11,16 @@ import re
 import shlex
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import NamedTuple
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
 
 
-@dataclass(frozen=True)
-class StarterKind:
+class StarterKind(NamedTuple):
     """A kind of program that starts ranks, with all that is particular to it.
 
     - name: as messages have it. version: the pattern of its --version output.
@@ -52,8 +52,7 @@ class StarterKind:
     cuts_own_name: bool = False
 
 
-@dataclass(frozen=True)
-class RankStarter:
+class RankStarter(NamedTuple):
     """One installed starter. `program` is absolute. `libmpi` is None if mpi4py has to find the library."""
 
     kind: StarterKind
@@ -76,11 +75,10 @@ class RankStarter:
         if not request.mpi_args:
             return command
         theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
-        return replace(command, flags=(*command.flags, theirs))
+        return command._replace(flags=(*command.flags, theirs))
 
 
-@dataclass(frozen=True)
-class JobNetwork:
+class JobNetwork(NamedTuple):
     """The network of a job.
 
     - interface: this machine's, None if no single one leads to all hosts.
@@ -94,8 +92,7 @@ class JobNetwork:
     control_address: str = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The job to start and its hosts, independent of the MPI.
 
     hosts: in the order of the ranks, each with its number, under the names that mpirun gets.
@@ -107,8 +104,8 @@ class Request:
     hosts: Hosts
     job: tuple[str, ...]
     folder: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = MappingProxyType({})
+    env: Mapping[str, str] = MappingProxyType({})
     network: JobNetwork = JobNetwork()
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()
@@ -132,8 +129,7 @@ class Request:
         }
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
 
     arguments: tuple[str, ...]
@@ -144,15 +140,14 @@ def flag(*arguments: str, why: str) -> Flag:
     return Flag(arguments, why)
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command line, the variables to set in its environment, and the files to write for it."""
 
     program: str
     flags: tuple[Flag, ...]
     job: tuple[str, ...]
-    settings: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = MappingProxyType({})
+    files: Mapping[str, str] = MappingProxyType({})
 
     @property
     def argv(self) -> list[str]:

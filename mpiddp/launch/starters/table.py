@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.errors import UserError
@@ -66,8 +65,7 @@ _OPEN_MPI = StarterKind(
 
 # The first row whose pattern is found counts. Hydra is the mpirun of MPICH and of its relatives.
 STARTERS = (
-    replace(
-        _OPEN_MPI,
+    _OPEN_MPI._replace(
         version=re.compile(r"\(Open MPI\) ([1-4]\.[\w.]{0,40})"),
         compose=open_mpi_4,
         daemon="orted",

@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.errors import JobFailed, UserError
@@ -163,7 +162,7 @@ def started(
     has_session = needs_own_session(starter, request)
     has_files = bool(starter.compose(request).files)
     with _private_folder(needed=has_session or has_files) as folder:
-        command = starter.compose(replace(request, scratch=folder))
+        command = starter.compose(request._replace(scratch=folder))
         with _files_of_mpirun():
             command.write_files()
         env = {**with_own_folder(starter.program, os.environ), **command.settings}

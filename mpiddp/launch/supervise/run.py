@@ -11,8 +11,9 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
@@ -46,8 +47,7 @@ KILLED_S = 0.5  # the last lines of a job that a second signal has killed
 LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The launcher's exit code, the sentence that explains it, and how the job resumes.
 
     Args:
@@ -68,7 +68,7 @@ class Outcome:
     made_steps: bool = False
     known_cause: str = ""
     host_at_fault: str = ""
-    slow_hosts: Mapping[str, float] = field(default_factory=dict)
+    slow_hosts: Mapping[str, float] = MappingProxyType({})
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
@@ -153,7 +153,7 @@ def run_attempt(
 
 def with_settings(request: Request, settings: dict[str, str]) -> Request:
     """The request with more variables for the ranks."""
-    return replace(request, variables={**request.variables, **settings})
+    return request._replace(variables={**request.variables, **settings})
 
 
 class _Run:

@@ -9,9 +9,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -73,8 +72,7 @@ class AwakeSelector(selectors.DefaultSelector):
             yield self._timers.pop(0)[1]
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A signal, and when it arrived, in time.monotonic()'s seconds."""
 
     number: int

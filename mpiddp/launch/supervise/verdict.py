@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.monitor.ranks import EXPLAINS_S, Ranks, is_silent
@@ -36,8 +37,7 @@ class Stop(IntEnum):
     AT_ONCE = 3  # by the user, without a save
 
 
-@dataclass(frozen=True)
-class MpirunEnd:
+class MpirunEnd(NamedTuple):
     """How mpirun ended.
 
     Args:
@@ -54,8 +54,7 @@ class MpirunEnd:
     was_ended: bool = False
 
 
-@dataclass(frozen=True)
-class StopRecord:
+class StopRecord(NamedTuple):
     """The stop of an attempt: who requested it, and what went wrong after the request.
 
     Args:
@@ -68,8 +67,7 @@ class StopRecord:
     rank_failed: bool = False
 
 
-@dataclass(frozen=True)
-class History:
+class History(NamedTuple):
     """What happened in an attempt: all that its verdict depends on.
 
     Args:
@@ -81,11 +79,10 @@ class History:
     mpirun: MpirunEnd
     stop: StopRecord = StopRecord()
     ended_because: str = ""
-    recorded: Mapping[int, str] = field(default_factory=dict)
+    recorded: Mapping[int, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class FirstFailure:
+class FirstFailure(NamedTuple):
     """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
 
     rank: int
@@ -93,8 +90,7 @@ class FirstFailure:
     error: str
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The launcher's exit code and the sentence for it.
 
     Args:
@@ -297,7 +293,7 @@ def _after_early_ends(ranks: Ranks, first: Message, found: Verdict) -> Verdict:
     """The verdict on a failure, after the ranks that ended without an error: they may be its cause."""
     if found.code != FAILED or is_silent(first):
         return found
-    return replace(found, sentence=f"{_ends_before(ranks, first)}{found.sentence}")
+    return found._replace(sentence=f"{_ends_before(ranks, first)}{found.sentence}")
 
 
 def _ends_before(ranks: Ranks, first: Message) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import (
@@ -26,8 +26,7 @@ NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
 _LONGEST = 16 * VALUE_LIMIT  # bytes of an answer, which has a value of every rank
 
 
-@dataclass(frozen=True)
-class Server:
+class Server(NamedTuple):
     """Where the server listens, "host:port" or "unix:path", and the key that its members share with it."""
 
     address: str

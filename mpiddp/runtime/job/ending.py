@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpiddp.errors import (
     BAD_INPUT,
@@ -44,8 +44,7 @@ class CommandFailed(SystemExit):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """The end of a rank.
 
     code: the exit code of its process, as its parent sees it: [0, 255]. 0 if it has not failed.

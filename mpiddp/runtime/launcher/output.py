@@ -25,6 +25,7 @@ import tty
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
@@ -196,8 +197,7 @@ def _open_this_process() -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """One stream of this rank, which an output process reads.
 
     Args:

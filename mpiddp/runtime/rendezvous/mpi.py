@@ -108,9 +108,9 @@ def _send_without_delay(env: Mapping[str, str]) -> None:
     """
     uris = (value for name, value in env.items() if name.startswith("PMIX_SERVER_URI"))
     daemons = {uri.rpartition("/")[2] for uri in uris}  # "prterun-7@0.0;tcp4://127.0.0.1:34473"
-    for file in os.listdir("/proc/self/fd") if daemons else ():
+    for file in Path("/proc/self/fd").iterdir() if daemons else ():
         with contextlib.suppress(OSError):  # most are no sockets
-            connection = socket.socket(fileno=int(file))
+            connection = socket.socket(fileno=int(file.name))
             try:
                 if ":".join(map(str, connection.getpeername())) in daemons:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

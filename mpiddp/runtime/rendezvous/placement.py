@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpiddp.errors import UserError, print_line
 from mpiddp.protocol.variables import PLACEMENT, REPORT, VERBOSE
@@ -22,8 +22,7 @@ from mpiddp.text import align_columns, parse_whole, shown
 _MOST_RANKS = 999_999  # that a hostfile may have
 
 
-@dataclass(frozen=True)
-class RankPlacement:
+class RankPlacement(NamedTuple):
     """The host and device of a rank. `device` is torch's name of the device: "cuda:1", "cpu".
 
     `gpu` is the device's name on the whole host, "" if it is not known: "cuda:1" is a different GPU in

@@ -55,7 +55,7 @@ class Job:
         self.server = ControlServer(None, 2, self.selector)
         self.outputs = JobOutput("none", 2)
         self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, starter)
-        options = replace(parse_options(["-m", "train"]), when=when)
+        options = parse_options(["-m", "train"])._replace(when=when)
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
         self.attempt = Attempt(Terms(options), self.ranks, self.server, self.mpirun)
@@ -200,7 +200,7 @@ def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
 
 
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
-    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
+    job = started(jobs, NO_LIMITS._replace(hang_timeout_s=0.2))
     job.join()
     job.say(0, "progress", **progress(1))
     job.say(1, "exited")
@@ -211,7 +211,7 @@ def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixtur
 
 
 def test_a_job_that_never_made_a_step_does_not_hang(jobs: list[Job]) -> None:
-    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.01))
+    job = started(jobs, NO_LIMITS._replace(hang_timeout_s=0.01))
     job.join()
     for _ in range(3):
         job.until(Event.SEE_STEPS)
@@ -271,7 +271,7 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
 def test_a_rank_that_does_not_stop_in_time_is_named(
     jobs: list[Job], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = started(jobs, replace(NO_LIMITS, grace_s=0.01, save_grace_s=0.2))
+    job = started(jobs, NO_LIMITS._replace(grace_s=0.01, save_grace_s=0.2))
     job.join()
     job.say(0, "supports_stop")
     job.say(0, "saving", active=True)
@@ -360,7 +360,7 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
 
 
 def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
-    job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
+    job = resumable(jobs, NO_LIMITS._replace(grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
     job.attempt.on_found(Found("c can join", ""))
     assert job.attempt.stop == StopRecord()
@@ -371,7 +371,7 @@ def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
-    job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
+    job = resumable(jobs, NO_LIMITS._replace(grace_s=0.01))
     job.attempt.on_found(Found("c can join", ""))
     assert Event.SEE_GRACE not in job.timers  # a step may take long
     job.say(0, "stopped", step=3)

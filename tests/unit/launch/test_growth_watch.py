@@ -11,7 +11,6 @@ import os
 import select
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +125,12 @@ def test_hosts_that_nobody_checks_can_join(
 
 
 def unchecked(options: LaunchOptions) -> LaunchOptions:
-    return replace(options, where=replace(options.where, check=False))
+    return options._replace(where=options.where._replace(check=False))
 
 
 def test_a_spare_does_not_join(tmp_path: Path) -> None:
     options, plan = planned(tmp_path, "localhost slots=1\n")
-    with_spare = unchecked(replace(options, where=replace(options.where, spares=1)))
+    with_spare = unchecked(options._replace(where=options.where._replace(spares=1)))
     for later, found in (
         ("a.invalid slots=1\n", ""),
         ("a.invalid slots=1\nb.invalid slots=1\n", "a.invalid and b.invalid can join"),
@@ -151,7 +150,7 @@ def test_a_host_that_does_not_answer_is_not_found(tmp_path: Path) -> None:
 
 def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
     options, plan = planned(tmp_path, "localhost slots=1\n")
-    every = replace(options, when=replace(options.when, grow_s=0.05))
+    every = options._replace(when=options.when._replace(grow_s=0.05))
     search = HostSearch(every, plan)
     (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
     before = threading.active_count()

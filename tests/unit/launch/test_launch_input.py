@@ -48,7 +48,7 @@ def placed(
         for host in hosts.hosts
         if host.name in gpus
     }
-    slots = with_slots(hosts, infos, replace(options, backend=backend), {})
+    slots = with_slots(hosts, infos, options._replace(backend=backend), {})
     return place(slots, options.where, MPIS["openmpi5"].kind)
 
 

@@ -6,8 +6,6 @@ python -m pytest tests/unit/launch/test_mpi_args.py
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from mpiddp.errors import UserError
@@ -16,14 +14,14 @@ from mpiddp.launch.starters.command import JobNetwork
 from mpiddp.launch.starters.table import check_mpi_args
 from tests.unit.launch.test_starters import JOB, MPIS, UNEQUAL
 
-REQUEST = replace(UNEQUAL, network=JobNetwork(networks=("10.0.0.0/24",)))
+REQUEST = UNEQUAL._replace(network=JobNetwork(networks=("10.0.0.0/24",)))
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_arguments_come_last_before_the_job_and_a_dry_run_shows_them(mpi: str) -> None:
     arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
     check_mpi_args(MPIS[mpi].kind, arguments)
-    request = replace(REQUEST, mpi_args=arguments)
+    request = REQUEST._replace(mpi_args=arguments)
     command = MPIS[mpi].compose(request)
     assert command.argv[-len(JOB) - 3 :] == ["--verbose", "--name=a b", "-q", *JOB]
     assert (
@@ -34,7 +32,7 @@ def test_the_arguments_come_last_before_the_job_and_a_dry_run_shows_them(mpi: st
 def test_a_parameter_of_open_mpi_replaces_the_launchers() -> None:
     arguments = parse_mpi_args(["--mca pml ucx -mca oob_tcp_keepalive_time 9"])
     check_mpi_args(MPIS["openmpi5"].kind, arguments)
-    argv = MPIS["openmpi5"].compose(replace(REQUEST, mpi_args=arguments)).argv
+    argv = MPIS["openmpi5"].compose(REQUEST._replace(mpi_args=arguments)).argv
     assert argv.count("pml") == argv.count("oob_tcp_keepalive_time") == 1
     assert "ob1" not in argv
     assert "btl_tcp_if_include" in argv
@@ -93,7 +91,7 @@ def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
 def test_each_option_that_sets_a_parameter_of_open_mpi(option: str) -> None:
     arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
-    argv = MPIS["openmpi5"].compose(replace(REQUEST, mpi_args=arguments)).argv
+    argv = MPIS["openmpi5"].compose(REQUEST._replace(mpi_args=arguments)).argv
     assert argv.count("oob_tcp_keepalive_time") == 1
     assert argv.count("pml") == 2  # as the value of another option it replaces nothing
 

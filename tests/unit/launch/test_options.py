@@ -7,7 +7,6 @@ python -m pytest tests/unit/launch/test_options.py
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,19 +80,19 @@ def test_the_defaults() -> None:
 
 
 def where(**fields: object) -> LaunchOptions:
-    return replace(DEFAULTS, where=replace(DEFAULTS.where, **fields))  # type: ignore[arg-type]
+    return DEFAULTS._replace(where=DEFAULTS.where._replace(**fields))  # type: ignore[arg-type]
 
 
 def how(**fields: object) -> LaunchOptions:
-    return replace(DEFAULTS, how=replace(DEFAULTS.how, **fields))  # type: ignore[arg-type]
+    return DEFAULTS._replace(how=DEFAULTS.how._replace(**fields))  # type: ignore[arg-type]
 
 
 def when(**fields: object) -> LaunchOptions:
-    return replace(DEFAULTS, when=replace(DEFAULTS.when, **fields))  # type: ignore[arg-type]
+    return DEFAULTS._replace(when=DEFAULTS.when._replace(**fields))  # type: ignore[arg-type]
 
 
 def output(**fields: object) -> LaunchOptions:
-    return replace(DEFAULTS, output=replace(DEFAULTS.output, **fields))  # type: ignore[arg-type]
+    return DEFAULTS._replace(output=DEFAULTS.output._replace(**fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -134,10 +133,10 @@ def output(**fields: object) -> LaunchOptions:
         *((f"--log-ranks {each}", output(log_ranks=each)) for each in ("all", "none", "0,5")),
         *((f"--prefix {each}", output(prefix=each)) for each in ("auto", "always", "never")),
         ("--log-dir d", output(log_dir="d")),
-        ("--dry-run", replace(DEFAULTS, dry_run=True)),
-        ("--report", replace(DEFAULTS, report=True)),
-        ("-v", replace(DEFAULTS, verbose=True)),
-        ("--verbose", replace(DEFAULTS, verbose=True)),
+        ("--dry-run", DEFAULTS._replace(dry_run=True)),
+        ("--report", DEFAULTS._replace(report=True)),
+        ("-v", DEFAULTS._replace(verbose=True)),
+        ("--verbose", DEFAULTS._replace(verbose=True)),
     ],
 )
 def test_what_an_option_becomes(options: str, expected: LaunchOptions) -> None:
@@ -283,12 +282,12 @@ def test_the_ranks_that_are_shown_are_there() -> None:
 def test_what_names_hosts_and_ranks() -> None:
     plain = DEFAULTS.where
     assert (plain.names_hosts, plain.names_ranks, plain.can_shrink) == (False, False, False)
-    assert replace(plain, hostfile="f").names_hosts
-    assert replace(plain, host_list="a").names_hosts
-    assert replace(plain, n=1).names_ranks
-    assert replace(plain, npernode=1).names_ranks
-    assert replace(plain, min_hosts=1).can_shrink
-    assert replace(plain, min_ranks=1).can_shrink
+    assert plain._replace(hostfile="f").names_hosts
+    assert plain._replace(host_list="a").names_hosts
+    assert plain._replace(n=1).names_ranks
+    assert plain._replace(npernode=1).names_ranks
+    assert plain._replace(min_hosts=1).can_shrink
+    assert plain._replace(min_ranks=1).can_shrink
 
 
 def test_mpi_args_are_split_as_a_shell_does() -> None:

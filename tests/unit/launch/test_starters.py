@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
     mpi: str, flags: str, first_lines: list[str]
 ) -> None:
     many = hosts(*((f"node{number}", 8) for number in range(13_000)))
-    command = MPIS[mpi].compose(replace(UNEQUAL, hosts=many))
+    command = MPIS[mpi].compose(UNEQUAL._replace(hosts=many))
     assert follows(command.argv, *flags.split())
     assert max(map(len, command.argv)) < 128 * 1024
     lines = command.files["mpiddp-hosts"].splitlines()
@@ -107,7 +106,7 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
 
 
 def test_intel_mpi_reads_the_counts_from_a_file() -> None:
-    command = MPIS["intelmpi"].compose(replace(UNEQUAL, scratch="/tmp/x"))
+    command = MPIS["intelmpi"].compose(UNEQUAL._replace(scratch="/tmp/x"))
     assert command.files == {"/tmp/x/mpiddp-machines": "node1:2\nnode0:1\n"}
     assert follows(command.argv, "-machinefile", "/tmp/x/mpiddp-machines")
 
@@ -131,7 +130,7 @@ def test_the_job_comes_last_and_no_host_is_oversubscribed(mpi: str) -> None:
     ],
 )
 def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) -> None:
-    request = replace(UNEQUAL, env={"PATH": "/bin", "HOME": "/home/me", "OTHER": "1"})
+    request = UNEQUAL._replace(env={"PATH": "/bin", "HOME": "/home/me", "OTHER": "1"})
     command = MPIS[mpi].compose(request)
     assert follows(command.argv, *flag.split())
     assert "private-value" not in " ".join(command.argv)
@@ -152,7 +151,7 @@ def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) 
     ],
 )
 def test_binding(mpi: str, bind: str, flag: str) -> None:
-    assert follows(argv_of(mpi, replace(UNEQUAL, bind=bind)), *flag.split())
+    assert follows(argv_of(mpi, UNEQUAL._replace(bind=bind)), *flag.split())
 
 
 @pytest.mark.parametrize(("user", "is_root"), [(0, True), (1000, False)])
@@ -165,19 +164,19 @@ def test_only_root_gets_allow_run_as_root(
 
 def test_open_mpi_parameters_of_the_user_are_kept() -> None:
     assert follows(argv_of("openmpi5", UNEQUAL), "--mca", "pml", "ob1")
-    argv = argv_of("openmpi5", replace(UNEQUAL, env={"OMPI_MCA_pml": "ucx"}))
+    argv = argv_of("openmpi5", UNEQUAL._replace(env={"OMPI_MCA_pml": "ucx"}))
     assert "pml" not in argv
     assert follows(argv, "--mca", "btl", "self,vader,tcp")
 
 
 def test_a_network_is_named_for_several_hosts_only() -> None:
     eth1 = Interface("eth1", "10.0.0.1", "10.0.0.0/24")
-    requested = replace(UNEQUAL, network=JobNetwork(eth1, ("10.0.0.0/24",)))
+    requested = UNEQUAL._replace(network=JobNetwork(eth1, ("10.0.0.0/24",)))
     assert follows(argv_of("openmpi5", requested), "--mca", "btl_tcp_if_include", "10.0.0.0/24")
     assert follows(argv_of("openmpi4", requested), "--mca", "oob_tcp_if_include", "10.0.0.0/24")
     assert follows(argv_of("mpich", requested), "-iface", "eth1")
     assert follows(argv_of("intelmpi", requested), "-iface", "eth1")
-    alone = replace(requested, hosts=hosts(("node0", 2)))
+    alone = requested._replace(hosts=hosts(("node0", 2)))
     for mpi in MPIS:
         assert not {"btl_tcp_if_include", "-iface"} & set(argv_of(mpi, alone))
 
@@ -187,15 +186,15 @@ def test_only_this_host_logs_in_to_the_others(mpi: str) -> None:
     """With more than 64 hosts, Open MPI by default lets hosts start the daemons of others."""
     few, many = (hosts(*((f"node{i}", 1) for i in range(count))) for count in (64, 65))
     flag = ("--mca", "plm_rsh_no_tree_spawn", "1")
-    assert not follows(argv_of(mpi, replace(UNEQUAL, hosts=few)), *flag)
-    assert follows(argv_of(mpi, replace(UNEQUAL, hosts=many)), *flag)
+    assert not follows(argv_of(mpi, UNEQUAL._replace(hosts=few)), *flag)
+    assert follows(argv_of(mpi, UNEQUAL._replace(hosts=many)), *flag)
 
 
 @pytest.mark.parametrize(("mpi", "runtime"), [("openmpi5", "prte"), ("openmpi4", "orte")])
 def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -> None:
-    twins = replace(UNEQUAL, hosts=hosts(("a.x.org", 1), ("a.y.org", 1)))
+    twins = UNEQUAL._replace(hosts=hosts(("a.x.org", 1), ("a.y.org", 1)))
     assert follows(argv_of(mpi, twins), "--mca", f"{runtime}_keep_fqdn_hostnames", "1")
-    addresses = replace(UNEQUAL, hosts=hosts(("10.0.0.1", 1), ("10.0.0.2", 1)))
+    addresses = UNEQUAL._replace(hosts=hosts(("10.0.0.1", 1), ("10.0.0.2", 1)))
     assert "fqdn" not in " ".join(argv_of(mpi, addresses))
 
 
@@ -209,7 +208,7 @@ def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -
 )
 def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> None:
     special = (Host("node1", user="me", port=2222, ranks=1), Host("node0", ranks=1))
-    request = replace(UNEQUAL, hosts=Hosts("hosts.txt", special), scratch="s")
+    request = UNEQUAL._replace(hosts=Hosts("hosts.txt", special), scratch="s")
     command = MPIS[mpi].compose(request)
     assert where in command.explained()
     assert command.files["s/mpiddp-ssh_config"] == (
@@ -223,7 +222,7 @@ def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: st
     variables = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "B": "b c"}
     variables |= dict.fromkeys(("A", "API_KEY", "MY_KEY"), "private-value")
     env = {"API_KEY": "private-value", "A": "other"}
-    command = MPIS[mpi].compose(replace(UNEQUAL, variables=variables, env=env))
+    command = MPIS[mpi].compose(UNEQUAL._replace(variables=variables, env=env))
     text = command.explained({"A", "API_KEY"})
     pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
     assert "B='b c' A=… MY_KEY=… " in pasted
@@ -312,7 +311,7 @@ def test_a_printed_command_is_one_line_that_bash_reads() -> None:
 
 def inside(variable: str, transport: Transport = SSH) -> Request:
     granted = hosts(("node1", 2), ("node0", 1), transport=transport)
-    return replace(UNEQUAL, hosts=granted, env={variable: "7"})
+    return UNEQUAL._replace(hosts=granted, env={variable: "7"})
 
 
 IN_SLURM = inside("SLURM_JOB_ID")
@@ -360,7 +359,7 @@ def test_the_reason_names_the_scheduler(mpi: str) -> None:
 
 
 def test_a_choice_of_the_user_is_kept() -> None:
-    argv = argv_of("openmpi5", replace(IN_SLURM, env={**IN_SLURM.env, "PRTE_MCA_plm": "slurm"}))
+    argv = argv_of("openmpi5", IN_SLURM._replace(env={**IN_SLURM.env, "PRTE_MCA_plm": "slurm"}))
     assert not follows(argv, "plm", "ssh")
     assert follows(argv, "--prtemca", "ras")
 
@@ -378,7 +377,7 @@ def test_the_library_of_an_mpi_lies_beside_its_mpirun(tmp_path: Path, folder: st
 
 def test_srun_passes_the_variables_of_a_login() -> None:
     login = dict.fromkeys(("HOME", "USER", "LOGNAME", "SHELL", "LANG"), "x")
-    request = replace(UNEQUAL, env={**login, "OTHER": "y"}, variables={"A": "1"})
+    request = UNEQUAL._replace(env={**login, "OTHER": "y"}, variables={"A": "1"})
     exports = next(each for each in argv_of("slurm", request) if "--export=" in each)
     names = exports.removeprefix("--export=").split(",")
     assert {"A", *login} <= set(names)
@@ -387,7 +386,7 @@ def test_srun_passes_the_variables_of_a_login() -> None:
 
 
 def test_srun_gets_the_cores_of_a_task() -> None:
-    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "3"})
+    request = UNEQUAL._replace(env={"SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "3"})
     assert "--cpus-per-task=7" in argv_of("slurm", request)
     assert not any("cpus-per-task" in each for each in argv_of("slurm", UNEQUAL))
 
@@ -395,12 +394,12 @@ def test_srun_gets_the_cores_of_a_task() -> None:
 @pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
 def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus: str, flags: list[str]) -> None:
     """A script for torchrun asks for no tasks. Slurm then grants the cores of one on each host."""
-    request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": cpus})
+    request = UNEQUAL._replace(env={"SLURM_CPUS_PER_TASK": cpus})
     assert max(host.ranks for host in request.hosts.hosts) == 2
     argv = argv_of("slurm", request)
     assert [each for each in argv if "cpus-per-task" in each] == flags
     assert "--overcommit" in argv
-    asked = replace(request, env={**request.env, "SLURM_NTASKS": "3"})
+    asked = request._replace(env={**request.env, "SLURM_NTASKS": "3"})
     assert "--overcommit" not in argv_of("slurm", asked)
 
 
