@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,35 +36,35 @@ class Announcement(NamedTuple):
 NOTHING_ANNOUNCED = Announcement()
 
 
-@dataclass
 class Ranks:
     """The reports of all ranks. `hosts` has the requested host of each rank."""
 
-    hosts: Sequence[str]
-    started: dict[int, dict[str, Any]] = field(default_factory=dict)
-    joining: set[int] = field(default_factory=set)
-    in_mpi_init: set[int] = field(default_factory=set)
-    done: dict[int, float] = field(default_factory=dict)  # ended without an error, and when
-    exited: set[int] = field(default_factory=set)  # of these: without leaving the job
-    replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
-    stopped: set[int] = field(default_factory=set)  # after their last step, on request
-    # Failed or lost, the first message of a rank.
-    failures: dict[int, Message] = field(default_factory=dict)
-    claimed_at: dict[int, float] = field(default_factory=dict)  # when a rank last began to fail
-    gone_at: dict[int, float] = field(default_factory=dict)  # when a rank's connection ended
-    supports_stop: set[int] = field(default_factory=set)
-    saving: set[int] = field(default_factory=set)
-    last_saved_at: float = 0.0  # when a rank last ended a save
-    steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
-    paces: dict[int, Pace] = field(default_factory=dict)  # of their latest steps
-    shown: dict[str, Any] = field(default_factory=dict)  # what rank 0 says of its training
-    stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
-    logs: dict[int, str] = field(default_factory=dict)
-    error_files: dict[int, str] = field(default_factory=dict)  # on the rank's host
-    announcement: Announcement = NOTHING_ANNOUNCED
-    # The reports of scripts within a command, which explain the rank's own report if that follows.
-    script_failures: dict[int, Message] = field(default_factory=dict)
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = hosts
+        self.started: dict[int, dict[str, Any]] = {}
+        self.joining: set[int] = set()
+        self.in_mpi_init: set[int] = set()
+        self.done: dict[int, float] = {}  # ended without an error, and when
+        self.exited: set[int] = set()  # of these: without leaving the job
+        self.replaced: set[int] = set()  # by another program, which reports nothing
+        self.stopped: set[int] = set()  # after their last step, on request
+        # Failed or lost, the first message of a rank.
+        self.failures: dict[int, Message] = {}
+        self.claimed_at: dict[int, float] = {}  # when a rank last began to fail
+        self.gone_at: dict[int, float] = {}  # when a rank's connection ended
+        self.supports_stop: set[int] = set()
+        self.saving: set[int] = set()
+        self.last_saved_at = 0.0  # when a rank last ended a save
+        self.steps: dict[int, tuple[int, float]] = {}  # and since when
+        self.paces: dict[int, Pace] = {}  # of their latest steps
+        self.shown: dict[str, Any] = {}  # what rank 0 says of its training
+        self.stacks: dict[int, dict[str, Any]] = {}
+        self.frames: dict[int, str] = {}  # stacks out of native code
+        self.logs: dict[int, str] = {}
+        self.error_files: dict[int, str] = {}  # on the rank's host
+        self.announcement = NOTHING_ANNOUNCED
+        # The reports of scripts within a command, which explain the rank's own report if that follows.
+        self.script_failures: dict[int, Message] = {}
 
     def note(self, message: Message) -> None:
         rank, facts = message.rank, message.facts

@@ -19,33 +19,22 @@ ALLOWED = (
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
     "VIRTUAL_ENV",
-    "NCCL_*",
-    "TORCH_*",
-    "PYTORCH_*",
-    "GLOO_*",
-    "OMP_*",
     "CUDA_DEVICE_ORDER",
-    "HIP_*",
-    "ROCR_*",
-    "RCCL_*",
-    "ZE_*",
-    "ONEAPI_*",
     "CUDA_VISIBLE_DEVICES",
-    "UCX_*",
-    "FI_*",
-    "HF_*",
-    "MPIDDP_*",
     "MPI4PY_LIBMPI",
     # Rank 0 uses these two, and it may run on another host than the launcher.
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-# A variable with such a name is passed only if -x or a file of variables names it: it may be a password.
-SECRET = (
-    *("*TOKEN*", "*SECRET*", "*KEY*", "*PASS*", "*CREDENTIAL*"),
-    *("*AUTH*", "*COOKIE*", "*SESSION*", "*DSN*"),
+ALLOWED_BEGINNINGS = (
+    *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
+    *("TORCH_", "PYTORCH_", "OMP_", "HF_", "MPIDDP_"),
+    *("HIP_", "ROCR_", "ZE_", "ONEAPI_"),
 )
+
+# A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
+# password.
+SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE", "SESSION", "DSN")
 LEFT_OUT = "…"  # stands for a value in what is printed
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile("-v*x=?")  # also -vx
@@ -54,7 +43,7 @@ _SHOWN = re.compile(rf"({_OPTION.pattern})?[A-Za-z_][A-Za-z0-9_]*={LEFT_OUT}")
 
 def is_secret(name: str) -> bool:
     is_partition = name.upper().endswith("_PKEY")  # of InfiniBand: NCCL_IB_PKEY
-    return _matches(name.upper(), SECRET) and not is_partition
+    return any(word in name.upper() for word in SECRET_WORDS) and not is_partition
 
 
 def without_value(export: str, env: Mapping[str, str]) -> str:
@@ -169,9 +158,9 @@ def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> dict[str, 
         name: env[name]
         for name in sorted(env)
         if name in named
-        or (_matches(name, ALLOWED) and not is_secret(name) and not is_of_one_host(name, env[name]))
+        or (_is_allowed(name) and not is_secret(name) and not is_of_one_host(name, env[name]))
     }
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _is_allowed(name: str) -> bool:
+    return name in ALLOWED or name.startswith(ALLOWED_BEGINNINGS)
