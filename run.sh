@@ -167,6 +167,8 @@ set_up() {
   printf '%s\n' "${now[@]:0:4}" >"$record"
   step "install mpiddp" install --no-deps --no-build-isolation \
     --config-settings editable_mode=compat -e "$root"
+  # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.
+  step "compile mpiddp" "$venv/bin/python" -m compileall -q "$root/mpiddp"
   printf '%s\n' "${now[@]}" >"$record"
 }
 
@@ -202,6 +204,7 @@ case ${1:-} in
   test)
     shift
     cd "$root"
+    unset PYTHONDONTWRITEBYTECODE # else each process of a test compiles the package anew
     # Several files at once, each in one process: its tests share a cluster. `-n 0` for one after another.
     pytest=("$venv/bin/python" -m pytest --dist loadfile --no-loadscope-reorder)
     if [[ ${1:-} == all ]]; then

@@ -26,7 +26,7 @@ with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
     world = asdict(coordinator.world)
     facts = {
         "world": {name: value for name, value in world.items() if name != "launcher"},
-        "launcher": world["launcher"]["name"],
+        "launcher": coordinator.world.launcher.name,
         "touched": {
             name: os.environ.get(name)
             for name in before.keys() | os.environ.keys()

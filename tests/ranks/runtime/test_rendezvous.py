@@ -170,6 +170,39 @@ def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(env: dict[s
     assert done.returncode != 0
 
 
+WITHOUT_DELAY = """
+import os, socket
+from mpi4py import MPI
+from mpiddp.runtime.rendezvous.mpi import _send_without_delay
+
+def delayed():
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=int(name))
+        except OSError:
+            continue
+        try:
+            connection.getpeername()
+            if not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+                found.add(name)
+        except OSError:
+            pass
+        finally:
+            connection.detach()
+    return found
+
+before = delayed()
+_send_without_delay(os.environ)
+print(len(before), len(delayed()))
+"""
+
+
+def test_the_last_messages_of_mpi_still_need_the_connection_of_pmix_without_delay() -> None:
+    """mpiddp/runtime/rendezvous/mpi.py, `_send_without_delay`; no longer needed if this prints "0 0"."""
+    assert mpirun(1, "-c", WITHOUT_DELAY).stdout == "1 0\n"
+
+
 def test_mpi_that_is_already_finalized_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
