@@ -145,6 +145,12 @@ install_packages() {
   step "install ${packages[*]}" install "${packages[@]}"
 }
 
+# Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.
+install_mpiddp() {
+  install --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$root" &&
+    "$venv/bin/python" -m compileall -q "$root/mpiddp"
+}
+
 purpose() {
   printf '%s with %s and %s' "$1" "${2:-python3}" "${3:-an Open MPI of its own}"
 }
@@ -165,10 +171,7 @@ set_up() {
     install_packages
   fi
   printf '%s\n' "${now[@]:0:4}" >"$record"
-  step "install mpiddp" install --no-deps --no-build-isolation \
-    --config-settings editable_mode=compat -e "$root"
-  # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.
-  step "compile mpiddp" "$venv/bin/python" -m compileall -q "$root/mpiddp"
+  step "install mpiddp" install_mpiddp
   printf '%s\n' "${now[@]}" >"$record"
 }
 
