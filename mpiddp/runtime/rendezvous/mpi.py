@@ -43,6 +43,9 @@ from mpiddp.runtime.rendezvous.result import (
 from mpiddp.world import World
 
 _MODULE = "mpi4py.MPI"
+# UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other: 40 ms of
+# a core. They tell it which memory RDMA may keep registered, and the exchange below sends some hundred bytes.
+_NO_HOOKS = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
 _SIGTERM_S = 1.0  # in which a rank may end by itself
 _REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
 
@@ -62,7 +65,7 @@ def rendezvous_over_mpi(
         JobFailed: on every rank: rank 0 has no address that all hosts reach.
     """
     with watchdog.watching():
-        MPI = _load_mpi(world, os.environ)
+        MPI = _load_mpi(world, os.environ, keep_mpi=keep_mpi)
         comm = MPI.COMM_WORLD
         if (comm.size, comm.rank) != (world.world_size, world.rank):
             _refuse_alone(
@@ -227,14 +230,15 @@ def _drain(listener: socket.socket) -> None:
     listener.setblocking(True)
 
 
-def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
+def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     try:
-        from mpi4py import MPI
+        with _environment({} if keep_mpi else _unset(_NO_HOOKS, env)):
+            from mpi4py import MPI
     except (RuntimeError, ImportError) as error:
         _refuse_alone(
             world,
@@ -291,10 +295,14 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         if usable and world.launcher.name == "hydra":
             # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
-    return {name: value for name, value in defaults.items() if name not in env}
+    return _unset(defaults, env)
 
 
 _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
+
+
+def _unset(defaults: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in defaults.items() if name not in env}
 
 
 @contextlib.contextmanager
