@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.cli import main
@@ -58,7 +58,7 @@ def take_turn(
     code, out, err = 0, io.StringIO(), io.StringIO()
     rank = everyone.world.rank
     with serving(ranks) if rank == 0 else contextlib.nullcontext() as own:
-        address = everyone.all_gather_json(astuple(own) if own else ("", ""), timeout_s=PATIENCE_S)
+        address = everyone.all_gather_json(own or ("", ""), timeout_s=PATIENCE_S)
         if rank < ranks:
             channel = member(Server(*address[0]), rank, ranks)
             channel.group = turn  # so that its process groups have keys of their own
