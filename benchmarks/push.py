@@ -1,6 +1,7 @@
 """Seconds and bytes of a push to hosts whose links are shaped, tree against star, and of a second push.
 
     python -m benchmarks.push --hosts 16 --mbit 1000 --megabytes 200
+    python -m benchmarks.push --hosts 3 --beside     # rsync, and tar over ssh, to all hosts at once
     python -m benchmarks.push --hosts 3 --launches 10      # what `launch --push` costs if nothing has changed
 
 It needs root: the hosts are those of tests/support/cluster, on this machine, and share its processors. The
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +41,9 @@ def main() -> None:
         default=0,
         help="instead: so many pairs of launches, with --push and without, of this repository's environment",
     )
+    parser.add_argument(
+        "--beside", action="store_true", help="also with rsync, and with tar over ssh"
+    )
     parser.add_argument("--megabytes", type=int, default=200, help="of the folder, in 100 files")
     options = parser.parse_args()
     if options.launches:
@@ -48,14 +54,14 @@ def main() -> None:
         folder.mkdir()
         for number in range(100):
             (folder / f"{number:02}").write_bytes(os.urandom(options.megabytes * 10_000))
-        for name in ("tree", "star"):
+        for name in ("tree", "star", *(("rsync", "tar") if options.beside else ())):
             with cluster.up(options.hosts + 1, layout=Layout(apart=True)) as hosts:
                 if name == "star":
                     for host in hosts.hosts[1:]:
                         host.path("/root/.ssh/known_hosts").unlink()
                 with links.limited(hosts.hosts, mbit=options.mbit):
                     for push in ("first", "second"):
-                        seconds, sent = _push(hosts, folder)
+                        seconds, sent = _push(hosts, folder, name)
                         print(
                             f"{name}, {push} push to {options.hosts} hosts: {seconds:.2f} s, "
                             f"{sent / 1e6:.1f} MB from the first host",
@@ -99,14 +105,25 @@ def _compare_launches(number: int, pairs: int) -> None:
     )
 
 
-def _push(hosts: Cluster, folder: Path) -> tuple[float, int]:
+def _push(hosts: Cluster, folder: Path, name: str) -> tuple[float, int]:
     """Seconds, and the bytes over the first host's link."""
     file = hosts.shared / "hosts"
     file.write_text("".join(f"{host.name}\n" for host in hosts.hosts))
-    first = hosts.hosts[0]
+    first, others = hosts.hosts[0], [host.name for host in hosts.hosts[1:]]
+    commands = [[*MPIDDP, "hosts", "push", str(file), str(folder)]]
+    if name == "rsync":
+        rsync = ["rsync", "-a", "--delete", "--mkpath", f"{folder}/"]
+        commands = [[*rsync, f"{each}:{folder}/"] for each in others]
+    elif name == "tar":
+        here = shlex.quote(str(folder))
+        receive = shlex.quote(f"mkdir -p {here} && tar -C {here} -xf -")
+        commands = [
+            ["sh", "-c", f"tar -C {here} -cf - . | ssh {each} {receive}"] for each in others
+        ]
     before, began = links.sent_bytes(first), time.monotonic()
-    command = [*MPIDDP, "hosts", "push", str(file), str(folder)]
-    first.run(command, cwd=Path(__file__).parents[1], check=True)
+    with ThreadPoolExecutor(len(commands)) as pool:
+        root = Path(__file__).parents[1]
+        list(pool.map(lambda each: first.run(each, cwd=root, check=True), commands))
     return time.monotonic() - began, links.sent_bytes(first) - before
 
 

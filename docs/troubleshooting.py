@@ -1,6 +1,6 @@
-"""The page of known failures, from the table that `mpiddp explain` uses.
+"""The pages of known failures and of our own messages, from the tables that hold them.
 
-python -m docs.troubleshooting     # writes docs/troubleshooting.md and docs/evidence/explanations.md
+python -m docs.troubleshooting     # writes troubleshooting.md, messages.md and evidence/explanations.md
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from pathlib import Path
 
 from mpiddp.doctor.explanations import explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
+from tests.support.sentences import GAP, sentences
 
 PAGE = Path(__file__).with_suffix(".md")
+MESSAGES = PAGE.with_name("messages.md")
 EVIDENCE = Path(__file__).parent / "evidence" / "explanations.md"
 _TESTS = Path(__file__).parent.parent / "tests"
 _TEXTS = _TESTS / "data" / "failures"
@@ -57,7 +59,8 @@ What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours
 | you have | look at |
 |---|---|
 | an exit code | [exit codes, with what to do](reference.md#exit-codes) |
-| a line that begins with `mpiddp:` | [the verdict][verdict]; each sentence names its mend |
+| a line that ends with an id: `[hostfile-number]` | [the messages of mpiddp](messages.md) |
+| a line that begins with `mpiddp:` | [the verdict][verdict] |
 | ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
 | a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
 | a command of torchrun, DeepSpeed, … | [Migration](migration.md) |
@@ -103,6 +106,27 @@ def text() -> str:
     return "\n".join(parts) + "\n"
 
 
+_MESSAGES_HEAD = """\
+# The messages of mpiddp, by id
+
+<!-- Written by `python -m docs.troubleshooting` from the sentences of the package. -->
+
+Each error of mpiddp is one sentence. It says where, what was found, what was expected and which command mends
+it. Its id, in brackets, stays the same when the sentence is worded better. `…` stands for what varies.
+
+| id | sentence |
+|---|---|"""
+
+
+def messages() -> str:
+    """The page of our own errors."""
+    rows = []
+    for id, text in sorted(sentences().items()):
+        shown = text.partition("\n")[0].replace(GAP, "…").replace("|", r"\|")
+        rows.append(f"| `{id}` | {shown} |")
+    return "\n".join([_MESSAGES_HEAD, *rows]) + "\n"
+
+
 def evidence() -> str:
     """The page that says how each text was obtained, by which a test holds the row that explains it."""
     made, found = provoked(), sources()
@@ -139,5 +163,6 @@ def _looks_like(failure: Failure) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(text())
+    MESSAGES.write_text(messages())
     EVIDENCE.write_text(evidence())
-    print(PAGE, EVIDENCE)
+    print(PAGE, MESSAGES, EVIDENCE)

@@ -211,7 +211,7 @@ class World:
                 raise UserError(
                     f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
                     "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
-                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
+                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}. [pmix-alone]"
                 )
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
@@ -225,7 +225,7 @@ class World:
                 f"only some of {launcher.name}'s variables are set: found "
                 f"{', '.join(f'{n}={shown(env[n])}' for n in found) or launcher.proof[0]}, "
                 f"missing {', '.join(missing)}. "
-                "Start the job with mpirun, torchrun or srun, or unset these variables."
+                "Start the job with mpirun, torchrun or srun, or unset these variables. [variables-partial]"
             )
         numbers = {
             name: _tasks_on_node(launcher, env)
@@ -252,7 +252,8 @@ class World:
         ):
             if small is not None and large is not None and not 0 <= small < large:
                 raise UserError(
-                    f"{name}={shown(env[name])} does not fit {size_name}={shown(env[size_name])}: {STALE}"
+                    f"{name}={shown(env[name])} does not fit "
+                    f"{size_name}={shown(env[size_name])}: {STALE} [variables-contradict]"
                 )
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
@@ -323,7 +324,7 @@ def _whole_number(name: str, text: str) -> int:
     try:
         return parse_whole(text)
     except ValueError as error:
-        raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
+        raise UserError(f'{name}="{shown(text)}" is not {error}. [variable-number]') from None
 
 
 def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
@@ -335,9 +336,11 @@ def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
         counts = expand_counts(text)
     except ValueError:
         raise UserError(
-            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1".'
+            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1". [tasks-syntax]'
         ) from None
     node = _whole_number(launcher.node_id, env[launcher.node_id])
     if node >= len(counts):
-        raise UserError(f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE}")
+        raise UserError(
+            f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE} [tasks-contradict]"
+        )
     return counts[node]

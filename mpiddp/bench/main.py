@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
     name, *rest = argv
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
-        raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}.')
+        raise UserError(
+            f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}. [bench-unknown]'
+        )
     benchmark = import_module(f"mpiddp.bench.{name}").BENCHMARK
     return run_benchmark(f"mpiddp bench {name}", BENCHMARKS[name], benchmark, rest)
 

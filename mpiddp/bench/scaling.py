@@ -110,13 +110,17 @@ def _sizes(options: Options, jobs: Jobs) -> Sequence[int]:
         slots,
     ]
     if sizes[-1] > slots:
-        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
+        raise UserError(
+            f"--ranks {sizes[-1]} is more than the {slots} available slots. [bench-ranks]"
+        )
     batch = parse_training(list(jobs.training)).global_batch_size
     if options.strong and batch is None:
-        raise UserError("--strong needs a global batch size. Example: --global-batch-size 512")
+        raise UserError(
+            "--strong needs a global batch size. Example: --global-batch-size 512 [bench-strong]"
+        )
     if not options.strong and batch is not None:
         raise UserError(
-            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling."
+            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling. [bench-weak]"
         )
     return sizes
 

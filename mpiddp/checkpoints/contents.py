@@ -81,7 +81,7 @@ class Contents:
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 "the checkpoint was not written by mpiddp: the states of its random number generators "
-                f"cannot be restored ({type(error).__name__})."
+                f"cannot be restored ({type(error).__name__}). [checkpoint-rng]"
             ) from None
 
     def _of_rank(self, rank: int, key: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Contents:
         if not isinstance(values, dict):
             raise UserError(
                 f"the checkpoint of step {self.step} was not written by mpiddp: {RANKS}.pt has no "
-                f"{key} of rank {rank}."
+                f"{key} of rank {rank}. [checkpoint-rank-state]"
             )
         return values
 
@@ -152,7 +152,7 @@ def read(files: Mapping[str, Path]) -> Contents:
         try:
             shards = ShardFiles(read_index(files[INDEX]), files)
         except BrokenCheckpoint as error:
-            raise UserError(f"{folder}: {error}.") from None
+            raise UserError(f"{folder}: {error}. [checkpoint-unreadable]") from None
         except OSError as error:
             raise read_error(str(files[INDEX]), error) from None
     try:
@@ -164,14 +164,19 @@ def read(files: Mapping[str, Path]) -> Contents:
         state = shards.as_values(state) if shards else state
         return _checked(facts, state, read_tensors(_path(files, f"{RANKS}.pt")))
     except (LookupError, TypeError, UnicodeError):
-        sentence = f"{folder} was not written by mpiddp: its files have other contents."
+        sentence = (
+            f"{folder} was not written by mpiddp: its files have other contents. "
+            "[checkpoint-other-contents]"
+        )
         raise UserError(sentence) from None
 
 
 def _path(files: Mapping[str, Path], name: str) -> Path:
     if name not in files:
         folder = next(iter(files.values())).parent if files else Path()
-        raise UserError(f"{folder} is not a checkpoint of mpiddp: it has no {name}.")
+        raise UserError(
+            f"{folder} is not a checkpoint of mpiddp: it has no {name}. [checkpoint-file-missing]"
+        )
     return files[name]
 
 
@@ -200,7 +205,9 @@ def _checked(facts: dict[str, Any], state: Any, ranks: Any) -> Contents:
 
 
 def _foreign(folder: Path) -> UserError:
-    return UserError(f"{folder} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign.")
+    return UserError(
+        f"{folder} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign. [checkpoint-foreign]"
+    )
 
 
 # Loaded
@@ -245,7 +252,7 @@ class Resumed:
             if name not in self.state:
                 raise UserError(
                     f"the checkpoint of step {self.step} has no {name!r}. "
-                    f"It has: {', '.join(map(repr, self.state))}."
+                    f"It has: {', '.join(map(repr, self.state))}. [checkpoint-key]"
                 )
             try:
                 like = _like(target)
@@ -253,13 +260,13 @@ class Resumed:
                 target.load_state_dict(_sharded_like(entry, like))
             except UserError as error:
                 raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {error}"
+                    f"the checkpoint of step {self.step} does not fit: {name}: {error} [checkpoint-model]"
                 ) from None
             except _ERRORS as error:
                 reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
                 raise UserError(
                     f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
-                    "Build the same as before, or name another folder."
+                    "Build the same as before, or name another folder. [checkpoint-object]"
                 ) from None
 
 
@@ -365,18 +372,18 @@ def export(folder: Path, out: Path) -> list[str]:
         JobFailed: a disk has failed.
     """
     if out.exists():
-        raise UserError(f"{out} exists already. Name a new folder.")
+        raise UserError(f"{out} exists already. Name a new folder. [export-exists]")
     try:
         directory.verify(folder)
         files, lacking = directory.listed(folder), directory.missing_shards(folder)
     except UnreadableCheckpoint as error:
-        raise JobFailed(f"{folder}: {error}.") from None
+        raise JobFailed(f"{folder}: {error}. [export-unreadable]") from None
     except BrokenCheckpoint as error:
-        raise UserError(f"{folder}: {error}.") from None
+        raise UserError(f"{folder}: {error}. [export-unwritable]") from None
     if lacking:
         raise UserError(
             f"{folder} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of the "
-            "others here, or resume the run on its hosts."
+            "others here, or resume the run on its hosts. [export-shards]"
         )
     contents = read({name: folder / name for name in files})
     whole = replace(contents, state=with_tensors(contents.state, lambda _: None))
@@ -384,5 +391,5 @@ def export(folder: Path, out: Path) -> list[str]:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         directory.write_folder(out.absolute(), lambda new: write_files(new, whole))
     except OSError as error:
-        raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
+        raise cause_of(error)(f"{out} cannot be written: {error.strerror}. [export-disk]") from None
     return list(whole.state)

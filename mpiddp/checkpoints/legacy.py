@@ -34,7 +34,8 @@ def read(
         return facts, state["state"], ranks
     except (LookupError, TypeError, AttributeError):
         raise UserError(
-            f"{folder} is not a checkpoint of mpiddp: its state.json is missing or foreign."
+            f"{folder} is not a checkpoint of mpiddp: its state.json is missing or foreign. "
+            "[checkpoint-foreign-old]"
         ) from None
 
 

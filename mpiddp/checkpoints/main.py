@@ -80,7 +80,7 @@ def _prune(given: Path, keep: int) -> int:
     root = find_checkpoints(given)
     if root is None:
         raise UserError(
-            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
+            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints. [prune-folder]"
         )
     # On a host that keeps the shards of two hosts, no folder may have all.
     has_all = any(_has_all_shards(folder) for folder in directory.list_steps(root))
@@ -109,7 +109,7 @@ def _export(given: Path, out: Path) -> int:
     if len(folders) > 1:
         newest, _ = directory.survey(folder.parent)
         if newest is None:
-            raise UserError(f"{given} contains no verified checkpoint.")
+            raise UserError(f"{given} contains no verified checkpoint. [export-no-checkpoint]")
         folder = newest
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])
     print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")
@@ -123,7 +123,7 @@ def _checkpoints(given: Path) -> list[Path]:
         return [given.resolve()]
     raise UserError(
         f"{given} {_found(given)}. "
-        "Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        "Expected a run's folder, a folder of checkpoints, or a checkpoint. [checkpoints-folder]"
     )
 
 

@@ -63,8 +63,10 @@ class RunDir:
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     """Why the run's folder cannot be written: a wrong path, or a machine that failed."""
     if cause_of(error, has_run=_has_run(run)) is UserError:
-        return UserError(f"{run} cannot be written: {error.strerror}. Name another folder.")
-    return JobFailed(f"{run} cannot be written: {error.strerror}.")
+        return UserError(
+            f"{run} cannot be written: {error.strerror}. Name another folder. [run-unwritable]"
+        )
+    return JobFailed(f"{run} cannot be written: {error.strerror}. [run-disk]")
 
 
 @contextlib.contextmanager
@@ -124,7 +126,8 @@ class RunRecords:
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if self._is_writer is None:
             raise UserError(
-                "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
+                "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are "
+                "kept. [metrics-before-resume]"
             )
         if not self._is_writer:
             return
@@ -230,7 +233,7 @@ def _current_run() -> RunFiles:
     run = current().run
     if run is None:
         raise UserError(
-            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
+            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a') [metrics-no-run]"
         )
     return run
 

@@ -93,7 +93,7 @@ class Exchange:
             why = (
                 "another rank has failed" if isinstance(end, AnotherFailed) else "the job has ended"
             )
-            raise NotSaved(f"step {self._step} was not saved: {why}.") from None
+            raise NotSaved(f"step {self._step} was not saved: {why}. [step-not-saved]") from None
         finally:
             self.count(time.monotonic() - since)
 
@@ -219,7 +219,9 @@ class ShardedSaver:
         for name in map(file_of, self._file_systems.shards_at(self._rank)):
             entry = files[name]
             if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
-                raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
+                raise NotSaved(
+                    f"{self._root}: {name} of step {self._step} is incomplete. [shard-incomplete]"
+                )
             hashes[name] = entry.sha256
         (folder / INDEX).write_text(index_of(self._plan.tensors, files))
         return hashes
@@ -261,7 +263,8 @@ class ShardedSaver:
             raise NotSaved("")  # the writer rank reports why
         if reason:
             raise NotSaved(
-                f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}."
+                f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}. "
+                "[shard-not-written]"
             )
 
     def _copy(self, transfer: Transfer, own: Entry) -> None:

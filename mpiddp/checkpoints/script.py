@@ -179,7 +179,7 @@ class Checkpoints:
         if different:
             raise UserError(
                 f"{from_here(found.folder)} was made with another config: {'; '.join(different)}. "
-                "Use the same config, or name another folder."
+                "Use the same config, or name another folder. [run-other-config]"
             )
 
     def due(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class Checkpoints:
                 if found := directory.list_steps(self._dir.checkpoints):
                     raise UserError(
                         f"{self._dir} has {found[-1].name} of an earlier run. "
-                        "Call resume() before the first save(), or name another folder."
+                        "Call resume() before the first save(), or name another folder. [run-not-resumed]"
                     )
             self._start(run, 0)
         except BaseException:
@@ -326,7 +326,8 @@ def _refuse_other_step(found: Found, contents: Contents) -> None:
     if found.is_own and directory.step_of(found.folder) != contents.step:
         name = f"step_{contents.step:08d}"
         raise UserError(
-            f"{from_here(found.folder)} is the checkpoint of step {contents.step}: rename it to {name}."
+            f"{from_here(found.folder)} is the checkpoint of step {contents.step}: rename it to "
+            f"{name}. [checkpoint-renamed]"
         )
 
 

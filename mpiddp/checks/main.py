@@ -243,7 +243,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     with named_by("--script"):
         is_file = path.is_file()
     if not is_file:
-        raise UserError(f"--script {script} not found (looked in {folder}).")
+        raise UserError(f"--script {script} not found (looked in {folder}). [doctor-script]")
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
@@ -285,6 +285,6 @@ def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> lis
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """A sentence of the preflight into the fact, and what mends it."""
-    fact, _, mend = sentence.partition(". ")
+    """A sentence of the preflight, without its id, into the fact, and what mends it."""
+    fact, _, mend = sentence.rpartition(" [")[0].partition(". ")
     return fact.rstrip("."), mend.rstrip(".")

@@ -58,7 +58,9 @@ def _explained(name: str) -> list[Explanation]:
         reason = (
             os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         )
-        raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
+        raise UserError(
+            f"{escaped(name)} cannot be read ({reason}). [explain-unreadable]"
+        ) from None
 
 
 def _text(name: str, file: BinaryIO) -> BinaryIO:
@@ -66,7 +68,8 @@ def _text(name: str, file: BinaryIO) -> BinaryIO:
     sample = file.peek(_SAMPLE)[:_SAMPLE]  # type: ignore[attr-defined]
     if len(sample) - len(sample.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(sample):
         raise UserError(
-            f"{escaped(name)} is not text. If it is compressed: zcat FILE | mpiddp explain -"
+            f"{escaped(name)} is not text. If it is compressed: zcat FILE | mpiddp explain - "
+            "[explain-not-text]"
         )
     return file
 

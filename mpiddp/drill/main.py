@@ -194,11 +194,14 @@ def _new_folder(named: str | None, *, has_hosts: bool) -> Path:
             return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside))
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):
-            raise UserError(f"--work {work} is not empty. Name a new folder.")
+            raise UserError(
+                f"--work {work} is not empty. Name a new folder. [drill-work-not-empty]"
+            )
     except OSError as error:
         place = work or beside or tempfile.gettempdir()
         raise UserError(
-            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR"
+            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR "
+            "[drill-work-unwritable]"
         ) from None
     return work
 

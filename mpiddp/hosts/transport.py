@@ -39,9 +39,13 @@ class Transport(NamedTuple):
         if self.is_installed:
             return
         if self.is_ssh:
-            sentence = "ssh is not installed here. Run: sudo apt-get install openssh-client"
-            raise UserError(f"{sentence}. {self.hint}" if self.hint else sentence)
-        raise UserError(f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}")
+            hint = f". {self.hint}" if self.hint else ""
+            raise UserError(
+                f"ssh is not installed here. Run: sudo apt-get install openssh-client{hint} [ssh-missing]"
+            )
+        raise UserError(
+            f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead} [transport-missing]"
+        )
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")

@@ -37,7 +37,9 @@ def read_env_file(path: str, env: Mapping[str, str]) -> tuple[str, ...]:
     with named_by("--env-file"), Path(path).open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise UserError(f"{option}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables.")
+        raise UserError(
+            f"{option}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables. [env-file-size]"
+        )
     return tuple(parse_env_file(data, path, env))
 
 
@@ -47,12 +49,12 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{source}:{number}: not UTF-8 text.") from None
+        raise UserError(f"{source}:{number}: not UTF-8 text. [env-file-not-text]") from None
     for number, line in enumerate(text.split("\n"), start=1):
         variable = _variable(f"{source}:{number}", line.strip(" \t\r"))
         if variable and "=" not in variable and variable not in env:
             raise UserError(
-                f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE"
+                f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE [env-file-unset]"
             )
         if variable:
             yield variable
@@ -70,7 +72,7 @@ def _variable(where: str, line: str) -> str:
     except ValueError:
         raise UserError(
             f"{where}: a quote is not closed. A value is on one line, and an apostrophe or a backslash in "
-            "it stands between quotes."
+            "it stands between quotes. [env-file-quote]"
         ) from None
     found = found[1:] if found[:1] == ["export"] else found
     if not found:
@@ -79,12 +81,12 @@ def _variable(where: str, line: str) -> str:
     if len(found) > 1 or variable is None or "\0" in line:
         raise UserError(
             f"{where}: expected NAME=VALUE, a name alone, or a # comment. A value with blanks stands "
-            "between quotes."
+            "between quotes. [env-file-line]"
         )
     # Between single quotes it is no expansion.
     if "${" in (variable["value"] or "") and "${" in re.sub("'[^']*'", "", line):
         raise UserError(
             f"{where}: the value of {variable['name']} contains ${{…}}, which is not expanded here. Write "
-            f"the value itself, or put it between single quotes: {variable['name']}='…'"
+            f"the value itself, or put it between single quotes: {variable['name']}='…' [env-file-braces]"
         )
     return found[0]

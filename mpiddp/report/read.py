@@ -99,10 +99,11 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         OSError: its records cannot be read.
     """
     if not folder.exists():
-        raise UserError(f"{folder} does not exist. Expected the folder of a run.")
+        raise UserError(f"{folder} does not exist. Expected the folder of a run. [report-missing]")
     if not is_run(folder):
         raise UserError(
-            f"{folder} is not the folder of a run: it has neither metrics.jsonl nor checkpoints/."
+            f"{folder} is not the folder of a run: it has neither metrics.jsonl nor "
+            "checkpoints/. [report-no-run]"
         )
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)

@@ -87,6 +87,7 @@ def _listed(hosts: Sequence[str]) -> str:
     for host in hosts:
         if not isinstance(host, str) or not host or "," in host:
             raise UserError(
-                f'mpiddp.spawn: hosts: {host!r} is not a host with its slots. Example: ["node1:4", "node2:4"]'
+                f"mpiddp.spawn: hosts: {host!r} is not a host with its slots. "
+                'Example: ["node1:4", "node2:4"] [spawn-host]'
             )
     return ",".join(hosts)

@@ -49,7 +49,8 @@ def pickled_call(
         except Exception as error:
             raise UserError(
                 f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the function."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
+                "function. [spawn-pickle]"
             ) from error
     facts = {
         "name": name,

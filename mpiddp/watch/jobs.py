@@ -53,11 +53,12 @@ class Job:
     def _ask(self, path: Path, within_s: float) -> dict[str, Any]:
         connection = _connected(path)
         if connection is None:
-            raise UserError(f"job {self.title} has ended.")
+            raise UserError(f"job {self.title} has ended. [job-ended]")
         if facts := _received(connection, within_s):
             return facts
         raise UserError(
-            f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
+            f"job {self.title} does not answer: it ends or restarts now, or is suspended "
+            "(Ctrl-Z). [job-silent]"
         )
 
 
@@ -84,15 +85,17 @@ def chosen(jobs: list[Job], name: str | None) -> Job:
     """
     if not jobs:
         raise UserError(
-            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
+            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended. [no-jobs]"
         )
     found = [job for job in jobs if name in (None, str(job.pid), job.facts.get("name"))]
     if len(found) == 1:
         return found[0]
     titles = listed([job.title for job in found or jobs])
     if found:
-        raise UserError(f"several jobs run here: {titles}. Name one by its number.")
-    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+        raise UserError(f"several jobs run here: {titles}. Name one by its number. [several-jobs]")
+    raise UserError(
+        f"no job of yours is called {shown(str(name))}. There are: {titles}. [unknown-job]"
+    )
 
 
 def _connected(path: Path) -> socket.socket | None:

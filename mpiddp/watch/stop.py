@@ -25,10 +25,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
     job = find_job(parser.parse_args(argv).job)
     if not job.pid:
-        raise UserError(f"job {job.title} runs in another container. Stop it there.")
+        raise UserError(
+            f"job {job.title} runs in another container. Stop it there. [job-elsewhere]"
+        )
     with suppress(ProcessLookupError), opened(job.pid) as send:
         if job.is_alive:  # else another process may have its pid by now
             send(signal.SIGTERM)
             print(f"job {job.title} is requested to stop.")
             return 0
-    raise UserError(f"job {job.title} has ended.")
+    raise UserError(f"job {job.title} has ended. [job-over]")

@@ -2,9 +2,8 @@
 
     python -m tests.support.sentences --update
 
-An id is the place of the error: `hosts.hostfile:_slots`, and `hosts.hostfile:_slots:2` for the second
-sentence of that function. What varies is shown as {}. So a better sentence is one line of a diff, and all can
-be read in one place. `untested` names those that no test holds.
+A sentence ends with its id: "hosts.txt not found. [hostfile-missing]". Tests name the id, the values that a
+user gave and the command that mends it (`error`), so a better sentence is one line of this file's diff.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,39 +18,67 @@ from textwrap import indent
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/data/sentences.txt"
-ERRORS = ("UserError", "JobFailed", "Failed")
 OWN = ("sentences.py", "test_sentences.py")
 GAP = "{}"
-_WORDS = 4  # that a test has to hold in a row; fewer where a sentence has no more between its gaps
+_ERRORS = ("UserError", "JobFailed", "Failed", "NotSaved", "NoAnswer", "ChannelLost", "cause_of")
+_ID = re.compile(r"(?:^| )\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]\n?$", re.MULTILINE)
+_WORDS = 6  # that no test holds in a row: they are the sentence's own
+
+
+def error(id: str, *values: str) -> str:
+    """A pattern: one line with the error `id`, which shows these values in this order.
+
+    `re.fullmatch` asserts that nothing stands before or after it.
+    """
+    return "".join(rf"[^\n]*?{re.escape(value)}" for value in values) + rf"[^\n]*?\[{id}\]"
 
 
 def sentences() -> dict[str, str]:
-    """Of each error that is made from a text: its id, and the text with a gap for each value."""
+    """Of each error: its id, and its text with a gap for each value.
+
+    Raises:
+        ValueError: two have the same id.
+    """
     found: dict[str, str] = {}
     for file in sorted((ROOT / "mpiddp").rglob("*.py")):
-        module = ".".join(file.relative_to(ROOT / "mpiddp").with_suffix("").parts)
-        counts: Counter[str] = Counter()
-        for name, text in _errors(ast.parse(file.read_text()), ""):
-            place = f"{module}:{name}" if name else module
-            counts[place] += 1
-            found[place if counts[place] == 1 else f"{place}:{counts[place]}"] = text
+        for text in _texts(ast.parse(file.read_text())):
+            if match := _ID.search(text):
+                if match[1] in found:
+                    raise ValueError(f"{file}: a second [{match[1]}]")
+                found[match[1]] = _ID.sub("", text)
     return found
 
 
-def _errors(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-    """The errors below a node: the function or method that makes them, and their texts."""
+def without_id() -> list[str]:
+    """The places of errors that are made from a text of their own, and have no id."""
+    return [
+        f"{file.relative_to(ROOT)}:{call.lineno}"
+        for file in sorted((ROOT / "mpiddp").rglob("*.py"))
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and call.args and _name(call.func) in _ERRORS
+        if (text := text_of(call.args[0])) and _says_something(text) and not _ID.search(text)
+    ]
+
+
+def _says_something(text: str) -> bool:
+    """Whether it is more than another error's sentence with a name before it."""
+    return bool(re.search("[a-z]", text.replace(GAP, ""))) and not text.endswith(GAP)
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The texts below a node that are not a part of another one."""
     for child in ast.iter_child_nodes(node):
-        inside = function
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inside = f"{function}.{child.name}".lstrip(".")
-        if isinstance(child, ast.Call) and child.args and _name(child.func) in ERRORS:
-            text = text_of(child.args[0])
-            if text is not None and text.replace(GAP, "").strip():
-                yield function, text
-        yield from _errors(child, inside)
+        text = text_of(child)
+        if text is not None:
+            yield text
+        else:
+            yield from _texts(child)
 
 
 def _name(function: ast.expr) -> str:
+    """The name of what is called. `cause_of(error)(text)` makes an error, too."""
+    while isinstance(function, ast.Call):
+        function = function.func
     return getattr(function, "id", "") or getattr(function, "attr", "")
 
 
@@ -72,32 +98,33 @@ def text_of(node: ast.AST) -> str | None:
 
 def golden(found: dict[str, str]) -> str:
     """The text of the file."""
-    return "".join(f"{place}\n{indent(text, '    ')}\n" for place, text in found.items())
+    return "".join(f"{id}\n{indent(text, '    ')}\n" for id, text in sorted(found.items()))
 
 
 def untested(found: dict[str, str]) -> list[str]:
-    """The ids of the sentences of which no test holds some words in a row."""
-    held = _texts_of_tests()
-    return [place for place, text in found.items() if not _is_held(text, held)]
+    """The ids that no test names."""
+    return [id for id in found if not re.search(rf"(?<![a-z0-9-]){id}(?![a-z0-9-])", _in_tests())]
+
+
+def repeated(found: dict[str, str]) -> list[str]:
+    """The ids whose sentence a test repeats, so that a better one would be more than one diff."""
+    return [id for id, text in found.items() if any(row in _in_tests() for row in _rows(text))]
 
 
 @cache
-def _texts_of_tests() -> str:
+def _in_tests() -> str:
     """All texts of the tests. A pattern's backslashes are left out."""
     files = [file for file in (ROOT / "tests").rglob("*.py") if file.name not in OWN]
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    return "\n".join(re.sub(r"\\(.)", r"\1", text) for node in nodes if (text := text_of(node)))
+    texts = (text for file in files for text in _texts(ast.parse(file.read_text())))
+    return "\n".join(re.sub(r"\\(.)", r"\1", text) for text in texts)
 
 
-def _is_held(text: str, held: str) -> bool:
-    parts = [part.split() for part in text.split(GAP)]
-    longest = min(_WORDS, max(map(len, parts)))
-    rows = [
-        " ".join(part[start : start + longest])
-        for part in parts
-        for start in range(len(part) - longest + 1)
-    ]
-    return any(row in held for row in rows)
+def _rows(text: str) -> Iterator[str]:
+    """All rows of so many words in a sentence, between its gaps."""
+    for part in text.split(GAP):
+        words = part.split()
+        for start in range(len(words) - _WORDS + 1):
+            yield " ".join(words[start : start + _WORDS])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sentences of errors: all stand in one file, and a test holds each.
+"""The sentences of errors: each has an id, all stand in one file, and a test names each.
 
 Tests tests/data/sentences.txt, which `python -m tests.support.sentences --update` writes.
 python -m pytest tests/unit/test_sentences.py
@@ -7,10 +7,20 @@ python -m pytest tests/unit/test_sentences.py
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
-from tests.support.sentences import GOLDEN, golden, sentences, text_of, untested
+from tests.support.sentences import (
+    GOLDEN,
+    error,
+    golden,
+    repeated,
+    sentences,
+    text_of,
+    untested,
+    without_id,
+)
 
 
 def test_the_file_has_the_sentences_of_the_package() -> None:
@@ -18,13 +28,39 @@ def test_the_file_has_the_sentences_of_the_package() -> None:
     assert GOLDEN.read_text() == now, "python -m tests.support.sentences --update; git diff"
 
 
-def test_a_test_holds_each_sentence() -> None:
+def test_each_error_has_an_id() -> None:
+    assert without_id() == []
+
+
+def test_a_test_names_each_id() -> None:
     assert untested(sentences()) == []
 
 
-def test_a_sentence_that_no_test_holds_is_found() -> None:
-    told = {"a:f": "{}: the zebra has {} odd stripes.", "a:g": "{}: expected {}."}
-    assert untested(told) == ["a:f"]
+def test_no_test_repeats_a_sentence() -> None:
+    """So a better sentence is one diff, in the file above."""
+    assert repeated(sentences()) == []
+
+
+def test_what_is_untested_or_repeated_is_found() -> None:
+    told = {"a-zebra": "{}: the zebra has {} odd stripes.", "host-dash": "{} reaches {}. Refused."}
+    assert untested(told) == ["a-zebra"]
+    same = "an unknown host, the ranks then wait for ever"
+    assert repeated({"a-host": f"{{}}: {same}: {{}}."}) == ["a-host"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_it"),
+    [
+        ("hosts.txt: no host a-b [the-id]", True),
+        ("first line\nhosts.txt: a-b [the-id]\nlast line", True),
+        ("hosts.txt: no host a-b [the-id-2]", False),
+        ("hosts.txt: no host [the-id]", False),
+        ("a-b: not in hosts.txt [the-id]", False),
+        ("hosts.txt: a-b\n[the-id]", False),
+    ],
+)
+def test_the_pattern_of_an_error(text: str, is_it: bool) -> None:
+    assert bool(re.search(error("the-id", "hosts.txt", "a-b"), text)) == is_it
 
 
 @pytest.mark.parametrize(

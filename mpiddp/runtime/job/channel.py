@@ -301,7 +301,9 @@ class JobChannel:
             raise self._lost() from None
 
     def _lost(self) -> ChannelLost:
-        return ChannelLost(f"rank {self.rank} has lost the connection to the other ranks.")
+        return ChannelLost(
+            f"rank {self.rank} has lost the connection to the other ranks. [channel-lost]"
+        )
 
     # --- what arrives ---
 

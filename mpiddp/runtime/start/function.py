@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
 
 def _run(session: Session, coordinator: Coordinator, argv: list[str]) -> int:
     if session.launcher is None or session.channel is None:
-        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
+        raise UserError(
+            "mpiddp run-function is a part of mpiddp.spawn, which starts it. [spawn-internal]"
+        )
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -134,7 +136,7 @@ class Caller:
             except (OSError, ValueError) as error:
                 raise JobFailed(
                     f"rank {self._world.rank} on {self._world.hostname} has lost the launcher during the "
-                    f"transfer of its {kind}: {error}."
+                    f"transfer of its {kind}: {error}. [spawn-lost-launcher]"
                 ) from None
 
 
@@ -145,7 +147,7 @@ def check_python(facts: Mapping[str, Any], hostname: str) -> None:
         raise UserError(
             f"{hostname} runs Python {own[0]}.{own[1]} ({sys.executable}), but mpiddp.spawn was called by "
             f"Python {theirs[0]}.{theirs[1]}, whose functions it cannot run. Install Python "
-            f"{theirs[0]}.{theirs[1]} there, at the same path."
+            f"{theirs[0]}.{theirs[1]} there, at the same path. [spawn-python]"
         )
 
 
@@ -174,7 +176,7 @@ def unpickled(payload: Payload, hostname: str) -> tuple[Callable[..., Any], tupl
                 "in the calling process. Install the same version."
             )
         raise UserError(
-            f"{name} cannot be unpickled on {hostname}: {_said(error)}.{hint}"
+            f"{name} cannot be unpickled on {hostname}: {_said(error)}.{hint} [spawn-unpickle]"
         ) from None
     return function, args
 
@@ -193,12 +195,12 @@ def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes
     except Exception as error:
         raise UserError(
             f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
-            f"{_said(error)}."
+            f"{_said(error)}. [spawn-result-pickle]"
         ) from None
     if len(body) > limit:
         raise UserError(
             f"{rank}: the result of {name} has {len(body)} bytes, more than max_result_bytes={limit}. "
-            "Return less, write it to a file, or raise max_result_bytes."
+            "Return less, write it to a file, or raise max_result_bytes. [spawn-result-size]"
         )
     return body
 

@@ -143,11 +143,13 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _check_command(command: list[str], *, keep_mpi: bool) -> None:
     if not command:
-        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+        raise UserError(
+            'mpiddp run: no command follows "--". See: mpiddp run --help [run-command-missing]'
+        )
     if keep_mpi:
         raise UserError(
             "mpiddp run --keep-mpi is for a Python script. A command that uses MPI itself is started by "
-            f"mpirun: mpirun … {shown(command[0])}"
+            f"mpirun: mpirun … {shown(command[0])} [run-keep-mpi]"
         )
 
 
@@ -173,14 +175,14 @@ def _run_script(
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
     with named_by(""):
         if not Path(path).exists():
-            raise UserError(f"{path} not found (looked in {Path.cwd()}).")
+            raise UserError(f"{path} not found (looked in {Path.cwd()}). [script-not-found]")
         if Path(path).is_dir():
             raise UserError(
-                f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE"
+                f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE [script-is-folder]"
             )
         if not Path(path).is_file():
             raise UserError(
-                f"{path} is no regular file, and each rank reads its script from the disk."
+                f"{path} is no regular file, and each rank reads its script from the disk. [script-no-file]"
             )
         source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link
@@ -204,7 +206,8 @@ def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     code = loader.get_code(spec.name) if spec and isinstance(loader, InspectLoader) else None
     if spec is None or spec.origin is None or code is None:
         raise UserError(
-            f"module {name} not found (looked in {Path.cwd()} and in the installed packages)."
+            f"module {name} not found (looked in {Path.cwd()} and in the installed packages). "
+            "[module-not-found]"
         )
     main_module = _main_module(spec.origin)
     main_module.__spec__, main_module.__loader__ = spec, loader
