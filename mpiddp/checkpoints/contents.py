@@ -260,7 +260,7 @@ class Resumed:
                 target.load_state_dict(_sharded_like(entry, like))
             except UserError as error:
                 raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {error} [checkpoint-model]"
+                    f"the checkpoint of step {self.step} does not fit: {name}: {error}"
                 ) from None
             except _ERRORS as error:
                 reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")

@@ -31,6 +31,7 @@ from mpiddp.paths import flush
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
+from mpiddp.text import without_id
 
 
 class NotSaved(Exception):
@@ -247,7 +248,7 @@ class ShardedSaver:
                     senders = self._file_systems.senders_to(self._rank)
                     transfer = Transfer(folder, self._rank, senders)
         except (OSError, JobFailed) as error:
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+            reason = getattr(error, "strerror", None) or without_id(str(error)).rstrip(".")
         # None tells the other hosts that this rank takes no part in the transfer.
         written = asdict(entry) if entry and not reason else None
         self._exchange.set("written", written)

@@ -38,7 +38,7 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.paths import named_by
-from mpiddp.text import all_of, counted
+from mpiddp.text import all_of, counted, without_id
 from mpiddp.world import leave_enclosing_job
 
 _JOB_S = 90.0
@@ -285,6 +285,6 @@ def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> lis
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """A sentence of the preflight, without its id, into the fact, and what mends it."""
-    fact, _, mend = sentence.rpartition(" [")[0].partition(". ")
+    """A sentence of the preflight into the fact, and what mends it."""
+    fact, _, mend = without_id(sentence).partition(". ")
     return fact.rstrip("."), mend.rstrip(".")

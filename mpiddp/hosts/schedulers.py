@@ -142,7 +142,7 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         ) from None
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM} [flux-output]"
+            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM} [flux-unusable]"
         ) from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]

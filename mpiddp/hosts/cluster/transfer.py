@@ -23,7 +23,7 @@ from mpiddp.hosts.cluster.tree import MODE, PATH, SIZE, TIME, Row, digest, list_
 
 # The command of the shell on each host. It holds no input: the program follows on stdin, after its length.
 START = (
-    "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -c "
+    "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -S -c "
     "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
 )
 PROOF = "mpiddp-push"  # of a login; a start-up file may have printed before it, also on its line
@@ -32,7 +32,8 @@ FIRST = f"""
 import sys
 print({PROOF!r}, flush=True)
 if sys.version_info < (3, 8):
-    print('{{"failed": "python3 is %d.%d there; expected 3.8 or newer."}}' % sys.version_info[:2])
+    own = '%d.%d' % sys.version_info[:2]
+    print('{{"failed": "python3 is %s there; expected 3.8 or newer. [python-too-old]"}}' % own)
     sys.exit()
 """
 LOGIN_S = 15.0  # until the proof; what the other end is asked may take longer
@@ -349,7 +350,7 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
 def sentence_of(error: OSError) -> str:
     """A full disk has no path."""
     about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-    return f"{about}{error.strerror}."
+    return f"{about}{error.strerror}. [host-file]"
 
 
 def tell(message: dict[str, Any]) -> None:
