@@ -25,6 +25,13 @@ def without_id(sentence: str) -> str:
     return _ID.sub("", sentence)
 
 
+def before_id(sentence: str, more: str) -> str:
+    """The sentence of an error with more text before its id; at its end if it has none."""
+    found = _ID.search(sentence)
+    end = found.start() if found else len(sentence)
+    return f"{sentence[:end]}{more}{sentence[end:]}"
+
+
 def escaped(text: str, *, keep: str = "") -> str:
     """The text without effects on a terminal: an escape character becomes "\\x1b", the end of a line "\\n".
 

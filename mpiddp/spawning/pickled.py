@@ -22,6 +22,7 @@ from typing import Any
 
 from mpiddp.errors import UserError, missing_package
 from mpiddp.protocol.payload import Payload
+from mpiddp.text import without_id
 
 _NEVER_LOOSE = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
 
@@ -49,7 +50,7 @@ def pickled_call(
         except Exception as error:
             raise UserError(
                 f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
+                f"{type(error).__name__}: {without_id(str(error)).rstrip('.')}. Create it within the "
                 "function. [spawn-pickle]"
             ) from error
     facts = {

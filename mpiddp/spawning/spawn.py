@@ -28,7 +28,7 @@ from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options
 from mpiddp.spawning.launcher import Report, run_launcher
 from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
-from mpiddp.text import shown
+from mpiddp.text import shown, without_id
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -226,5 +226,6 @@ def _result(rank: int, answer: Payload, name: str) -> Any:
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Return plain values, or tensors on the CPU. [spawn-result-unpickle]"
+            f"{without_id(str(error)).rstrip('.')}. Return plain values, or tensors on the CPU. "
+            "[spawn-result-unpickle]"
         ) from error

@@ -90,7 +90,7 @@ def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
         return _shared_gpus(placements)
     return (
         f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
-        f"settings (environment, mca-params.conf) and the host names: [ranks-misplaced]\n"
+        f"settings (environment, mca-params.conf) and the host names. [ranks-misplaced]\n"
         f"{table(placements, names)}"
     )
 

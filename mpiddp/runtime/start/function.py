@@ -24,6 +24,7 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.start.run import run_rank, script_frames, show_own_frames_only
+from mpiddp.text import without_id
 from mpiddp.world import World
 
 _MAX_TRACEBACK = 1 << 20  # characters
@@ -230,4 +231,4 @@ def _show_lines_of(sources: Mapping[str, str]) -> None:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('.')}"
+    return f"{type(error).__name__}: {without_id(str(error)).rstrip('.')}"

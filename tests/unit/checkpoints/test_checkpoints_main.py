@@ -14,6 +14,7 @@ import pytest
 from mpiddp.checkpoints import directory
 from mpiddp.cli import main
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 
 def write_files(folder: Path) -> None:
@@ -111,26 +112,32 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
     empty = run / "empty"
     empty.mkdir()
     one = run / "checkpoints" / "step_00000100"
-    anything = "Expected a run's folder, a folder of checkpoints, or a checkpoint."
-    several = "Expected a run's folder or a folder of checkpoints."
     for arguments, sentence in (
-        (("list", str(empty)), f"{empty} contains no checkpoints. {anything}"),
-        (("verify", str(run / "x")), f"{run / 'x'} does not exist. {anything}"),
-        (("list", "x" * 300), f"{'x' * 300}/checkpoints: File name too long."),
-        (("prune", str(empty)), f"{empty} contains no checkpoints. {several}"),
-        (("prune", str(one)), f"{one} is a single checkpoint. {several}"),
+        (("list", str(empty)), error("checkpoints-folder", f"{empty} contains no checkpoints")),
+        (("verify", str(run / "x")), error("checkpoints-folder", f"{run}/x does not exist")),
+        (("list", "x" * 300), error("file-error", f"{'x' * 300}/checkpoints: File name too long")),
+        (("prune", str(empty)), error("prune-folder", f"{empty} contains no checkpoints")),
+        (("prune", str(one)), error("prune-folder", f"{one} is a single checkpoint")),
         (
             ("prune", str(run), "--keep", "0"),
-            "mpiddp checkpoints prune: argument --keep: expected a whole number, 1 or more, "
-            "not '0'. See: mpiddp checkpoints prune --help",
+            error(
+                "usage-error",
+                "mpiddp checkpoints prune: ",
+                *(" --keep: ", "'0'", "See: mpiddp checkpoints prune --help "),
+            ),
         ),
         (
             ("list",),
-            "mpiddp checkpoints list: the following arguments are required: DIR. "
-            "See: mpiddp checkpoints list --help",
+            error(
+                "usage-error",
+                "mpiddp checkpoints list: ",
+                *(": DIR.", "See: mpiddp checkpoints list --help "),
+            ),
         ),
     ):
-        assert call(capsys, *arguments) == (2, [], [sentence])
+        code, out, err = call(capsys, *arguments)
+        assert (code, out, len(err)) == (2, [], 1)
+        assert re.fullmatch(sentence, err[0])
     assert call(capsys)[0] == 2
     assert call(capsys, "repair", str(run))[0] == 2
     assert len(names(run)) == 3

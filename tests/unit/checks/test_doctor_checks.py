@@ -21,6 +21,7 @@ from mpiddp.checks.hosts import agent_program
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 GPU = {
     "index": "0",
@@ -446,7 +447,12 @@ def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -
 def test_bad_usage_is_one_sentence() -> None:
     from mpiddp.checks.main import main
 
-    with pytest.raises(UserError, match=r"--script nowhere\.py not found"):
+    with pytest.raises(
+        UserError, match=error("doctor-script", "--script nowhere.py ", f" {Path.cwd()})")
+    ):
         main(["-H", "localhost", "--script", "nowhere.py"])
-    with pytest.raises(UserError, match=r"^--script /x+: File name too long\.$"):
-        main(["-H", "localhost", "--script", f"/{'x' * 300}"])
+    long = f"/{'x' * 300}"
+    with pytest.raises(
+        UserError, match=error("file-error", f"--script {long}: File name too long")
+    ):
+        main(["-H", "localhost", "--script", long])

@@ -7,7 +7,8 @@ python -m pytest tests/unit/hosts/test_allocations.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tests.support.allocations import (
     documented_dry_runs,
     enter_folder,
 )
+from tests.support.sentences import error
 
 # Slurm, "Heterogeneous Job Support", "Environment Variables"
 # (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
@@ -82,6 +84,7 @@ def refusal(call: Callable[[], object]) -> str:
 CLUSTER_NAMES = ["n1.cluster", "n2.cluster"]
 PODS = ["pi-worker-0.pi.default.svc", "pi-worker-1.pi.default.svc"]
 IPS = ["10.0.0.4", "10.0.0.5"]
+HINT = ("--hostfile", "-H", "--local")  # the ways out, in the order of the sentences
 
 
 @pytest.mark.parametrize(
@@ -138,9 +141,9 @@ def test_a_flux_that_fails_in_bytes_that_are_no_text(tmp_path: Path) -> None:
     flux.write_bytes(b"#!/bin/sh\nprintf 'no \\377 broker\\n' >&2\nexit 1\n")
     flux.chmod(0o755)
     env = FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    assert "flux getattr hostlist fails: no \N{REPLACEMENT CHARACTER} broker" in refusal(
-        lambda: found(env)
-    )
+    said = "no \N{REPLACEMENT CHARACTER} broker"
+    sentence = error("flux-fails", "FLUX_URI", "flux getattr hostlist", said, *HINT)
+    assert re.fullmatch(sentence, refusal(lambda: found(env)))
 
 
 def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder: Path) -> None:
@@ -161,10 +164,13 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(
 
 @pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
 def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
-    assert refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi])) == (
-        f'pe_hostfile:1: "all.q@n1" is Grid Engine\'s syntax and mpirun here is '
-        f"{MPI_NAMES[mpi]}. Write: {right}"
+    sentence = error(
+        "check-syntax",
+        'pe_hostfile:1: "all.q@n1"',
+        *("Grid Engine", MPI_NAMES[mpi], f"Write: {right}"),
     )
+    said = refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi]))
+    assert re.fullmatch(sentence, said)
 
 
 def test_hosts_that_take_turns_in_a_node_file(in_folder: Path) -> None:
@@ -198,94 +204,85 @@ def test_no_allocation(env: Env) -> None:
     assert find_allocation(env) is None
 
 
-HINT = "Name the hosts with --hostfile or -H, or write --local for this machine alone."
-
-
 @pytest.mark.parametrize(
-    ("env", "sentence"),
+    ("env", "id", "values"),
     [
-        (
-            {"PBS_JOBID": "12"},
-            "PBS_JOBID=12 is set but PBS_NODEFILE is not: this is only a part of an allocation's "
-            f"environment. {HINT}",
-        ),
+        ({"PBS_JOBID": "12"}, "scheduler-no-file", ["PBS_JOBID=12 ", "PBS_NODEFILE ", *HINT]),
         (
             {"PBS_JOBID": "12", "PBS_NODEFILE": "/nowhere/12"},
-            "/nowhere/12 not found. Not falling back to this machine.",
+            "hostfile-missing",
+            ["/nowhere/12 "],
         ),
-        (
-            {"LSB_JOBID": "9"},
-            "LSB_JOBID=9 is set but LSB_DJOB_HOSTFILE is not: this is only a part of an allocation's "
-            f"environment. {HINT}",
-        ),
+        ({"LSB_JOBID": "9"}, "scheduler-no-file", ["LSB_JOBID=9 ", "LSB_DJOB_HOSTFILE ", *HINT]),
         (
             {"LSB_MCPU_HOSTS": "n1 4 n2"},
-            'LSB_MCPU_HOSTS="n1 4 n2" is not LSF\'s: it does not have a number after each host. '
-            + HINT,
+            "lsf-hosts",
+            ['LSB_MCPU_HOSTS="n1 4 n2"', "a number after each host", *HINT],
         ),
         (
             {"LSB_MCPU_HOSTS": "n1 4 n2 x"},
-            "LSB_MCPU_HOSTS=\"n1 4 n2 x\" is not LSF's: 'x' is not a number of slots. " + HINT,
+            "lsf-hosts",
+            ['LSB_MCPU_HOSTS="n1 4 n2 x"', "'x' is not a number", *HINT],
         ),
         (
             {"SGE_TASK_ID": "1", "NHOSTS": "2"},
-            "NHOSTS=2 is set but PE_HOSTFILE is not: this is only a part of an allocation's environment. "
-            + HINT,
+            "scheduler-no-file",
+            ["NHOSTS=2 ", "PE_HOSTFILE ", *HINT],
         ),
-        (
-            {"K_MPI_JOB_ROLE": "worker"},
-            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. Write mpiddp "
-            "launch in the command of the Launcher, and sshd in that of the Worker.",
-        ),
+        ({"K_MPI_JOB_ROLE": "worker"}, "mpijob-worker", ["mpiddp launch", "Launcher"]),
         (
             {"K_MPI_JOB_ROLE": "launcher"},
-            "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
-            "Expected one of OMPI_MCA_orte_default_hostfile, I_MPI_HYDRA_HOST_FILE, HYDRA_HOST_FILE, "
-            f"PRTE_MCA_prte_default_hostfile. {HINT}",
+            "mpijob-no-hostfile",
+            [
+                "K_MPI_JOB_ROLE",
+                "OMPI_MCA_orte_default_hostfile, I_MPI_HYDRA_HOST_FILE, HYDRA_HOST_FILE, "
+                "PRTE_MCA_prte_default_hostfile.",
+                *HINT,
+            ],
         ),
         (
             SKYPILOT | {"SKYPILOT_NODE_RANK": "1"},
-            "this is node 1 of a SkyPilot task, and mpiddp launch on node 0 starts the ranks of all "
-            'nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp launch …; fi',
+            "skypilot-node",
+            ["node 1 ", 'if [ "$SKYPILOT_NODE_RANK" = 0 ]', "; then mpiddp launch …; fi "],
         ),
         (
             SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
-            'SKYPILOT_NUM_GPUS_PER_NODE="many" is not a whole number, 0 or more and less than 1000.',
+            "scheduler-count",
+            ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
         ),
         (
             AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
-            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
-            "ranks of all nodes. Write it in the application command of the task.",
+            "azure-not-primary",
+            ["mpiddp launch"],
         ),
         (
             {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
-            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
-            f"nodes of this Azure Batch task are not known. {HINT}",
+            "azure-no-hosts",
+            ["AZ_BATCH_MASTER_NODE ", "AZ_BATCH_HOST_LIST ", "AZ_BATCH_NODE_LIST", *HINT],
         ),
         (
             TRAIN_JOB,
-            "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of several hosts, and "
-            f"does not list them. Start the script with torchrun, or use an MPIJob. {HINT}",
+            "scheduler-hosts-unknown",
+            ["PET_NNODES=2: ", "a PyTorchJob or TrainJob", "torchrun", "MPIJob", *HINT],
         ),
         (
             AWS_BATCH,
-            "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of several hosts, and does "
-            f"not list them. Start the script with torchrun on each node. {HINT}",
+            "scheduler-hosts-unknown",
+            ["AWS_BATCH_JOB_NUM_NODES=2: ", "AWS Batch", "torchrun on each node", *HINT],
         ),
-        (
-            SLURM_HETEROGENEOUS,
-            "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous, and the hosts of its components are not read. "
-            + HINT,
-        ),
+        (SLURM_HETEROGENEOUS, "slurm-heterogeneous", ["SLURM_HET_SIZE=2: ", "Slurm job 7 ", *HINT]),
         (
             {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
-            'SKYPILOT_NODE_IPS: host "-oProxyCommand=x" starts with "-" and would reach ssh as an option. '
-            "Refused.",
+            "host-dash",
+            ['SKYPILOT_NODE_IPS: host "-oProxyCommand=x"'],
         ),
     ],
 )
-def test_an_allocation_that_cannot_be_read_is_refused(env: Env, sentence: str) -> None:
-    assert refusal(lambda: find_allocation({"PATH": "/nowhere"} | env)) == sentence
+def test_an_allocation_that_cannot_be_read_is_refused(
+    env: Env, id: str, values: Sequence[str]
+) -> None:
+    said = refusal(lambda: find_allocation({"PATH": "/nowhere"} | env))
+    assert re.fullmatch(error(id, *values), said)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +294,8 @@ def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: boo
 
 
 def test_flux_without_its_program(tmp_path: Path) -> None:
-    sentence = refusal(lambda: find_allocation(FLUX | {"PATH": str(tmp_path)}))
-    assert sentence.startswith("FLUX_URI is set, but flux getattr hostlist fails: ")
-    assert sentence.endswith(HINT)
+    said = refusal(lambda: find_allocation(FLUX | {"PATH": str(tmp_path)}))
+    assert re.fullmatch(error("flux-unusable", "FLUX_URI", "flux getattr hostlist", *HINT), said)
 
 
 # Several allocations

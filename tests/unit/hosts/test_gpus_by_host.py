@@ -38,6 +38,7 @@ from mpiddp.runtime.start.own_gpu import (
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.gpu_tools import NVIDIA, tool
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 HOST = socket.gethostname()
 
@@ -184,11 +185,9 @@ def test_a_table_that_the_launcher_did_not_write(
     monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
     monkeypatch.setenv("MPIDDP_GPUS", text)
     rank = 0 if "PATH" in text else 1
-    with pytest.raises(UserError) as refused:
+    foreign = error("gpus-variable", f'MPIDDP_GPUS="{text}" ', "MPIDDP_PLACEMENT")
+    with pytest.raises(UserError, match=rf"^{foreign}$"):
         choose_gpus(World(rank, 2, 0, 1))
-    assert str(refused.value) == (
-        f'MPIDDP_GPUS="{text}" does not fit MPIDDP_PLACEMENT. Unset it; mpiddp launch sets it.'
-    )
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mpiddp.hosts.cluster import tree
 from mpiddp.hosts.history import ENDING, MAX_BYTES, STEPS, Event, Files, History, Record, parse
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 NOW = time.time() - 1000
 DAY_S = 86400.0
@@ -378,4 +380,4 @@ def test_what_cannot_be_forgotten_is_an_error(
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     assert cli.main(["hosts", "history", str(hostfile)]) == 0
     assert cli.main(["hosts", "forget", str(hostfile)]) == 2
-    assert capsys.readouterr().err.startswith("no file of the history can be written.")
+    assert re.fullmatch(rf"{error('history-unwritable')}\n", capsys.readouterr().err)

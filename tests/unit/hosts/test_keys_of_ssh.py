@@ -23,6 +23,7 @@ from mpiddp.hosts.cluster import keys
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import shell_command
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 CONFIG = """\
 Host a.invalid
@@ -66,9 +67,9 @@ def test_the_settings_of_a_host(tmp_path: Path) -> None:
     own = keys._settings(Host("a.invalid", user="me", port=9))
     assert (own["user"], own["port"]) == (["me"], ["9"])
     Path("config").write_text("Nonsense\n")
-    with pytest.raises(UserError) as raised:
+    broken = error("keys-ssh-config", "ssh -G me@a.invalid ", "~/.ssh/config")
+    with pytest.raises(UserError, match=rf"^{broken}$"):
         keys._settings(Host("a.invalid", user="me"))
-    assert str(raised.value) == "ssh -G me@a.invalid fails. Correct ~/.ssh/config."
 
 
 def test_the_key_that_ssh_offers_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,12 +85,10 @@ def test_the_key_that_ssh_offers_first(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_key_that_cannot_be_read_is_not_copied(tmp_path: Path) -> None:
     """As one with a passphrase that nobody knows."""
     (tmp_path / "id_rsa").write_text("no key")
-    with pytest.raises(UserError) as raised:
-        keys._public_key(Host("a.invalid"))
     own = tmp_path / "id_rsa"
-    assert str(raised.value) == (
-        f"{own}: its public key cannot be read. Make it: ssh-keygen -y -f {own} > {own}.pub"
-    )
+    unread = error("keys-public-key", f"{own}: ", f": ssh-keygen -y -f {own} > {own}.pub ")
+    with pytest.raises(UserError, match=rf"^{unread}$"):
+        keys._public_key(Host("a.invalid"))
 
 
 def test_a_key_is_made_where_there_is_none(
@@ -104,7 +103,7 @@ def test_a_key_is_made_where_there_is_none(
     assert own.parent.stat().st_mode & 0o777 == 0o700
     shutil.rmtree(own.parent)
     own.parent.symlink_to("/proc")
-    with pytest.raises(UserError, match=rf"^ssh-keygen cannot make {own}: "):
+    with pytest.raises(UserError, match=error("keys-keygen", "ssh-keygen ", f" {own}: ")):
         keys._public_key(Host("a.invalid"))
 
 
@@ -130,11 +129,9 @@ def test_the_fingerprint_of_a_key(tmp_path: Path) -> None:
 def test_a_host_that_sends_no_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(UserError) as raised:
+    no_key = error("keys-scan", "127.0.0.1: ", f"Try: ssh-keyscan -p {port} 127.0.0.1 ")
+    with pytest.raises(UserError, match=rf"^{no_key}$"):
         keys._scan("127.0.0.1", port, None)
-    assert str(raised.value) == (
-        f"127.0.0.1: it sends ssh-keyscan no key. Try: ssh-keyscan -p {port} 127.0.0.1"
-    )
 
 
 @pytest.mark.parametrize(
@@ -198,21 +195,19 @@ def test_hosts_are_known_after_a_yes(
 
 @pytest.mark.usefixtures("key")
 @pytest.mark.parametrize(
-    ("stdin", "sentence"),
+    ("stdin", "id"),
     [
-        (Terminal("no\n"), "No host was accepted, and nothing has changed."),
-        (Terminal(""), "No host was accepted, and nothing has changed."),
-        (io.StringIO("yes\n"),
-         "No host was accepted: a person has to confirm these keys. Run it in a terminal."),
+        (Terminal("no\n"), "keys-declined"),
+        (Terminal(""), "keys-declined"),
+        (io.StringIO("yes\n"), "keys-no-terminal"),
     ],
-)  # fmt: skip
+)
 def test_hosts_are_not_known_without_a_yes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, sentence: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, id: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=rf"^{error(id)}$"):
         keys._confirm(HOSTS, None)
-    assert str(raised.value) == sentence
     assert not (tmp_path / "new").exists()
 
 
@@ -239,7 +234,8 @@ def test_a_host_that_ssh_does_not_reach(capfd: pytest.CaptureFixture[str]) -> No
     with Path("config").open("a") as config:
         config.write("  ProxyCommand false\n")
     far = Host("a.invalid")
-    with pytest.raises(UserError, match=r"^ssh a\.invalid failed: "):
+    failed = error("ssh-failed", "ssh a.invalid ", "Try: ssh a.invalid true ")
+    with pytest.raises(UserError, match=rf"^{failed}$"):
         keys.open_logins([Host("localhost"), far], None)
     found, unknown = keys.reached([Host("localhost"), far], None)
     assert found == {"localhost": ["a.invalid"], "a.invalid": []}
@@ -250,12 +246,10 @@ def test_a_jump_host_that_does_not_answer_is_no_fault_of_the_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     Path("config").write_text(f"Host a.invalid\n  ProxyJump 127.0.0.1:{port}\n")
-    with pytest.raises(UserError) as raised:
+    said = f"(ssh: connect to host 127.0.0.1 port {port}: Connection refused)"
+    failed = error("ssh-jump-host", "ssh a.invalid: ", said, "Try: ssh a.invalid true ")
+    with pytest.raises(UserError, match=rf"^{failed}$"):
         keys.open_logins([Host("a.invalid")], None)
-    assert str(raised.value) == (
-        "ssh a.invalid: the jump host on the way failed (ssh: connect to host 127.0.0.1 "
-        f"port {port}: Connection refused). Try: ssh a.invalid true"
-    )
 
 
 def test_each_host_says_whom_it_reaches_and_whom_not() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from mpiddp.hosts.cluster.receive import _check_platform, this_platform
 from mpiddp.hosts.cluster.transfer import Failed
+from tests.support.sentences import error
 
 HERE = this_platform()
 
@@ -36,10 +37,10 @@ def test_what_runs_here_is_taken() -> None:
 
 
 def test_another_processor_is_refused() -> None:
-    with pytest.raises(Failed, match=rf"its CPU is {HERE['machine']}, .* for z80\."):
+    with pytest.raises(Failed, match=error("push-cpu", f" {HERE['machine']}, ", " z80.")):
         check(machine="z80")
 
 
 def test_an_older_glibc_is_refused() -> None:
-    with pytest.raises(Failed, match=r"its glibc is .*, older than 99\.1 here\."):
+    with pytest.raises(Failed, match=error("push-glibc", "glibc", " 99.1 ")):
         check(glibc=[99, 1])

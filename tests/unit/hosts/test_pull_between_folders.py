@@ -7,6 +7,7 @@ python -m pytest tests/unit/hosts/test_pull_between_folders.py
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Callable
 from hashlib import sha256
@@ -20,6 +21,7 @@ from mpiddp.hosts.cluster.pull import Source
 from mpiddp.hosts.hostfile import Host
 from tests.support import folders_as_hosts
 from tests.support.folders_as_hosts import files_of, modes_count, verb, write
+from tests.support.sentences import error
 
 
 @pytest.fixture(name="hosts", autouse=True)
@@ -28,19 +30,18 @@ def folders_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_verb_pull(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"/here/run is on no host\.$"):
+    with pytest.raises(UserError, match=error("pull-nowhere", "/here/run ")):
         verb("pull", "run")
     write(Path("run"), log="1")
     assert verb("pull", "run") == 0
     assert capfd.readouterr() == ("node1: nothing new\n", "")
-    with pytest.raises(UserError, match=r"/run/log is a file; expected the folder of a run\.$"):
+    with pytest.raises(UserError, match=error("pull-file", "/run/log ")):
         verb("pull", "run/log/deep")
-    with pytest.raises(UserError, match=r"^--min-hosts 3: only 2 hosts given\.$"):
+    with pytest.raises(UserError, match=error("pull-min-hosts", "--min-hosts 3: ", " 2 hosts ")):
         verb("pull", "run", "--min-hosts", "3")
     checkpoint(Path("run") / "step1", model="weights")
-    with pytest.raises(
-        UserError, match=r"/run/step1 is a checkpoint\. Pull the folder above it: /.*/run\.$"
-    ):
+    above = f": {Path.cwd()}/run."
+    with pytest.raises(UserError, match=error("pull-checkpoint", "/run/step1 ", above)):
         verb("pull", "run/step1")
 
 
@@ -102,11 +103,11 @@ def test_what_cannot_be_read_there_is_named_and_the_rest_comes(
     for name in ("closed", "same", "step1/model"):
         (there / name).chmod(0)
     for _ in range(2):
-        sentences = pull().rstrip(".").split(". ")
-        names = ("closed", "same", "step1/model")
-        assert sorted(sentences) == [
-            f"run/{name} cannot be read: Permission denied" for name in names
-        ]
+        sentences = sorted(re.split(r"(?<=\])\s", pull()))
+        assert len(sentences) == 3
+        for name, sentence in zip(("closed", "same", "step1/model"), sentences, strict=True):
+            closed = error("push-file-unreadable", f"run/{name} ", ": Permission denied")
+            assert re.fullmatch(closed, sentence)
         assert sorted(files_of(Path("run"))) == [
             "a", "same", "step2/COMPLETE", "step2/manifest.json", "step2/model", "z"
         ]  # fmt: skip
@@ -147,7 +148,7 @@ def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        assert pull() == "File too large."
+        assert re.fullmatch(error("host-file", "File too large."), pull())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -196,5 +197,5 @@ def test_a_damaged_checkpoint_is_not_taken(
     (there / file).unlink()
     if text is not None:
         (there / file).write_text(text)
-    assert pull() == f"step1 is no complete checkpoint there: {problem}."
+    assert re.fullmatch(error("pull-incomplete", "step1 ", f": {problem}."), pull())
     assert not (Path("run") / "step1").exists()

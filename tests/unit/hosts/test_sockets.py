@@ -15,6 +15,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
+from tests.support.sentences import error
 
 
 @pytest.mark.parametrize(("text", "port"), [(None, 0), ("", 0), ("0", 0), ("65535", 65535)])
@@ -24,7 +25,9 @@ def test_the_port_of_the_environment(text: str | None, port: int) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "65537", "ssh", "1.5"])
 def test_a_port_that_is_none(text: str) -> None:
-    with pytest.raises(UserError, match=r"is not a port\. Expected 1 to 65535"):
+    with pytest.raises(
+        UserError, match=error("master-port", f'MASTER_PORT="{text}"', "1 to 65535")
+    ):
         sockets.port_in({"MASTER_PORT": text})
 
 
@@ -35,7 +38,7 @@ def test_an_address_is_its_own_resolution() -> None:
 
 
 def test_a_name_that_cannot_be_one() -> None:
-    with pytest.raises(UserError, match=r"a\.\.b: cannot be resolved from"):
+    with pytest.raises(UserError, match=error("master-unresolved", "a..b: ", "MASTER_ADDR")):
         sockets.resolve("a..b")
 
 
@@ -49,7 +52,9 @@ def test_the_own_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None
     assert sockets.resolve_own("localhost") == "10.0.0.5"
     assert sockets.resolve_own("10.0.0.9") == "10.0.0.9"
     has(loopback, bridge)
-    with pytest.raises(UserError, match="localhost resolves to 127"):
+    with pytest.raises(
+        UserError, match=error("master-loopback", "localhost ", " 127.", "MASTER_ADDR")
+    ):
         sockets.resolve_own("localhost")
 
 
@@ -57,14 +62,15 @@ def test_one_process_listens_on_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with sockets.bind("127.0.0.1", 0, "a") as listener:
         port = listener.getsockname()[1]
         monkeypatch.delenv("MASTER_PORT", raising=False)
-        with pytest.raises(JobFailed, match=f"port {port}, which follows from the ids of Slurm"):
+        in_use = error("slurm-port-in-use", f"port {port}, ", " a (", "MASTER_PORT")
+        with pytest.raises(JobFailed, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use on a "):
+        in_use = error("master-port-in-use", f"MASTER_PORT={port} ", " a (")
+        with pytest.raises(UserError, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
-        with pytest.raises(
-            UserError, match=r"192\.0\.2\.1 is not an address of a, where rank 0 runs"
-        ):
+        foreign = error("master-addr-foreign", "192.0.2.1 ", " a, ", "MASTER_ADDR")
+        with pytest.raises(UserError, match=foreign):
             sockets.bind("192.0.2.1", 0, "a")
         assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
         assert sockets.wait_for("127.0.0.1", port, 60.0)

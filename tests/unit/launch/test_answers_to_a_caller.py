@@ -7,6 +7,7 @@ python -m pytest tests/unit/launch/test_answers_to_a_caller.py
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from mpiddp.protocol.payload import (
     send_payload,
 )
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 RESULT = {"kind": "result"}
 FIRST = FirstFailure(1, "b", "KeyError: 3")
@@ -136,10 +138,9 @@ def test_a_wrong_option_is_the_outcome(caller: Caller) -> None:
     ours, launcher = caller
     call(ours, "-H", "localhost:1", "-n", "2")
     facts = receive_payload(ours, "", TO_CALLER).facts
-    sentence = "-n 2 is more than the 1 slots of -H (localhost=1)."
-    assert facts == {
-        "kind": "outcome", "code": BAD_INPUT, "sentence": sentence, "rank": None, "host": ""
-    }  # fmt: skip
+    sentence = error("ranks-slots", "-n 2 ", " 1 slots ", "-H (localhost=1)")
+    assert re.fullmatch(sentence, facts.pop("sentence"))
+    assert facts == {"kind": "outcome", "code": BAD_INPUT, "rank": None, "host": ""}
     assert launcher.wait(PATIENCE_S) == BAD_INPUT
 
 

@@ -41,6 +41,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress
+from tests.support.sentences import error
 
 LIMIT_S = 60.0
 OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
@@ -487,7 +488,8 @@ def test_a_folder_of_logs_that_cannot_be_written(
 
 def test_an_mpirun_that_cannot_be_started() -> None:
     output = JobOutput("all", 1)
-    with pytest.raises(UserError, match=r"^cannot start /no/mpirun: No such file or directory\.$"):
+    sentence = error("mpirun-cannot-start", " /no/mpirun: No such file or directory")
+    with pytest.raises(UserError, match=f"^{sentence}$"):
         MpirunProcess(["/no/mpirun"], os.environ, output, OPEN_MPI)
     output.discard()
 
@@ -532,11 +534,11 @@ def test_which_jobs_resume(code: int, resume_args: tuple[str, ...], resumes: boo
 
 def test_a_script_that_has_ended_well_explains_no_later_failure() -> None:
     facts = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
-    for between, error in ((None, "E"), ("done", "")):
+    for between, cause in ((None, "E"), ("done", "")):
         ranks = Ranks(("a",))
         ranks.note(Message(0, "failed", facts, 1.0, from_script=True))
         if between:
             ranks.note(Message(0, between, {}, 1.5, from_script=True))
         ranks.note(Message(0, "failed", {**facts, "error": "", "code": 2}, 2.0))
-        assert ranks.failures[0].facts["error"] == error
+        assert ranks.failures[0].facts["error"] == cause
         assert ranks.failures[0].facts["code"] == 2

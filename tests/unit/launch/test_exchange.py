@@ -26,6 +26,7 @@ from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World
+from tests.support.sentences import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
 LIMIT = 1000
@@ -82,9 +83,8 @@ def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
         caller = Caller(launcher.channel, WORLD)
-        with pytest.raises(
-            JobFailed, match="has lost the launcher during the transfer of its answer"
-        ):
+        lost = error("spawn-lost-launcher", "rank 1 on node1 ", " answer")
+        with pytest.raises(JobFailed, match=lost):
             caller.answer({"kind": "result"}, b"r" * (LIMIT + 1))
         # Whoever has taken over a rank's connection does not have the secret.
         stranger, _ = connect_to_launcher(launcher.channel, WORLD, ANSWER)
@@ -95,20 +95,21 @@ def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "reason"),
+    ("key", "sentence"),
     [
-        ("1" * 32, "it is not the server of this job"),
-        ("0" * 32, "its function: a payload with a wrong MAC"),  # it passes the launcher's proof on
+        ("1" * 32, error("launcher-unreachable", "rank 1 on node1 ", "not the server of this job")),
+        # It passes the launcher's proof on.
+        ("0" * 32, error("spawn-lost-launcher", "rank 1 on node1 ", " function", "a wrong MAC")),
     ],
 )
-def test_a_function_from_a_stranger_is_refused(key: str, reason: str) -> None:
+def test_a_function_from_a_stranger_is_refused(key: str, sentence: str) -> None:
     """A rank that is led to another address than its launcher's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
         thread = threading.Thread(target=pretend, args=(server, key))
         thread.start()
         caller = Caller(Server(f"{host}:{port}", "0" * 32), WORLD)
-        with pytest.raises(JobFailed, match=reason):
+        with pytest.raises(JobFailed, match=sentence):
             caller.function()
         thread.join()
 
@@ -126,14 +127,14 @@ def pretend(server: socket.socket, key: str) -> None:
 def test_a_job_of_a_script_has_no_function() -> None:
     with launched(Exchange()) as launcher:
         caller = Caller(launcher.channel, WORLD)
-        with pytest.raises(
-            JobFailed, match=r"the other end has closed the connection|Connection reset by peer"
-        ):
+        reason = "(the other end has closed the connection|Connection reset by peer)"
+        lost = error("spawn-lost-launcher", "rank 1 on node1 ", " function")
+        with pytest.raises(JobFailed, match=f"(?=.*{reason}){lost}"):
             caller.function()
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "reason"),
+    ("raised", "kind", "reason"),
     [
         (ValueError("a bug"), "exception", "ValueError: a bug\n"),
         (asyncio.CancelledError("late"), "exception", "CancelledError: late\n"),
@@ -143,13 +144,13 @@ def test_a_job_of_a_script_has_no_function() -> None:
         (SystemExit(3), "", ""),
     ],
 )
-def test_the_caller_receives_errors(error: BaseException, kind: str, reason: str) -> None:
+def test_the_caller_receives_errors(raised: BaseException, kind: str, reason: str) -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
         caller = Caller(launcher.channel, WORLD)
         caller.function()
-        with pytest.raises(type(error)), caller.reporting_errors():
-            raise error
+        with pytest.raises(type(raised)), caller.reporting_errors():
+            raise raised
     if not kind:
         assert exchange.answers == {}
         return

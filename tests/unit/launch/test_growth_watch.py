@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import threading
 import time
@@ -24,6 +25,7 @@ from mpiddp.launch.supervise.signals import queued_signals
 from tests.support.an_mpirun import an_mpirun
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import run_program
+from tests.support.sentences import error
 
 
 def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
@@ -46,12 +48,15 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", away)
-        problem = f"the job cannot grow now: {program}: Stale file handle."
-        assert look(options, plan) == Found(problem=problem)
+        found = look(options, plan)
+    assert found.host == ""
+    stale = error("file-error", f"{program}: Stale file handle")
+    assert re.fullmatch(f"the job cannot grow now: {stale}", found.problem)
     assert look(options, plan) == Found("localhost has more slots")
     hostfile.unlink()
     hostfile.symlink_to("/proc/self/mem")  # a file that cannot be read (EIO), as on a bad sector
-    assert "Input/output error" in look(options, plan).problem
+    unreadable = error("hostfile-unreadable", f"{hostfile} ", "Input/output error")
+    assert re.search(unreadable, look(options, plan).problem)
     with queued_signals() as signals:
         job = restarts._Job(options, plan, time.time(), signals, None)
         assert job._next_plan().request.world_size == 1
@@ -69,8 +74,8 @@ def test_a_working_folder_that_was_removed_is_a_problem_of_a_look(
     plan = make_plan(options, os.environ)
     (folder / "hosts.txt").unlink()
     folder.rmdir()
-    said = look(options, plan).problem
-    assert "hosts.txt not found (looked in a folder that was removed)." in said
+    removed = error("hostfile-missing", "hosts.txt ", "a folder that was removed")
+    assert re.search(removed, look(options, plan).problem)
 
 
 # --- one look ---

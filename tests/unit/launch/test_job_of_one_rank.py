@@ -19,6 +19,7 @@ from mpiddp.launch import restarts
 from mpiddp.launch.main import main
 from mpiddp.launch.starters import table
 from mpiddp.launch.starters.command import Command, RankStarter, Request, StarterKind, flag
+from tests.support.sentences import error
 
 
 def compose(starter: RankStarter, request: Request) -> Command:
@@ -90,7 +91,8 @@ def test_a_dry_run_starts_nothing(jobs: Jobs) -> None:
 
 
 def test_an_argument_that_contradicts_the_starter_is_refused(jobs: Jobs) -> None:
-    with pytest.raises(UserError, match=r"^--mpi-args: --loud would contradict this test\.$"):
+    sentence = error("mpi-args-contradict", "--mpi-args: --loud ", " this test.")
+    with pytest.raises(UserError, match=f"^{sentence}$"):
         jobs.run("", "--mpi-args=--loud")
 
 
@@ -209,9 +211,9 @@ def test_inside_a_rank_of_another_launcher(jobs: Jobs, monkeypatch: pytest.Monke
     values |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as raised:
+    inside = ("OMPI_COMM_WORLD_RANK=1 ", "4 ranks", " mpiddp run ", "--local")
+    with pytest.raises(UserError, match=error("launch-inside-rank", *inside)):
         main(jobs.options(""))
-    assert "OMPI_COMM_WORLD_RANK=1 says that this is already one of 4 ranks" in str(raised.value)
     assert main([*jobs.options("", "--local", "--dry-run")]) == 0
     assert main([*jobs.options("", "-H", "localhost", "--dry-run")]) == 0
 

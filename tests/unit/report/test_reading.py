@@ -21,6 +21,7 @@ from mpiddp.report.read import read_run
 from mpiddp.report.tables import facts
 from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
+from tests.support.sentences import error
 
 ILLEGAL = "RuntimeError: an illegal memory access was encountered"
 CLOSED = "RuntimeError: Connection closed by peer"
@@ -217,7 +218,8 @@ def test_runs_of_an_earlier_version(name: str) -> None:
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing does not exist\. Expected the folder of a run\."):
+    with pytest.raises(UserError, match=error("report-missing", f"{tmp_path}/nothing ")):
         read_run(tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"neither metrics\.jsonl nor checkpoints/\."):
+    no_run = error("report-no-run", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
+    with pytest.raises(UserError, match=no_run):
         read_run(tmp_path)

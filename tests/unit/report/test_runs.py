@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from mpiddp import cli
 from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
+from tests.support.sentences import error
 
 
 def test_the_runs_of_a_folder(
@@ -88,17 +90,18 @@ def test_only_the_end_of_long_records_is_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("name", "id", "problem"),
     [
-        ("nothing", "{} does not exist. Expected a folder of runs."),
-        ("file", "{} is not a folder. Expected a folder of runs."),
-        ("empty", "{} contains no run. Expected a folder of runs, or of one run."),
+        ("nothing", "runs-folder", "does not exist"),
+        ("file", "runs-folder", "is not a folder"),
+        ("empty", "runs-empty", ""),
     ],
 )
 def test_what_is_no_folder_of_runs_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, sentence: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, id: str, problem: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     assert cli.main(["runs", str(tmp_path / name)]) == 2
-    assert capsys.readouterr().err == sentence.format(tmp_path / name) + "\n"
+    sentence = error(id, f"{tmp_path / name} {problem}")
+    assert re.fullmatch(rf"{sentence}\n", capsys.readouterr().err)

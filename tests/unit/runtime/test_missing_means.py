@@ -6,6 +6,7 @@ python -m pytest tests/unit/runtime/test_missing_means.py
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 
@@ -18,6 +19,7 @@ from mpiddp.runtime.launcher.output import redirect_output
 from mpiddp.runtime.rendezvous.store_process import serve_commands
 from mpiddp.world import World
 from tests.support.few_files import files_left
+from tests.support.sentences import error
 
 RANK = World(3, 4, 1, 2)
 
@@ -26,10 +28,8 @@ RANK = World(3, 4, 1, 2)
 def test_an_output_process_without_files(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For two pipes and a socket pair. The streams stay as they are."""
     monkeypatch.setenv("MPIDDP_OUTPUT", "all")
-    sentence = (
-        rf"^rank 3 on {RANK.hostname} cannot start its output process: Too many open files\.$"
-    )
-    with files_left(left), pytest.raises(JobFailed, match=sentence):
+    sentence = error("output-process", f"rank 3 on {RANK.hostname} ", "Too many open files")
+    with files_left(left), pytest.raises(JobFailed, match=f"^{sentence}$"):
         redirect_output(RANK, Server("127.0.0.1:1", "secret"))
 
 
@@ -37,7 +37,6 @@ def test_the_store_of_commands_without_torch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch", None)
     with socket.socket() as listener, pytest.raises(UserError) as refused:
         serve_commands(RANK, listener, Session())
-    assert str(refused.value) == (
-        f"the store that rank 0 serves for the commands needs torch, which {sys.executable} does not have. "
-        f"Run: {sys.executable} -m pip install 'mpiddp[train]'"
-    )
+    install = f"Run: {sys.executable} -m pip install 'mpiddp[train]' "
+    sentence = error("package-missing", "the store ", " torch,", f" {sys.executable} ", install)
+    assert re.fullmatch(sentence, str(refused.value))

@@ -6,11 +6,14 @@ python -m pytest tests/unit/runtime/test_placement.py
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.runtime.rendezvous.placement import RankPlacement, expected_hosts, misplaced, table
 from mpiddp.runtime.rendezvous.result import RankInfo
+from tests.support.sentences import error
 
 
 def placements(*hostnames: str) -> list[RankPlacement]:
@@ -53,9 +56,8 @@ def test_ranks_on_the_expected_hosts(expected: str) -> None:
     ],
 )
 def test_ranks_on_other_hosts(expected: str) -> None:
-    assert f"not placed as in the hostfile ({expected})" in misplaced(
-        placements("node1", "node1", "node2"), expected
-    )
+    sentence, *_ = misplaced(placements("node1", "node1", "node2"), expected).splitlines()
+    assert re.fullmatch(error("ranks-misplaced", f"({expected})"), sentence)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,8 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found.append(RankPlacement.of_this_process(info, 2, "openmpi"))
     sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
-    assert sentence.startswith("ranks 0 and 1 would share GPU 0 of node1: they see its GPUs in ")
+    values = ("ranks 0 and 1 ", " GPU 0 of node1", "CUDA_VISIBLE_DEVICES")
+    assert re.fullmatch(error("gpus-in-other-order", *values), sentence)
     assert rows == table(found).splitlines()
 
 

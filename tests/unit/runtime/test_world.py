@@ -6,6 +6,7 @@ python -m pytest tests/unit/runtime/test_world.py
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from mpiddp.errors import UserError
 from mpiddp.world import World, likely_ranks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
+from tests.support.sentences import error
 
 Env = dict[str, str]
 
@@ -139,12 +141,9 @@ def test_the_only_rank_of_a_job_has_local_rank_0() -> None:
 
 @pytest.mark.parametrize("name", ["PMIX_RANK", "PMIX_NAMESPACE"])
 def test_pmix_alone_does_not_tell_the_number_of_ranks(name: str) -> None:
-    sentence = refusal({name: PMIX[name]})
-    assert sentence == (
-        f"{name}={PMIX[name]} is set: a launcher has started this process as one of several, but PMIx "
-        "alone does not say of how many. Start the job with mpiddp launch, mpirun, or srun --mpi=none, "
-        "or unset PMIX_RANK and PMIX_NAMESPACE."
-    )
+    mended = ("mpiddp launch, mpirun, or srun --mpi=none", "unset PMIX_RANK and PMIX_NAMESPACE.")
+    sentence = error("pmix-alone", f"{name}={PMIX[name]} ", *mended)
+    assert re.fullmatch(sentence, refusal({name: PMIX[name]}))
     assert likely_ranks(PMIX) == (3, 0)
 
 
@@ -167,22 +166,23 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
     assert len(names) >= 3
     for missing in names:
         sentence = refusal({name: value for name, value in row.items() if name != missing})
-        assert f"missing {missing}." in sentence
+        assert re.fullmatch(error("variables-partial", launcher, f"missing {missing}."), sentence)
         for kept in set(names) - {missing}:
             assert f"{kept}={row[kept]}" in sentence
-        assert launcher in sentence
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "jsrun", "env://", "flux"])
 def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.proof:
-        assert "missing" in refusal({name: row[name]})
+        sentence = error("variables-partial", launcher, f" {name}={row[name]}, missing ")
+        assert re.fullmatch(sentence, refusal({name: row[name]}))
 
 
 def test_torchruns_run_id_requires_its_other_variables() -> None:
-    sentence = refusal({"TORCHELASTIC_RUN_ID": "none"})
-    assert "found TORCHELASTIC_RUN_ID, missing RANK, WORLD_SIZE, LOCAL_RANK" in sentence
+    values = ("found TORCHELASTIC_RUN_ID, ", "missing RANK, WORLD_SIZE, LOCAL_RANK")
+    sentence = error("variables-partial", *values)
+    assert re.fullmatch(sentence, refusal({"TORCHELASTIC_RUN_ID": "none"}))
 
 
 @pytest.mark.parametrize(
@@ -233,16 +233,19 @@ def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> No
 @pytest.mark.parametrize(
     ("counts", "node", "sentence"),
     [
-        ("2(x", "0", '"2(x" is not a list of counts such as "2(x3),1".'),
-        ("", "0", '"" is not a list of counts'),
-        ("1(x999999999)", "0", '"1(x999999999)" is not a list of counts'),
-        ("2(x2)", "2", "SLURM_NODEID=2 does not fit SLURM_STEP_TASKS_PER_NODE=2(x2)"),
-        ("2(x2)", "one", 'SLURM_NODEID="one" is not a whole number, 0 or more.'),
+        ("2(x", "0", error("tasks-syntax", '="2(x" ', '"2(x3),1"')),
+        ("", "0", error("tasks-syntax", '="" ', '"2(x3),1"')),
+        ("1(x999999999)", "0", error("tasks-syntax", '="1(x999999999)" ', '"2(x3),1"')),
+        (
+            *("2(x2)", "2"),
+            error("tasks-contradict", "SLURM_NODEID=2 ", " SLURM_STEP_TASKS_PER_NODE=2(x2)"),
+        ),
+        ("2(x2)", "one", error("variable-number", 'SLURM_NODEID="one" ', "0 or more.")),
     ],
 )
 def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
     env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
-    assert sentence in refusal(env)
+    assert re.fullmatch(sentence, refusal(env))
 
 
 @pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²"])
@@ -250,8 +253,8 @@ def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
 def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.variables:
-        sentence = refusal(row | {name: value})
-        assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
+        sentence = error("variable-number", f'{name}="{value}" ', "0 or more.")
+        assert re.fullmatch(sentence, refusal(row | {name: value}))
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "slurm"])
@@ -260,7 +263,8 @@ def test_a_number_of_5000_digits_is_refused(launcher: str) -> None:
     env = ROWS[launcher]
     for name in World.from_env(env).launcher.variables:
         wrong = env | {name: "9" * 5000}
-        assert refusal(wrong).startswith(f'{name}="{"9" * 57}..." is not a ')
+        id = "tasks-syntax" if name == "SLURM_STEP_TASKS_PER_NODE" else "variable-number"
+        assert re.fullmatch(error(id, f'{name}="{"9" * 57}..." '), refusal(wrong))
         assert likely_ranks(wrong) in ((0, 0), likely_ranks(env))
 
 
@@ -270,19 +274,19 @@ def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "value", "other"),
     [
-        ({"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 does not fit WORLD_SIZE=0"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8 does not fit WORLD_SIZE=8"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
+        ({"RANK": "8"}, "RANK=8", "WORLD_SIZE=8"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0", "WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8", "WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"),
     ],
 )
-def test_values_that_contradict_each_other_are_refused(change: Env, sentence: str) -> None:
+def test_values_that_contradict_each_other_are_refused(change: Env, value: str, other: str) -> None:
     refused = refusal(TORCHRUN | change)
-    assert refused.startswith(sentence)
-    assert refused.endswith("Unset the stale ones.")
+    assert refused.startswith(f"{value} ")
+    assert re.fullmatch(error("variables-contradict", value, f" {other}: ", "Unset"), refused)
 
 
 def test_from_env_reads_os_environ() -> None:

@@ -19,6 +19,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.watch.jobs import Job, chosen
 from mpiddp.watch.table import head_lines, jobs_table, rank_lines, shown_ranks
 from tests.support.channels import progress
+from tests.support.sentences import error
 
 
 @pytest.fixture(name="facts")
@@ -83,12 +84,11 @@ def test_a_job_is_named_by_its_pid_or_its_name(facts: dict[str, Any]) -> None:
     ]
     assert chosen(jobs, "a.py") is chosen(jobs, "7") is chosen(jobs[:1], None) is jobs[0]
     for name, sentence in {
-        None: "several jobs run here: 7 (a.py), 8 (b.py), 9 (b.py). Name one by its number.",
-        "b.py": "several jobs run here: 8 (b.py), 9 (b.py). Name one by its number.",
-        "c": "no job of yours is called c. There are: 7 (a.py), 8 (b.py), 9 (b.py).",
+        None: error("several-jobs", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
+        "b.py": error("several-jobs", ": 8 (b.py), 9 (b.py)."),
+        "c": error("unknown-job", " c.", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
     }.items():
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=rf"^{sentence}$"):
             chosen(jobs, name)
-        assert str(error.value) == sentence
-    with pytest.raises(UserError, match="no job of yours runs on this machine"):
+    with pytest.raises(UserError, match=error("no-jobs")):
         chosen([], None)
