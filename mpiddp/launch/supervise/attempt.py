@@ -117,6 +117,7 @@ class Attempt:
     def on_message(self, message: Message) -> None:
         """React to a message of a rank."""
         self.ranks.note(message)
+        self._stacks.note(message)
         match message.kind:
             case "started":
                 self.on(Event.STARTED)

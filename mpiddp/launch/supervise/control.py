@@ -25,6 +25,7 @@ from mpiddp.protocol.variables import ADDRESS, SECRET
 
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
+_ENDS = ("done", "exited", "lost")
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
@@ -119,6 +120,7 @@ class StackRequests:
         self._ranks = ranks
         self._server = server
         self._waiting: list[Event] = []
+        self._missing: set[int] = set()  # the ranks that have been asked and have not answered
 
     def request(self, event: Event) -> None:
         """Let the event wait for new stacks. One that waits already goes on waiting."""
@@ -126,6 +128,7 @@ class StackRequests:
             return
         self._ranks.forget_stacks()
         self._server.request_stacks()
+        self._missing = self._server.connected - self._ranks.done.keys()
         self._waiting.append(event)
         self._server.selector.after(STACKS_S, Event.STACKS_LATE)
         self._server.selector.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
@@ -133,8 +136,13 @@ class StackRequests:
     def interrupt(self, *, but_for: set[Event]) -> None:
         """Interrupt the system calls of ranks that have not answered, unless only these events wait."""
         if set(self._waiting) - but_for:
-            for rank in self._missing:
+            for rank in self._missing & self._server.connected:
                 self._server.interrupt(rank)
+
+    def note(self, message: Message) -> None:
+        """A rank has sent its stacks, or has ended. What a script says of its own end is not the rank's."""
+        if message.kind == "stacks" or (message.kind in _ENDS and not message.from_script):
+            self._missing.discard(message.rank)
 
     @property
     def are_complete(self) -> bool:
@@ -146,11 +154,6 @@ class StackRequests:
         self._server.selector.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
         events, self._waiting = self._waiting, []
         return events
-
-    @property
-    def _missing(self) -> set[int]:
-        """The ranks that are connected and have not sent their stacks."""
-        return self._server.connected - self._ranks.stacks.keys() - self._ranks.done.keys()
 
 
 def _is_silent(peer: Peer) -> bool:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.protocol.viewers import JOB, STACKS
-from tests.support.channels import progress
+from tests.support.channels import progress, stacks
 from tests.support.sentences import error
 
 LIMIT_S = 60.0
@@ -399,11 +399,31 @@ def test_a_viewer_gets_the_phase_and_the_stacks_of_the_ranks(jobs: list[Job]) ->
     assert ask(job, JOB)["phase"] == "ending"
 
 
-def ask(job: Job, want: str) -> dict[str, Any]:
-    """What a viewer gets."""
+@pytest.mark.parametrize(
+    "message", [("stacks", stacks("")), ("done", {}), ("lost", {"silent": False})]
+)
+def test_stacks_are_complete_without_a_rank_that_was_not_asked(
+    jobs: list[Job], message: tuple[str, dict[str, Any]]
+) -> None:
+    """It has connected since. So the ranks are counted once, and not for each message of thousands of ranks."""
+    job = started(jobs)
+    job.join()
+    job.connect(0)
+
+    def answer() -> None:
+        job.connect(1)
+        job.say(1, "progress", **progress(1))
+        job.say(0, message[0], **message[1])
+
+    assert list(ask(job, STACKS, answer)["stacks"]) == ["0"] * (message[0] == "stacks")
+
+
+def ask(job: Job, want: str, then: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """What a viewer gets, that waits while `then` runs."""
     ours, theirs = socket.socketpair()
     with theirs:
         job.attempt.on_viewer(ours, want)
+        then()
         theirs.settimeout(LIMIT_S)
         _, (file,), *_ = socket.recv_fds(theirs, 10, 1)
         with os.fdopen(file, "rb") as answer:
