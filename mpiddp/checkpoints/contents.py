@@ -379,7 +379,7 @@ def export(folder: Path, out: Path) -> list[str]:
     except UnreadableCheckpoint as error:
         raise JobFailed(f"{folder}: {error}. [export-unreadable]") from None
     except BrokenCheckpoint as error:
-        raise UserError(f"{folder}: {error}. [export-unwritable]") from None
+        raise UserError(f"{folder}: {error}. [export-broken]") from None
     if lacking:
         raise UserError(
             f"{folder} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of the "
@@ -391,5 +391,5 @@ def export(folder: Path, out: Path) -> list[str]:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         directory.write_folder(out.absolute(), lambda new: write_files(new, whole))
     except OSError as error:
-        raise cause_of(error)(f"{out} cannot be written: {error.strerror}. [export-disk]") from None
+        raise cause_of(error)(f"{out} cannot be written: {error.strerror}. [export-unwritable]") from None
     return list(whole.state)

@@ -27,21 +27,23 @@ from mpiddp.errors import JobFailed
 from mpiddp.train.option_parser import flag_of, options_of
 from mpiddp.train.options import TrainOptions
 from tests.support.ranks import ROOT, run_command, run_forked
+from tests.support.sentences import error
 
 NO_SCRIPTS = {"__init__", "harness", "smoke", "slow_disk"}
 
 
 def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rendezvous.json").symlink_to("/dev/full")
-    sentence = f"--out {tmp_path} cannot be written: No space left on device."
-    with pytest.raises(JobFailed, match=sentence):
+    full_disk = error("bench-out-disk", f"--out {tmp_path} ", "No space left on device")
+    with pytest.raises(JobFailed, match=full_disk):
         _write(tmp_path, "rendezvous", rendezvous.BENCHMARK, {})
 
     def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(JobFailed, match=r"cannot be written \(No space left on device\)"):
+    unwritable = error("bench-out-unwritable", f"--out {tmp_path}: ", "(No space left on device)")
+    with pytest.raises(JobFailed, match=unwritable):
         _check_writable(tmp_path)
 
 

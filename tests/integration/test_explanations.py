@@ -31,6 +31,7 @@ from mpiddp.doctor.failures import FAILURES, PROGRAMS, Weight
 from mpiddp.hosts.processes import OomKills, group_of, kills_in
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, run_program
+from tests.support.sentences import error
 
 TEXTS = ROOT / "tests" / "data" / "failures"
 NAMES = sorted(path.stem for path in TEXTS.glob("*.txt"))
@@ -219,13 +220,13 @@ def test_scary_words_of_healthy_scripts_are_no_failure() -> None:
     handler = logging.StreamHandler(log)
     logger = logging.Logger("training")
     logger.addHandler(handler)
-    for error in (
+    for raised in (
         ValueError("bad image"),
         TimeoutError("timed out"),
         RuntimeError("retry: out of memory"),
     ):
         try:
-            raise error
+            raise raised
         except Exception:
             logger.exception("skipped one")
     lines = log.getvalue().splitlines()
@@ -399,29 +400,31 @@ def test_stdin_is_a_log_too() -> None:
     assert done.stdout.startswith(b"-:2: Killed\n")
 
 
-NO_TEXT = "is not text. If it is compressed: zcat FILE | mpiddp explain -"
+NO_TEXT = ("explain-not-text", ": zcat FILE | mpiddp explain ")
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "id", "value"),
     [
-        (lambda path: None, "cannot be read (No such file or directory)."),
-        (lambda path: path.mkdir(), "cannot be read (Is a directory)."),
-        (lambda path: path.write_bytes(bytes(range(256)) * 20), NO_TEXT),
+        (lambda path: None, "explain-unreadable", "(No such file or directory)"),
+        (lambda path: path.mkdir(), "explain-unreadable", "(Is a directory)"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 20), *NO_TEXT),
         (
             lambda path: path.write_bytes(b"\x1f\x8b\x08" + random.Random(1).randbytes(9000)),
-            NO_TEXT,
+            *NO_TEXT,
         ),
     ],
     ids=["missing", "folder", "binary", "compressed"],
 )
 def test_what_is_no_log_is_refused(
-    tmp_path: Path, command: Command, make: Callable[[Path], object], reason: str
+    tmp_path: Path, command: Command, make: Callable[[Path], object], id: str, value: str
 ) -> None:
     path = tmp_path / "train.log"
     make(path)
     code, out, err = command(path)
-    assert (code, out, err) == (2, "", f"{path} {reason}\n")
+    assert (code, out) == (2, "")
+    sentence = error(id, f"{path} ", value)
+    assert re.fullmatch(f"{sentence}\n", err), err
 
 
 def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -> None:
@@ -431,7 +434,9 @@ def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -
     if os.access(path, os.R_OK):
         pytest.skip("root may read everything")
     code, out, err = command(path)
-    assert (code, out, err) == (2, "", f"{path} cannot be read (Permission denied).\n")
+    assert (code, out) == (2, "")
+    sentence = error("explain-unreadable", f"{path} ", "(Permission denied)")
+    assert re.fullmatch(f"{sentence}\n", err), err
 
 
 # ---- the page

@@ -24,6 +24,7 @@ from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.report import bytes_text, compact, shortened
 from mpiddp.meshes.traffic import Training, traffic
+from tests.support.sentences import error
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -95,10 +96,8 @@ def test_coordinates_are_positions_in_the_groups(case: Case) -> None:
 @pytest.mark.parametrize("letters", ["ababaa", "abba"])
 def test_ranks_that_are_not_numbered_host_by_host(letters: str) -> None:
     layout = Layout({"dp": len(letters) // 2, "tp": 2}, tuple(letters))
-    assert refusal(layout.require_tp_inside_hosts) == (
-        "tp=2 would form a group of ranks 0, 1, which are on a and b: the ranks are not numbered host by "
-        "host. Start them with mpiddp launch, or with mpirun --map-by slot."
-    )
+    values = ("tp=2 ", "ranks 0, 1,", "a and b", "mpiddp launch", "mpirun --map-by slot")
+    assert re.fullmatch(error("mesh-numbering", *values), refusal(layout.require_tp_inside_hosts))
     Layout({"dp": len(letters), "tp": 1}, tuple(letters)).require_tp_inside_hosts()
 
 
@@ -138,85 +137,120 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "hosts_of_ranks", "sentence"),
+    ("requested", "hosts_of_ranks", "id", "values"),
     [
         (
             "dp=32 tp=8 pp=2",
             HOSTS[:256],
-            "dp=32 tp=8 pp=2 needs 512 GPUs, but 32 hosts × 8 GPUs = 256; dp=16 tp=8 pp=2 fits.",
+            "mesh-ranks",
+            [
+                "dp=32 tp=8 pp=2 ",
+                "512 GPUs",
+                "32 hosts × 8 GPUs = 256",
+                "; dp=16 tp=8 pp=2 fits.",
+            ],
         ),
         (
             "dp=32 tp=8",
             HOSTS,
-            "dp=32 tp=8 needs 256 GPUs, but 64 hosts × 8 GPUs = 512; dp=64 tp=8 fits.",
+            "mesh-ranks",
+            ["dp=32 tp=8 ", "256 GPUs", "64 hosts × 8 GPUs = 512", "; dp=64 tp=8 fits."],
         ),
-        ("dp=64 tp=6", HOSTS, "tp=6 does not fit into hosts of 8 GPUs; dp=64 tp=8 fits."),
+        (
+            "dp=64 tp=6",
+            HOSTS,
+            "mesh-remainder",
+            ["tp=6 ", "hosts of 8 GPUs", "; dp=64 tp=8 fits."],
+        ),
         (
             "tp=6 pp=3",
             HOSTS[:16],
-            "tp=6 does not fit into hosts of 8 GPUs; tp=8 pp=2 dp=1 fits.",
+            "mesh-remainder",
+            ["tp=6 ", "hosts of 8 GPUs", "; tp=8 pp=2 dp=1 fits."],
         ),
-        ("tp=16", HOSTS, "tp=16 does not fit into hosts of 8 GPUs; tp=8 dp=64 fits."),
-        ("tp=4", block([4, 2]), "tp=4 does not fit into h1, which has 2 GPUs; tp=2 dp=3 fits."),
+        ("tp=16", HOSTS, "mesh-remainder", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
+        (
+            "tp=4",
+            block([4, 2]),
+            "mesh-remainder",
+            ["tp=4 ", "h1, ", "2 GPUs", "; tp=2 dp=3 fits."],
+        ),
         (
             "tp=4",
             block([4, 2, 6]),
-            "tp=4 does not fit into h1, which has 2 GPUs (2 hosts like this); tp=2 dp=6 fits.",
+            "mesh-remainder",
+            ["tp=4 ", "h1, ", "2 GPUs (2 hosts ", "; tp=2 dp=6 fits."],
         ),
         (
             "dp=2 tp=2",
             block([4, 2]),
-            "dp=2 tp=2 needs 4 GPUs, but 2 hosts (h0 4, h1 2) = 6; dp=3 tp=2 fits.",
+            "mesh-ranks",
+            ["dp=2 tp=2 ", "4 GPUs", "2 hosts (h0 4, h1 2) = 6", "; dp=3 tp=2 fits."],
         ),
         (
             "pp=3 dp=-1",
             HOSTS,
-            "pp=3 dp=-1 needs a multiple of 3 GPUs, but 64 hosts × 8 GPUs = 512; pp=4 dp=128 fits.",
+            "mesh-ranks",
+            [
+                "pp=3 dp=-1 ",
+                "a multiple of 3 GPUs",
+                "64 hosts × 8 GPUs = 512",
+                "; pp=4 dp=128 fits.",
+            ],
         ),
         (
             "tp=-1",
             HOSTS,
-            "tp=-1 leaves tp=512, which does not fit into a host: 64 hosts × 8 GPUs = 512; "
-            "tp=8 dp=64 fits.",
+            "mesh-tp-host",
+            ["tp=-1 ", "tp=512", "64 hosts × 8 GPUs = 512", "; tp=8 dp=64 fits."],
         ),
-        ("dp=-1 tp=-1", HOSTS, "only one dimension may be -1, not dp and tp."),
+        ("dp=-1 tp=-1", HOSTS, "mesh-two-free", ["-1", "dp and tp"]),
         (
             "pp=999999999 dp=999999999 tp=8",
             HOSTS,
-            "pp=999999999 dp=999999999 tp=8 needs 7999999984000000008 GPUs, but 64 hosts × 8 GPUs = 512; "
-            "pp=64 dp=1 tp=8 fits.",
+            "mesh-ranks",
+            [
+                "pp=999999999 dp=999999999 tp=8 ",
+                "7999999984000000008 GPUs",
+                "64 hosts × 8 GPUs = 512",
+                "; pp=64 dp=1 tp=8 fits.",
+            ],
         ),
     ],
 )
-def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], sentence: str) -> None:
-    assert refusal(lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks)) == sentence
+def test_sizes_that_do_not_fit(
+    requested: str, hosts_of_ranks: list[str], id: str, values: list[str]
+) -> None:
+    said = refusal(lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks))
+    assert re.fullmatch(error(id, *values), said), said
 
 
 @pytest.mark.parametrize(
-    ("requested", "layers", "sentence"),
+    ("requested", "layers", "id", "values"),
     [
-        (
-            "pp=16",
-            4,
-            "pp=16 is more than --layers 4: some stages would have no layer; pp=4 dp=128 fits.",
-        ),
+        ("pp=16", 4, "mesh-layers", ["pp=16 ", "--layers 4: ", "; pp=4 dp=128 fits."]),
         (
             "pp=-1 dp=4 tp=8",
             12,
-            "pp=-1 dp=4 tp=8 leaves pp=16, which is more than --layers 12: some stages would have no layer; "
-            "pp=8 dp=8 tp=8 fits.",
+            "mesh-layers",
+            ["pp=-1 dp=4 tp=8 ", "pp=16", "--layers 12: ", "; pp=8 dp=8 tp=8 fits."],
         ),
         (
             "pp=5 tp=8",
             3,
-            "pp=5 tp=8 needs a multiple of 40 GPUs, but 64 hosts × 8 GPUs = 512; pp=2 tp=8 dp=32 fits.",
+            "mesh-ranks",
+            [
+                "pp=5 tp=8 ",
+                "a multiple of 40 GPUs",
+                "64 hosts × 8 GPUs = 512",
+                "; pp=2 tp=8 dp=32 fits.",
+            ],
         ),
     ],
 )
-def test_more_stages_than_layers(requested: str, layers: int, sentence: str) -> None:
-    assert (
-        refusal(lambda: resolve(parse_sizes(requested.split()), HOSTS, layers=layers)) == sentence
-    )
+def test_more_stages_than_layers(requested: str, layers: int, id: str, values: list[str]) -> None:
+    said = refusal(lambda: resolve(parse_sizes(requested.split()), HOSTS, layers=layers))
+    assert re.fullmatch(error(id, *values), said), said
 
 
 @FIXED
@@ -234,47 +268,61 @@ def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], lay
     try:
         assert math.prod(resolve(requested, hosts, layers=layers).values()) == len(hosts)
         return
-    except UserError as error:
-        sentence = str(error)
-    if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
+    except UserError as refused:
+        sentence = str(refused)
+    if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\. \[[a-z-]+\]$", sentence):
         sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
         check(Layout(sizes, tuple(hosts)))
     else:
-        assert "only one dimension may be -1" in sentence
+        assert re.fullmatch(error("mesh-two-free", "-1"), sentence)
 
 
-EXPECTED = "expected a whole number, 1 or more"
-NAMES = "Expected one of: pp, dp_replicate, dp, dp_shard, ep, cp, tp."
+NAMES = "pp, dp_replicate, dp, dp_shard, ep, cp, tp."
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "id", "values"),
     [
-        ("tp", '"tp" is not a dimension and its size. Example: dp=32 tp=8 pp=2'),
-        ("=8", '"=8" is not a dimension and its size. Example: dp=32 tp=8 pp=2'),
-        ("dp_shards=8", f'"dp_shards" is not a dimension. Did you mean "dp_shard"? {NAMES}'),
-        ("width=8", f'"width" is not a dimension. {NAMES}'),
-        ("tp=8 tp=4", "tp is given twice: tp=8 and tp=4."),
-        ("tp=0", f"tp=0: {EXPECTED}, or -1 for what the others leave."),
-        ("tp=-2", f"tp=-2: {EXPECTED}, or -1 for what the others leave."),
-        ("tp=two", f"tp=two: {EXPECTED}, or -1 for what the others leave."),
+        ("tp", "mesh-syntax", ['"tp"', "dp=32 tp=8 pp=2"]),
+        ("=8", "mesh-syntax", ['"=8"', "dp=32 tp=8 pp=2"]),
+        ("dp_shards=8", "mesh-dimension", ['"dp_shards"', '"dp_shard"?', NAMES]),
+        ("width=8", "mesh-dimension", ['"width"', NAMES]),
+        ("tp=8 tp=4", "mesh-twice", ["tp ", "tp=8 ", "tp=4"]),
+        ("tp=0", "mesh-value", ["tp=0: ", "1 or more", "-1 "]),
+        ("tp=-2", "mesh-value", ["tp=-2: ", "1 or more", "-1 "]),
+        ("tp=two", "mesh-value", ["tp=two: ", "1 or more", "-1 "]),
         (
             "tp=9999999999",
-            f"tp=9999999999: {EXPECTED} and less than 1000000000, or -1 for what the others leave.",
+            "mesh-value",
+            ["tp=9999999999: ", "1 or more", "less than 1000000000", "-1 "],
         ),
     ],
 )
-def test_bad_sizes(text: str, sentence: str) -> None:
-    assert refusal(lambda: parse_sizes(text.split())) == sentence
+def test_bad_sizes(text: str, id: str, values: list[str]) -> None:
+    assert re.fullmatch(error(id, *values), refusal(lambda: parse_sizes(text.split())))
 
 
-@pytest.mark.parametrize("size", [0, -2, True, 1.0, "2", None, pytest.param(10**5000, id="huge")])
-def test_bad_sizes_of_a_script(size: object) -> None:
-    assert refusal(lambda: check_sizes({"tp": size})).startswith("tp=")
+@pytest.mark.parametrize(
+    ("size", "id", "shown"),
+    [
+        (0, "mesh-size", "tp=0: "),
+        (-2, "mesh-size", "tp=-2: "),
+        (True, "mesh-number", "tp=True: "),
+        (1.0, "mesh-number", "tp=1.0: "),
+        ("2", "mesh-number", "tp='2': "),
+        (None, "mesh-number", "tp=None: "),
+        pytest.param(10**5000, "mesh-size", "tp=10^5000: ", id="huge"),
+    ],
+)
+def test_bad_sizes_of_a_script(size: object, id: str, shown: str) -> None:
+    said = refusal(lambda: check_sizes({"tp": size}))
+    assert said.startswith(shown)
+    assert re.fullmatch(error(id, "1 or more"), said), said
 
 
 def test_an_unknown_name_of_a_script() -> None:
-    assert refusal(lambda: check_sizes({"tensor": 2})).startswith('"tensor" is not a dimension.')
+    said = refusal(lambda: check_sizes({"tensor": 2}))
+    assert re.fullmatch(error("mesh-dimension", '"tensor"', NAMES), said), said
 
 
 # --- traffic ---
@@ -448,44 +496,48 @@ def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "id", "values"),
     [
-        ("tp=8", "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"),
-        ("--hosts 0", "argument --hosts: expected a whole number, 1 or more, not '0'."),
-        ("--hosts 2 --gpus 0", "argument --gpus: expected a whole number, 1 or more, not '0'."),
-        ("--hosts 999999 --gpus 8 dp=2", "are 7999992 GPUs; expected at most 999999."),
-        ("-H a:0,b:0", "-H: every host has slots=0, so no rank can start."),
+        ("tp=8", "mesh-no-hosts", ["mpiddp mesh: ", "--hosts 64 --gpus 8 tp=8"]),
+        ("--hosts 0", "usage-error", ["argument --hosts: ", "1 or more", "'0'"]),
+        ("--hosts 2 --gpus 0", "usage-error", ["argument --gpus: ", "1 or more", "'0'"]),
         (
-            "-H a:2,b",
-            "-H: b has no slot count. Write one, as in b:8, or give --gpus 8 for all such hosts.",
+            "--hosts 999999 --gpus 8 dp=2",
+            "mesh-too-many-gpus",
+            ["--hosts 999999 ", "8 GPUs", "7999992 GPUs", "999999"],
         ),
-        (
-            "-H a:8 --gpus 4",
-            "--gpus 4 is for hosts without a slot count, and each host of -H has one.",
-        ),
+        ("-H a:0,b:0", "hostfile-all-zero", ["-H: ", "slots=0"]),
+        ("-H a:2,b", "mesh-no-slots", ["-H: b ", "b:8", "--gpus 8"]),
+        ("-H a:8 --gpus 4", "mesh-gpus-given", ["--gpus 4 ", "-H "]),
         (
             "--hosts 2 tp=8 --params many",
-            "a number of parameters such as 7e9, 7B or 350M, not 'many'.",
+            "usage-error",
+            ["argument --params: ", "7e9, 7B or 350M", "'many'"],
         ),
-        ("--hosts 2 --params 7e99", "a number of parameters such as 7e9, 7B or 350M, not '7e99'."),
         (
-            "--hosts 2 --layers 4",
-            "--layers is given without --hidden and --seq. The activations have a size only with all three.",
+            "--hosts 2 --params 7e99",
+            "usage-error",
+            ["argument --params: ", "7e9, 7B or 350M", "'7e99'"],
         ),
+        ("--hosts 2 --layers 4", "mesh-training", ["--layers ", "--hidden and --seq"]),
         (
             "--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8",
-            "pp=16 is more than --layers 4: some stages would have no layer; pp=4 dp=4 fits.",
+            "mesh-layers",
+            ["pp=16 ", "--layers 4: ", "; pp=4 dp=4 fits."],
         ),
-        ("--hosts 2 --hostfile /nonexistent", "not allowed with argument"),
-        ("--hostfile /nonexistent", "/nonexistent not found."),
-        ("--hosts 2 tp=8 tp=8", "tp is given twice: tp=8 and tp=8."),
-        ("--hosts 2 --tp 8", "--tp: write it without dashes: tp=N"),
-        ("--hosts 2 --tp=8", "--tp=8: write it without dashes: tp=8"),
-        ("--hosts 2 tp 8", '"tp" is not a dimension and its size. Example: dp=32 tp=8 pp=2'),
-        ("--hosts 2 --tqp 8", "unrecognized arguments: --tqp"),
+        (
+            "--hosts 2 --hostfile /nonexistent",
+            "usage-error",
+            ["--hostfile", "not allowed with argument --hosts"],
+        ),
+        ("--hostfile /nonexistent", "hostfile-missing", ["/nonexistent "]),
+        ("--hosts 2 tp=8 tp=8", "mesh-twice", ["tp ", "tp=8 ", "tp=8"]),
+        ("--hosts 2 --tp 8", "mesh-dashes", ["--tp: ", ": tp=N"]),
+        ("--hosts 2 --tp=8", "mesh-dashes", ["--tp=8: ", ": tp=8"]),
+        ("--hosts 2 tp 8", "mesh-syntax", ['"tp"', "dp=32 tp=8 pp=2"]),
+        ("--hosts 2 --tqp 8", "usage-error", ["unrecognized arguments: --tqp"]),
     ],
 )
-def test_bad_input_is_one_sentence(line: str, sentence: str) -> None:
-    found = refusal(lambda: main.main(line.split()))
-    assert sentence in found
-    assert "\n" not in found
+def test_bad_input_is_one_sentence(line: str, id: str, values: list[str]) -> None:
+    said = refusal(lambda: main.main(line.split()))
+    assert re.fullmatch(error(id, *values), said), said

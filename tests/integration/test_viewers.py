@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import selectors
 import signal
 import socket
@@ -21,14 +22,16 @@ from pathlib import Path
 import pytest
 
 from mpiddp.cli import main
+from mpiddp.errors import UserError
 from mpiddp.launch.monitor.console import Console, Listener, job_facts, open_console
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
-from mpiddp.watch import jobs
+from mpiddp.watch import jobs, stop
 from tests.support.channels import progress
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp, run_command
+from tests.support.sentences import error
 
 PID = str(os.getpid())  # of the launcher, which is this process
 # Of rank 1: more lines than a terminal, and another thread.
@@ -94,19 +97,21 @@ def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "id", "values"),
     [
-        (["top", PID, "--host", "bb"], '--host bb: the job has no such host. Did you mean "b"?'),
-        (["stop", "no-such"], "no job of yours is called no-such."),
-        (["top", PID, "--sort", "x"], "argument --sort: invalid choice: 'x'"),
-        (["ps", "x"], "mpiddp ps: unrecognized arguments: x."),
+        (["top", PID, "--host", "bb"], "job-host", ["--host bb: ", '"b"?']),
+        (["stop", "no-such"], "unknown-job", ["no-such. ", PID]),
+        (["top", PID, "--sort", "x"], "usage-error", ["argument --sort: invalid choice: 'x'"]),
+        (["ps", "x"], "usage-error", ["mpiddp ps: unrecognized arguments: x."]),
     ],
 )
-def test_bad_input_is_one_sentence(job: Path, arguments: list[str], sentence: str) -> None:
+def test_bad_input_is_one_sentence(
+    job: Path, arguments: list[str], id: str, values: list[str]
+) -> None:
     done = mpiddp(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+    sentence = error(id, *values)
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
@@ -121,8 +126,9 @@ def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
         pytest.skip(f"no namespace for pids here: {listed.stderr}")
     assert "-  train.py  a,b" in listed.stdout
     done = there("stop", "train.py")
-    sentence = "job - (train.py) runs in another container. Stop it there.\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+    assert (done.returncode, done.stdout) == (2, "")
+    sentence = error("job-elsewhere", "job - (train.py) ")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_launcher_between_two_attempts_does_not_answer(
@@ -138,10 +144,24 @@ def test_a_launcher_between_two_attempts_does_not_answer(
         for verb in ("top", "stacks"):
             assert main([verb, PID]) == 2
             said = capsys.readouterr().err
-            assert "does not answer: it ends or restarts now, or is suspended" in said
+            assert re.search(error("job-silent", f"job {PID} ", "(Ctrl-Z)"), said)
     finally:
         console.close()
     assert not folder.exists()
+
+
+def test_a_job_that_has_just_ended_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(open_console("train.py")):
+        job = jobs.find_job(PID)
+    with pytest.raises(UserError, match=error("job-ended", f"job {PID} (train.py) ")):
+        job.now()
+    monkeypatch.setattr(stop, "find_job", lambda name: job)
+    assert main(["stop", PID]) == 2
+    sentence = error("job-over", f"job {PID} (train.py) ")
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"{sentence}\n", said), said
 
 
 def test_what_a_killed_launcher_has_left_is_removed(job: Path) -> None:

@@ -348,7 +348,7 @@ LIST = (
     ),
     Fault(
         "host down",
-        "preflight fail ssh node3: no (answer in|route from) .* → Check that the host is on",
+        "preflight fail ssh node3: no (answer in|route from) .* → Check",
         on("node3", faults.unreachable),
     ),
     Fault(

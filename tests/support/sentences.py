@@ -66,13 +66,24 @@ def _says_something(text: str) -> bool:
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """The texts below a node that are not a part of another one."""
+    """The texts below a node that are not a part of another one, and those in the gaps of texts."""
     for child in ast.iter_child_nodes(node):
         text = text_of(child)
-        if text is not None:
-            yield text
-        else:
+        if text is None:
             yield from _texts(child)
+        else:
+            yield text
+            for gap in _gaps(child):
+                yield from _texts(gap)
+
+
+def _gaps(text: ast.AST) -> Iterator[ast.AST]:
+    """What varies in a text."""
+    if isinstance(text, ast.JoinedStr):
+        yield from (part for part in text.values if not isinstance(part, ast.Constant))
+    elif isinstance(text, ast.BinOp):
+        for side in (text.left, text.right):
+            yield from _gaps(side) if text_of(side) is not None else [side]
 
 
 def _name(function: ast.expr) -> str:

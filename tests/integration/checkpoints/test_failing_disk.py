@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mpiddp.train.data import cifar10_files
 from mpiddp.train.data.datasets import DATASETS, MNIST_FILES
 from mpiddp.train.engine import load_weights
 from mpiddp.train.opening import load
+from tests.support.sentences import error
 
 BAD_SECTOR = Path("/proc/self/mem")
 EIO = os.strerror(errno.EIO)
@@ -56,43 +58,54 @@ def _read(folder: Path, broken: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("file", "reads"),
+    ("id", "file", "reads"),
     [
-        ("state.json", lambda folder: _read(folder, "state.json")),
-        ("model.pt", lambda folder: _read(folder, "model.pt")),
-        ("ranks.pt", lambda folder: _read(folder, "ranks.pt")),
-        ("shards.json", lambda folder: _read(folder, "shards.json")),
-        ("model.pt", lambda folder: read_tensors(folder / "model.pt")),
-        (SHARD, _shards),
-        ("weights", lambda folder: load_weights(nn.Linear(1, 1), folder / "weights")),
+        ("file-unreadable", "state.json", lambda folder: _read(folder, "state.json")),
+        ("file-unreadable", "model.pt", lambda folder: _read(folder, "model.pt")),
+        ("file-unreadable", "ranks.pt", lambda folder: _read(folder, "ranks.pt")),
+        ("file-unreadable", "shards.json", lambda folder: _read(folder, "shards.json")),
+        ("file-unreadable", "model.pt", lambda folder: read_tensors(folder / "model.pt")),
+        ("file-unreadable", SHARD, _shards),
+        (
+            "weights-missing",
+            "weights",
+            lambda folder: load_weights(nn.Linear(1, 1), folder / "weights"),
+        ),
     ],
 )
 def test_a_file_on_a_disk_that_fails_is_no_bad_input(
-    tmp_path: Path, file: str, reads: Callable[[Path], object]
+    tmp_path: Path, id: str, file: str, reads: Callable[[Path], object]
 ) -> None:
     (tmp_path / file).symlink_to(BAD_SECTOR)
-    with pytest.raises(JobFailed, match=EIO):
+    with pytest.raises(JobFailed, match=error(id, f"{tmp_path / file}", EIO)):
         reads(tmp_path)
     (tmp_path / file).unlink()
-    with pytest.raises(UserError):  # it is missing
+    missing = os.strerror(errno.ENOENT)
+    with pytest.raises(UserError, match=error(id, f"{tmp_path / file}", missing)):
         reads(tmp_path)
 
 
 def test_data_on_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
     for name in (*MNIST_FILES, *cifar10_files.PY):
         (tmp_path / name).symlink_to(BAD_SECTOR)
-    for dataset in ("fashion-mnist", "cifar10"):
-        with pytest.raises(JobFailed, match=EIO):
+    for dataset, id in (("fashion-mnist", "file-unreadable"), ("cifar10", "cifar10-unreadable")):
+        with pytest.raises(JobFailed, match=error(id, f"{tmp_path}/", EIO)):
             load(DATASETS[dataset], tmp_path)
 
 
 def test_a_disk_that_becomes_read_only_under_a_run_is_no_wrong_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, error = RunDir(tmp_path), OSError(errno.EROFS, os.strerror(errno.EROFS))
-    assert isinstance(unwritable(run, error), UserError)
+    run, read_only = RunDir(tmp_path), OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def check(kind: type[Exception], id: str) -> None:
+        refused = unwritable(run, read_only)
+        assert isinstance(refused, kind)
+        assert re.fullmatch(error(id, f"{run} ", os.strerror(errno.EROFS)), str(refused))
+
+    check(UserError, "run-unwritable")
     monkeypatch.setenv(RESTART_COUNT, "1")
-    assert isinstance(unwritable(run, error), JobFailed)
+    check(JobFailed, "run-disk")
     monkeypatch.delenv(RESTART_COUNT)
     run.metrics.touch()
-    assert isinstance(unwritable(run, error), JobFailed)
+    check(JobFailed, "run-disk")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from mpiddp.errors import JobFailed, UserError
 from tests.support.owners import owning
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.sentences import error
 
 
 @pytest.fixture
@@ -41,11 +43,8 @@ def test_a_second_run_is_refused_with_owner_host_and_age(run: RunDir) -> None:
         assert other.stdin is not None
         other.stdin.close()
         assert other.wait(timeout=PATIENCE_S) == 0
-    host = os.uname().nodename
-    assert str(refused.value) == (
-        f"{run}: the run first on {host} (process {other.pid}) writes there. "
-        "Wait for its end, or name another folder."
-    )
+    values = (f"{run}: ", "first ", os.uname().nodename, f"(process {other.pid})")
+    assert re.fullmatch(error("run-in-use", *values), str(refused.value))
     own(run, "second", on_wait=refuse_to_wait).release()  # the first has given it up
     assert list(run.path.iterdir()) == []
 
@@ -106,7 +105,8 @@ def test_an_owner_elsewhere_that_renews_its_file_is_alive(run: RunDir) -> None:
 
     thread = threading.Thread(target=renew)
     thread.start()
-    with pytest.raises(UserError, match=r"the run first on node7 \(process 4711\) writes there"):
+    values = (f"{run}: ", "first ", "node7 ", "(process 4711)")
+    with pytest.raises(UserError, match=error("run-in-use", *values)):
         own(run, "second", on_wait=lambda sentence: is_watched.set())
     thread.join()
     assert run.owner.read_bytes() == elsewhere()
@@ -161,7 +161,7 @@ def test_an_owner_that_lost_the_folder_notices_and_leaves_the_file_alone(run: Ru
     other.write_bytes(elsewhere())
     other.replace(run.owner)  # it is read every 0.05 s
     held._thread.join(PATIENCE_S)
-    with pytest.raises(JobFailed, match=r"was taken over: the run first on node7"):
+    with pytest.raises(JobFailed, match=error("run-taken-over", f"{run} ", "first ", "node7 ")):
         held.check()
     held.release()
     assert run.owner.read_bytes() == elsewhere()
@@ -183,8 +183,8 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
     def take(number: int) -> None:
         try:
             owners.append(own(run, f"run {number}", on_wait=lambda sentence: None))
-        except UserError as error:
-            refusals.append(error)
+        except UserError as refused:
+            refusals.append(str(refused))
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -192,6 +192,9 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
     for thread in threads:
         thread.join(PATIENCE_S)
     assert (len(owners), len(refusals)) == (1, 7)
+    # A thread that comes late finds this process as the owner, the others find a change.
+    either = (error("run-open-here", f"{run} "), error("run-in-use", f"{run}: "))
+    assert all(re.fullmatch("|".join(either), each) for each in refusals), refusals
     owners[0].release()
     assert [path.name for path in run.path.iterdir()] == []
 

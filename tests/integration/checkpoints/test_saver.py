@@ -29,6 +29,7 @@ from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.sentences import error
 
 
 @pytest.mark.slow
@@ -96,11 +97,9 @@ def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
 
 
 def test_a_full_quota_is_not_the_free_space_of_the_file_system(tmp_path: Path) -> None:
-    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    assert _save_error(error, tmp_path, 3, 5_000_000) == (
-        f"no space left for a checkpoint in {tmp_path}: step 3 needs 5.0 MB, and your disk quota is used up. "
-        "There is no older checkpoint."
-    )
+    used_up = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    sentence = error("save-no-space", f"{tmp_path}: step 3 ", "5.0 MB", "disk quota", "no older ")
+    assert re.fullmatch(sentence, _save_error(used_up, tmp_path, 3, 5_000_000))
 
 
 def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:

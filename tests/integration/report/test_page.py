@@ -6,6 +6,7 @@ python -m pytest tests/integration/report/test_page.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support import chromium
 from tests.support.chromium import Browser
 from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
+from tests.support.sentences import error
 
 pytest.importorskip("bokeh", reason="mpiddp report needs it: pip install bokeh")
 
@@ -194,20 +196,25 @@ def test_bad_input_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path / "a")
     out = tmp_path / "page.html"
+
+    def check(sentence: str) -> None:
+        printed, said = capsys.readouterr()
+        assert printed == ""
+        assert re.fullmatch(f"{sentence}\n", said), said
+
     for runs, sentence in {
-        ("nothing",): "nothing does not exist. Expected the folder of a run.\n",
-        (".",): ". is not the folder of a run: it has neither metrics.jsonl nor checkpoints/.\n",
-        tuple("abcdefghi"): "mpiddp report: at most 8 runs fit a page, not 9.\n",
+        ("nothing",): error("report-missing", "nothing "),
+        (".",): error("report-no-run", ". ", "metrics.jsonl", "checkpoints/"),
+        tuple("abcdefghi"): error("report-too-many", "8 runs ", "9"),
     }.items():
         assert report(out, *map(Path, runs)) == 2
-        assert capsys.readouterr() == ("", sentence)
+        check(sentence)
         assert not out.exists()
     for given, named in (("a", "a"), ("", "."), ("a/", "a")):
         assert cli.main(["report", str(run), "--out", given]) == 2
-        sentence = f"--out {named} is a folder. Name a file: --out report.html\n"
-        assert capsys.readouterr() == ("", sentence)
+        check(error("report-out-folder", f"--out {named} ", ": --out report.html"))
     assert report(tmp_path / "no/page.html", run) == 2
-    assert capsys.readouterr().err.endswith(": No such file or directory.\n")
+    check(error("file-error", "--out ", "no/", "No such file or directory"))
     (run / "metrics.jsonl").write_text('{"step": 1, "lr": 1}\n{"st')
     assert report(out, run, run) == 0
     said = capsys.readouterr()

@@ -12,7 +12,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +23,16 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.slurm import expand_nodelist
 from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.rendezvous.address import find_by_address
-from mpiddp.runtime.rendezvous.meet import _serve_beside_agent
+from mpiddp.runtime.rendezvous.meet import _connect, _serve_beside_agent
 from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
 from mpiddp.world import World
 from tests.support.addresses import reserved
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.sentences import error
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -37,7 +42,7 @@ def job(name: str) -> str:
 
 
 def test_a_foreign_mpi_is_refused_once() -> None:
-    """Ranks of a size that MPI does not report: mpirun and libmpi come from different MPIs."""
+    """Ranks of a size that MPI does not report, as with the mpirun of another MPI."""
     ranks = [
         subprocess.Popen(
             [sys.executable, job("rendezvous")],
@@ -56,17 +61,12 @@ def test_a_foreign_mpi_is_refused_once() -> None:
     ]
     printed = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert printed == [
-        "openmpi started 2 ranks but MPI reports size 1: mpirun and libmpi come from different "
-        "MPIs. Set MPI4PY_LIBMPI to the library of that mpirun.\n",
-        "",
-    ]
+    sentence = error("mpi-size", "openmpi ", "2 ranks ", "size 1", "MPI4PY_LIBMPI")
+    assert re.fullmatch(f"{sentence}\n", printed[0]), printed
+    assert printed[1] == ""
 
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-
-
-NEEDS_BOTH = "Without MPI, the ranks need MASTER_ADDR and MASTER_PORT to find each other."
 
 
 SRUN = {
@@ -161,27 +161,33 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("env", "sentence"),
+    ("env", "id", "values"),
     [
         (
             ENV,
-            f"RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. {NEEDS_BOTH}",
+            "address-missing",
+            ["RANK=0 ", "WORLD_SIZE=2 ", "but MASTER_ADDR and MASTER_PORT "],
         ),
         (
             ENV | {"MASTER_ADDR": "127.0.0.1"},
-            f"RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. {NEEDS_BOTH}",
+            "address-missing",
+            ["RANK=0 ", "WORLD_SIZE=2 ", "but MASTER_PORT "],
         ),
-        (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
-        (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is not an address of "),
-        (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
-        ({"MASTER_PORT": "70000"}, 'MASTER_PORT="70000" is not a port.'),
-        (SRUN | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
+        (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "master-unresolved", ["a..b: "]),
+        (
+            ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"},
+            "master-addr-foreign",
+            ["192.0.2.7 ", "MASTER_ADDR"],
+        ),
+        (ENV | {"MASTER_PORT": "http"}, "master-port", ['MASTER_PORT="http"']),
+        ({"MASTER_PORT": "70000"}, "master-port", ['MASTER_PORT="70000"', "65535"]),
+        (SRUN | {"MASTER_PORT": "http"}, "master-port", ['MASTER_PORT="http"']),
     ],
 )
 def test_a_bad_address_is_refused(
-    world: Callable[[dict[str, str]], World], env: dict[str, str], sentence: str
+    world: Callable[[dict[str, str]], World], env: dict[str, str], id: str, values: list[str]
 ) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=error(id, *values)):
         find_by_address(world(env), 5)
 
 
@@ -194,10 +200,8 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(
         rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
         with pytest.raises(JobFailed) as refused:
             find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
-    assert str(refused.value) == (
-        f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
-        "Check that rank 0 is running and that no firewall blocks the port."
-    )
+    values = (f"rank 1 on {socket.gethostname()} ", f"127.0.0.1 port {port} ", "0.3 s")
+    assert re.fullmatch(error("master-unreachable", *values), str(refused.value))
 
 
 def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
@@ -205,8 +209,8 @@ def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
         port = listener.getsockname()[1]
         world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
         store = serve_store(world, listener)
-        sentence = rf"^rank 1 on {world.hostname}: no answer from rank 0 in 0\.3 s\.$"
-        with pytest.raises(JobFailed, match=sentence):
+        sentence = error("channel-no-answer", f"rank 1 on {world.hostname}: ", "0.3 s")
+        with pytest.raises(JobFailed, match=f"^{sentence}$"):
             _serve_beside_agent(world, None, 0.3)
         del store
 
@@ -216,6 +220,46 @@ def test_nobody_listens_where_the_store_should_be() -> None:
     with reserved("127.0.0.1") as reservation:
         port = reservation.getsockname()[1]
         world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
-        sentence = rf"cannot reach torch's store of rank 0 at 127\.0\.0\.1 port {port} in 1 s"
-        with pytest.raises(JobFailed, match=sentence):
+        values = (f"rank 1 on {world.hostname} ", f"127.0.0.1 port {port} ", "1 s")
+        with pytest.raises(JobFailed, match=error("store-unreachable", *values)):
             connect_to_store(world, 1.0)
+
+
+@pytest.fixture
+def another_program() -> Iterator[int]:
+    """The port of a server that says something else than ours, and hangs up."""
+
+    def greet() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=greet, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_another_program_listens_where_the_store_should_be(another_program: int) -> None:
+    world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=another_program)
+    values = (f"rank 1 on {world.hostname}: ", f"127.0.0.1 port {another_program}, ", "MASTER_PORT")
+    with pytest.raises(JobFailed, match=error("store-port-taken", *values)):
+        connect_to_store(world, 1.0)
+
+
+def test_another_program_listens_where_the_channel_should_be(another_program: int) -> None:
+    world = World(1, 2, 1, 2)
+    values = (f"rank 1 on {world.hostname}: ", f"127.0.0.1 port {another_program}, ", "MASTER_PORT")
+    with pytest.raises(JobFailed, match=error("channel-port-taken", *values)):
+        _connect(Server(f"127.0.0.1:{another_program}", "a key"), world, Session(), PATIENCE_S)
+
+
+def test_nobody_listens_where_the_channel_should_be() -> None:
+    world = World(1, 2, 1, 2)
+    with reserved("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+        values = (f"rank 1 on {world.hostname} ", f"127.0.0.1 port {port} ")
+        with pytest.raises(JobFailed, match=error("channel-unreachable", *values)):
+            _connect(Server(f"127.0.0.1:{port}", "a key"), world, Session(), 0.3)

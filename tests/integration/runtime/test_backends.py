@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.torch.process_group import choose_backend
+from mpiddp.runtime.torch.process_group import choose_backend, device_of
+from mpiddp.world import World
+from tests.support.sentences import error
 
 
 @pytest.mark.parametrize("name", ["cpu:gloo,cuda:nccl", "GLOO", "mpi", ""])
 def test_a_backend_that_no_group_of_ours_can_have(name: str) -> None:
-    with pytest.raises(UserError, match=f"^backend '{name}': expected gloo or "):
+    with pytest.raises(UserError, match=error("backend-unknown", f"'{name}'", "gloo or ")):
         choose_backend(name)
 
 
@@ -23,5 +25,19 @@ def test_without_a_gpu_it_is_gloo() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is a GPU")
     assert choose_backend(None) == choose_backend("gloo") == "gloo"
-    with pytest.raises(UserError, match=r"^--backend nccl needs a GPU"):
+    values = ("--backend nccl ", f"torch {torch.__version__} ", "--backend gloo", "nvidia-smi")
+    with pytest.raises(UserError, match=error("nccl-no-gpu", *values)):
         choose_backend("nccl")
+
+
+def test_more_local_ranks_than_gpus() -> None:
+    world = World(999, 1000, 999, 1000)
+    values = (
+        f"{world.hostname} ",
+        " GPUs ",
+        "1000 slots",
+        "CUDA_VISIBLE_DEVICES",
+        "--backend gloo",
+    )
+    with pytest.raises(UserError, match=error("gpus-shared-by-ranks", *values)):
+        device_of(world, "nccl")

@@ -12,6 +12,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.rendezvous.meet import meet_as_child
 from mpiddp.world import World
+from tests.support.sentences import error
 
 
 @pytest.mark.parametrize(
@@ -28,5 +29,5 @@ def test_a_child_of_a_rank_with_changed_variables(
     }
     for name, value in (env | change).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="are not those of the rank that started this process"):
+    with pytest.raises(UserError, match=error("child-variables", *change)):
         meet_as_child(World(0, 1, 0, 1), Session())

@@ -6,6 +6,7 @@ python -m pytest tests/test_channel_process.py
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -18,11 +19,16 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.rendezvous.meet import _channel_process
+from mpiddp.world import World
 from tests.support.channels import member
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.sentences import error
 
 KEY = "a key of the job"
 RANK_0 = """
@@ -147,3 +153,19 @@ def test_signals_to_all_processes_of_the_job_leave_the_server() -> None:
             os.kill(server, number)
         rank_1.put("b", 5)
         assert rank_1.collect("b", [1], timeout_s=60) == [5]
+
+
+def test_a_machine_that_can_start_no_process_is_no_bad_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = os.strerror(errno.EAGAIN)
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.EAGAIN, why)
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    world = World(0, 2, 0, 2)
+    with pytest.raises(
+        JobFailed, match=error("channel-process", f"rank 0 on {world.hostname} ", why)
+    ):
+        _channel_process(world, Session())

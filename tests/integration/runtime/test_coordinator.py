@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from mpiddp.runtime.rendezvous.address import rendezvous_over_channel
 from mpiddp.world import World
 from tests.support.channels import member, serving
 from tests.support.patience import PATIENCE_S
+from tests.support.sentences import error
 
 SENTENCE = "hosts.txt:3: one sentence."
 
@@ -105,14 +107,16 @@ def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
             coordinator.wait_for("present", [0, 1], timeout_s=PATIENCE_S)
         try:
             coordinator.all_gather_json("", timeout_s=0.3)
-        except NoAnswer as error:
-            print(error, file=sys.stderr)
+        except NoAnswer as no_answer:
+            print(no_answer, file=sys.stderr)
 
+    silent = error("ranks-silent", "rank 2 on node1, rank 3 on node1 ", "0.3 s")
     both = ranks(4, body, absent=(2, 3))
-    sentence = "rank 2 on node1, rank 3 on node1 did not answer in 0.3 s.\n"
-    assert [each.stderr for each in both] == [sentence] * 2
+    assert len(both) == 2
+    assert all(re.fullmatch(f"{silent}\n", each.stderr) for each in both), both
+    missing = error("ranks-missing", "1 of 2 ranks ", "0.3 s", ": rank 1.")
     first, *_ = ranks(2, body, absent=(1,))
-    assert first.stderr == "only 1 of 2 ranks joined in 0.3 s. Missing: rank 1.\n"
+    assert re.fullmatch(f"{missing}\n", first.stderr), first
 
 
 # --- all_or_none ---
@@ -191,7 +195,8 @@ def test_a_requested_interface_overrides_the_one_towards_rank_0(
         rendezvous_over_channel(coordinator, None, 60)
 
     first, second = ranks(2, body)
-    assert first.stderr.startswith('interface "ib0" is not on host0, which has lo')
+    sentence = error("interface-missing-here", '"ib0"', "host0, ", "lo")
+    assert re.fullmatch(f"{sentence}\n", first.stderr), first.stderr
     assert (first.code, second) == (2, End(2, ""))
 
 

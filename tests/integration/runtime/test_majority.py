@@ -11,6 +11,7 @@ import torch
 
 import mpiddp
 from mpiddp.runtime.torch.divergence import bare_names, differing_ranks
+from tests.support.sentences import error
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,12 @@ def test_names_lose_what_ddp_and_compile_add_if_they_still_differ(
 
 def test_a_process_without_other_ranks_has_nothing_to_compare() -> None:
     mpiddp.check_divergence(torch.nn.Linear(2, 2))
+
+
+def test_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    values = ("mpiddp.check_divergence ", "torch.distributed.init_process_group", "mpiddp.init")
+    with pytest.raises(mpiddp.UserError, match=error("divergence-no-group", *values)):
+        mpiddp.check_divergence(torch.nn.Linear(2, 2))

@@ -6,7 +6,6 @@ python -m pytest tests/integration/runtime/test_refused_scripts.py
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,34 +15,27 @@ import pytest
 from mpiddp import errors
 from mpiddp.errors import UserError, print_from_one_rank
 from mpiddp.runtime.start import run as run_script
+from tests.support.sentences import error
 
 
 @pytest.mark.parametrize(
-    ("args", "sentence"),
+    ("args", "id", "values"),
     [
-        (["nosuch.py"], "nosuch.py not found (looked in {cwd})."),
-        (["."], ". is a folder, not a script. To run a module: mpiddp run -m MODULE"),
-        (
-            ["/dev/null"],
-            "/dev/null is no regular file, and each rank reads its script from the disk.",
-        ),
-        (
-            ["-m", "no.such"],
-            "module no.such not found (looked in {cwd} and in the installed packages).",
-        ),
-        (
-            ["-m", "tests"],
-            "module tests not found (looked in {cwd} and in the installed packages).",
-        ),
-        (["-m", "math"], "module math not found (looked in {cwd} and in the installed packages)."),
+        (["nosuch.py"], "script-not-found", ["nosuch.py ", "{cwd})"]),
+        (["."], "script-is-folder", [". ", "mpiddp run -m MODULE"]),
+        (["/dev/null"], "script-no-file", ["/dev/null "]),
+        (["-m", "no.such"], "module-not-found", ["module no.such ", "{cwd} "]),
+        (["-m", "tests"], "module-not-found", ["module tests ", "{cwd} "]),
+        (["-m", "math"], "module-not-found", ["module math ", "{cwd} "]),
     ],
 )
 def test_a_script_that_cannot_be_run_is_refused(
-    args: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+    args: list[str], id: str, values: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     load = run_script._load_module if args[0] == "-m" else run_script._load_file
-    with pytest.raises(UserError, match=re.escape(sentence.format(cwd=Path.cwd()))):
+    shown = [value.format(cwd=Path.cwd()) for value in values]
+    with pytest.raises(UserError, match=error(id, *shown)):
         load(args[-1])
 
 

@@ -11,6 +11,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.train.determinism import Difference, Kind, TensorKey, first_difference
 from mpiddp.train.options import parse
+from tests.support.sentences import error
 
 
 def key(kind: Kind, number: int, name: str) -> TensorKey:
@@ -39,8 +40,10 @@ def test_the_options_of_the_check() -> None:
     assert parse([]).check_determinism is None
     assert parse(["--check-determinism"]).check_determinism == 10
     assert parse(["--check_determinism=3", "--resume=never"]).check_determinism == 3
-    with pytest.raises(UserError, match="--check-determinism starts from fresh weights"):
+    values = ("--check-determinism ", "--resume PATH ", "--weights FILE ")
+    with pytest.raises(UserError, match=error("determinism-resume", *values)):
         parse(["--check-determinism", "--resume", "runs/a"])
     for option in ("--check-determinism=0", "--check-divergence=0", "--check-divergence"):
-        with pytest.raises(UserError, match=option.partition("=")[0]):
+        name = option.partition("=")[0]
+        with pytest.raises(UserError, match=error("usage-error", f"argument {name}: ")):
             parse([option])

@@ -7,6 +7,7 @@ python -m pytest tests/integration/train/test_resnet.py
 import hashlib
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from mpiddp.errors import UserError
 from mpiddp.train.engine import load_weights
 from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet
+from tests.support.sentences import error
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
 # those of torchvision 0.28.0. With the same state_dict, its outputs and gradients and those of this
@@ -160,43 +162,36 @@ class Code:
         return (os.system, (self.command,))
 
 
-def refusal(model: nn.Module, path: Path) -> str:
+def check_refusal(model: nn.Module, path: Path, id: str, *values: str) -> None:
     before = [value.clone() for value in model.state_dict().values()]
     with pytest.raises(UserError) as caught:
         load_weights(model, path)
     message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith(f"--weights {path}: ")
+    assert re.fullmatch(error(id, f"--weights {path}: ", *values), message), message
     for value, old in zip(model.state_dict().values(), before, strict=True):
         assert torch.equal(value, old)
-    return message.removeprefix(f"--weights {path}: ")
 
 
 def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
-    assert refusal(ARCHS["resnet20"](), checkpoint) == (
-        "layer2.0.downsample.0.weight is not part of this model. Check --arch."
-    )
-    assert (
-        refusal(ARCHS["resnet34"](), checkpoint)
-        == "layer1.2.conv1.weight is missing. Check --arch."
-    )
-    assert refusal(ARCHS["resnet18"](stem="cifar"), checkpoint) == (
-        "conv1.weight has shape [64, 3, 7, 7]; expected [64, 3, 3, 3]. Check --arch and --stem."
-    )
+    extra, missing = "layer2.0.downsample.0.weight ", "layer1.2.conv1.weight "
+    check_refusal(ARCHS["resnet20"](), checkpoint, "weights-unknown-key", extra, "--arch")
+    check_refusal(ARCHS["resnet34"](), checkpoint, "weights-missing-key", missing, "--arch")
+    shapes = ("conv1.weight ", "[64, 3, 7, 7]; ", "[64, 3, 3, 3]", "--arch and --stem")
+    check_refusal(ARCHS["resnet18"](stem="cifar"), checkpoint, "weights-shape", *shapes)
 
 
 def test_a_weights_file_that_torch_cannot_load(tmp_path: Path) -> None:
     model = ARCHS["resnet20"]()
     path = tmp_path / "w.pt"
     path.write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))
-    assert refusal(model, path) == "it is not a file that torch.save wrote. Expected a state_dict."
+    check_refusal(model, path, "weights-unreadable", "torch.save ", "state_dict")
     path.write_bytes(b"")
-    assert refusal(model, path) == "torch.load cannot read it (EOFError). Expected a state_dict."
+    check_refusal(model, path, "weights-unreadable", "torch.load ", "(EOFError)", "state_dict")
     torch.save(ARCHS["resnet20"]().state_dict(), path)
     path.write_bytes(path.read_bytes()[:5000])
-    assert refusal(model, path).startswith("torch.load cannot read it (")
+    check_refusal(model, path, "weights-unreadable", "torch.load ", "(")
     path.write_bytes(pickle.dumps({"conv1.weight": 1}))
-    refusal(model, path)
+    check_refusal(model, path, "weights-unreadable")
 
 
 def test_a_weights_file_without_a_state_dict(tmp_path: Path) -> None:
@@ -204,24 +199,22 @@ def test_a_weights_file_without_a_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "w.pt"
     for content in ([1, 2], {"epoch": 3, "state_dict": {}}, torch.zeros(3)):
         torch.save(content, path)
-        assert refusal(model, path) == "expected a state_dict, a dict of tensors by name."
+        check_refusal(model, path, "weights-no-state-dict", "state_dict")
 
 
 def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "w.pt", tmp_path / "was-run"
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         write({"conv1.weight": Code(f"touch {trace}")}, path)
-        refusal(ARCHS["resnet20"](), path)
+        check_refusal(ARCHS["resnet20"](), path, "weights-unreadable")
         assert not trace.exists()
     pickle.loads(path.read_bytes())  # without the refusal, the command runs
     assert trace.exists()
     torch.save({"conv1.weight": Code(f"touch {trace}")}, path)
-    assert refusal(ARCHS["resnet20"](), path).startswith(
-        "it contains code (posix.system), which is refused."
-    )
+    check_refusal(ARCHS["resnet20"](), path, "weights-unreadable", "(posix.system)")
 
 
 def test_a_missing_weights_file(tmp_path: Path) -> None:
-    missing = refusal(ARCHS["resnet20"](), tmp_path / "none.pt")
-    assert missing == f"No such file or directory (looked in {Path.cwd()})."
-    assert refusal(ARCHS["resnet20"](), tmp_path).startswith("Is a directory")
+    values = ("No such file or directory ", f" {Path.cwd()})")
+    check_refusal(ARCHS["resnet20"](), tmp_path / "none.pt", "weights-missing", *values)
+    check_refusal(ARCHS["resnet20"](), tmp_path, "weights-missing", "Is a directory ")

@@ -33,6 +33,7 @@ from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.world import World
+from tests.support.sentences import error
 from tests.support.training import configured
 
 
@@ -101,7 +102,8 @@ def test_batch_norm_over_one_pixel_is_one_sentence(
     own = ("--use-syn", "--arch=resnet18", "--stem=imagenet", "--batch-size=1")
     images = open_data(configured("--use-syn"), World(0, 1, 0, 1), torch.device("cpu"))
     data = replace(images, shape=(3, pixels, pixels))
-    with pytest.raises(UserError, match=f"cannot normalize a pass of one {named} image"):
+    values = (f" {named} ", "--batch-size 2 ", "--stem cifar")
+    with pytest.raises(UserError, match=error("batch-norm-one-image", *values)):
         build_model(configured(*own, *options), data)
     build_model(configured(*own, "--batch-size=2", *options), data)
 

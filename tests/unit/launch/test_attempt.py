@@ -405,7 +405,7 @@ def test_a_viewer_gets_the_phase_and_the_stacks_of_the_ranks(jobs: list[Job]) ->
 def test_stacks_are_complete_without_a_rank_that_was_not_asked(
     jobs: list[Job], message: tuple[str, dict[str, Any]]
 ) -> None:
-    """It has connected since. So the ranks are counted once, and not for each message of thousands of ranks."""
+    """It has connected since. So the ranks are counted once, not for each message of thousands of ranks."""
     job = started(jobs)
     job.join()
     job.connect(0)
