@@ -442,11 +442,16 @@ def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -
 # ---- the page
 
 
-def test_the_page_is_current() -> None:
-    written = troubleshooting.PAGE.read_text()
-    assert written == troubleshooting.text(), "Run: python -m docs.troubleshooting"
-    written = troubleshooting.EVIDENCE.read_text()
-    assert written == troubleshooting.evidence(), "Run: python -m docs.troubleshooting"
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (troubleshooting.PAGE, troubleshooting.text),
+        (troubleshooting.MESSAGES, troubleshooting.messages),
+        (troubleshooting.EVIDENCE, troubleshooting.evidence),
+    ],
+)
+def test_the_pages_are_current(page: Path, text: Callable[[], str]) -> None:
+    assert page.read_text() == text(), "Run: python -m docs.troubleshooting"
 
 
 def test_the_page_has_every_row_once_and_links_that_lead_there() -> None:
