@@ -391,5 +391,7 @@ def export(folder: Path, out: Path) -> list[str]:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         directory.write_folder(out.absolute(), lambda new: write_files(new, whole))
     except OSError as error:
-        raise cause_of(error)(f"{out} cannot be written: {error.strerror}. [export-unwritable]") from None
+        raise cause_of(error)(
+            f"{out} cannot be written: {error.strerror}. [export-unwritable]"
+        ) from None
     return list(whole.state)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.checkpoints.directory import BrokenCheckpoint, UnreadableCheckpoint
 from mpiddp.checkpoints.run_dir import find_checkpoints
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import named_by
 from mpiddp.text import listed
 
@@ -107,9 +107,12 @@ def _export(given: Path, out: Path) -> int:
     folders = _checkpoints(given)
     folder = folders[0]
     if len(folders) > 1:
-        newest, _ = directory.survey(folder.parent)
+        newest, errors = directory.survey(folder.parent)
         if newest is None:
-            raise UserError(f"{given} contains no verified checkpoint. [export-no-checkpoint]")
+            has_failed = any(isinstance(error, UnreadableCheckpoint) for _, error in errors)
+            raise (JobFailed if has_failed else UserError)(
+                f"{given} contains no verified checkpoint. [export-no-checkpoint]"
+            )
         folder = newest
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])
     print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")

@@ -26,6 +26,7 @@ from mpiddp.drill.rehearse import Rehearsal, Stage
 from mpiddp.drill.verdict import Result, first_difference, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.launch.option_parser import option_parser, parse_values
+from mpiddp.paths import cause_of
 from mpiddp.text import counted, did_you_mean
 
 _OVERHEAD_S = 30.0  # of a command beside its steps, on a loaded machine
@@ -199,7 +200,7 @@ def _new_folder(named: str | None, *, has_hosts: bool) -> Path:
             )
     except OSError as error:
         place = work or beside or tempfile.gettempdir()
-        raise UserError(
+        raise cause_of(error)(
             f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR "
             "[drill-work-unwritable]"
         ) from None

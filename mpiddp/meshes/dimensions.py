@@ -28,7 +28,7 @@ DIMENSIONS = {
 }
 REMAINING = -1  # the size of the one dimension that takes what the others leave
 _BELOW = 10**9  # as parse_whole
-_EXPECTED = f"1 or more, or {REMAINING} for what the others leave"
+_EXPECTED = f"1 to {_BELOW - 1}, or {REMAINING} for what the others leave"
 _EXAMPLE = "Example: dp=32 tp=8 pp=2"
 _DATA_PARALLEL = ("dp", "dp_shard", "dp_replicate")
 

@@ -317,7 +317,7 @@ def test_bad_sizes(text: str, id: str, values: list[str]) -> None:
 def test_bad_sizes_of_a_script(size: object, id: str, shown: str) -> None:
     said = refusal(lambda: check_sizes({"tp": size}))
     assert said.startswith(shown)
-    assert re.fullmatch(error(id, "1 or more"), said), said
+    assert re.fullmatch(error(id, "1 to 999999999, or -1"), said), said
 
 
 def test_an_unknown_name_of_a_script() -> None:

@@ -21,6 +21,7 @@ from tests.support.sentences import (
     untested,
     without_id,
 )
+from tests.unit import test_rules_of_tests
 
 
 def test_the_file_has_the_sentences_of_the_package() -> None:
@@ -44,7 +45,7 @@ def test_no_test_repeats_a_sentence() -> None:
 def test_what_is_untested_or_repeated_is_found() -> None:
     told = {"a-zebra": "{}: the zebra has {} odd stripes.", "host-dash": "{} reaches {}. Refused."}
     assert untested(told) == ["a-zebra"]
-    same = "an unknown host, the ranks then wait for ever"
+    same = (test_rules_of_tests.__doc__ or "").partition("\n")[0]
     assert repeated({"a-host": f"{{}}: {same}: {{}}."}) == ["a-host"]
 
 

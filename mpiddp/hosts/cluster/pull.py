@@ -27,7 +27,7 @@ from mpiddp.hosts.cluster.transfer import Failed, Peer, digest_of_file, sentence
 from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, SIZE, TIME, Row
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.text import counted, listed, size_text
+from mpiddp.text import counted, listed, shown, size_text
 
 # How a file here compares with one of another host. BEGINNING: the other has grown since.
 SAME, MISSING, BEGINNING, OTHER = "same", "missing", "beginning", "other"
@@ -109,8 +109,11 @@ class Source:
             self.failure = str(failure)
             return
         self.rows = {row[PATH]: row for row in rows if row[KIND] == FILE}
-        if any(".." in path.split("/") or path.startswith("/") for path in self.rows):
-            self.failure = "it names files outside of the folder. [pull-outside]"
+        outside = [path for path in self.rows if ".." in path.split("/") or path.startswith("/")]
+        if outside:
+            self.failure = (
+                f"it names a file outside of the folder: {shown(outside[0])}. [pull-outside]"
+            )
 
     def bring(self) -> str:
         """Bring what is not here. Returns what that was, or `failure`."""

@@ -32,6 +32,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.slurm import compress_names
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.paths import cause_of
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
@@ -286,7 +287,7 @@ def _unreadable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}. [push-unreadable]") from None
+        raise cause_of(error)(f"{error.filename}: {error.strerror}. [push-unreadable]") from None
 
 
 def _carries(tree: _Tree, folder: str) -> bool:

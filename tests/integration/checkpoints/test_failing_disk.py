@@ -1,7 +1,8 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
+Files of another program are.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/resume.py and contents.py. A link to /proc/self/mem is a file that
-cannot be read (EIO), as on a bad sector.
+Tests mpiddp/paths.py, mpiddp/checkpoints/resume.py, contents.py, legacy.py, main.py and shards.py. A link to
+/proc/self/mem is a file that cannot be read (EIO), as on a bad sector.
 python -m pytest tests/integration/checkpoints/test_failing_disk.py
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,16 +19,23 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.checkpoints.contents import facts_of, read
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.contents import Contents, export, facts_of, read, write_files
+from mpiddp.checkpoints.ranks import FileSystems, Ranks
+from mpiddp.checkpoints.resume import _listing, newest
+from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.checkpoints.shards import Chunk, SavedTensor, ShardFiles
 from mpiddp.checkpoints.state import Unreadable, load_tensors, read_tensors
+from mpiddp.cli import main
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import RESTART_COUNT
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train.data import cifar10_files
 from mpiddp.train.data.datasets import DATASETS, MNIST_FILES
 from mpiddp.train.engine import load_weights
 from mpiddp.train.opening import load
+from mpiddp.world import World
 from tests.support.sentences import error
 
 BAD_SECTOR = Path("/proc/self/mem")
@@ -109,3 +118,88 @@ def test_a_disk_that_becomes_read_only_under_a_run_is_no_wrong_path(
     monkeypatch.delenv(RESTART_COUNT)
     run.metrics.touch()
     check(JobFailed, "run-disk")
+
+
+# Exports, and what a verified checkpoint lists
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    contents = Contents(1, {"model": {}}, [], {})
+    return directory.write(tmp_path / "checkpoints", 1, lambda new: write_files(new, contents))
+
+
+def test_an_export_from_a_disk_that_fails(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "whole"
+    (saved / "COMPLETE").unlink()
+    (saved / "COMPLETE").symlink_to(BAD_SECTOR)
+    values = (f"{saved}: ", "COMPLETE ", f"{EIO}.")
+    with pytest.raises(JobFailed, match=rf"^{error('export-unreadable', *values)}$"):
+        export(saved, out)
+    assert not out.exists()
+
+
+def test_an_export_to_where_no_folder_can_be(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "file" / "whole"
+    out.parent.touch()
+    sentence = error("export-unwritable", f"{out} ", os.strerror(errno.EEXIST))
+    with pytest.raises(UserError, match=rf"^{sentence}$"):
+        export(saved, out)
+
+
+def test_an_export_of_a_run_whose_checkpoints_are_all_broken(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved, saved.with_name("step_00000002"))
+    for folder in directory.list_steps(saved.parent):
+        (folder / "model.pt").write_bytes(b"broken")
+    out = tmp_path / "whole"
+    assert main(["checkpoints", "export", str(tmp_path), str(out)]) == 2
+    printed = capsys.readouterr()
+    sentence = error("export-no-checkpoint", f"{tmp_path} ")
+    assert (printed.out, bool(re.fullmatch(f"{sentence}\n", printed.err))) == ("", True), printed
+    assert not out.exists()
+
+
+def test_a_disk_that_fails_after_the_checkpoint_was_verified(saved: Path) -> None:
+    assert directory.is_verified(saved)
+    (saved / "manifest.json").unlink()
+    (saved / "manifest.json").symlink_to(BAD_SECTOR)
+    values = (f"{saved}: ", "manifest.json ", f"{EIO}.")
+    with pytest.raises(JobFailed, match=rf"^{error('resume-folder', *values)}$"):
+        _listing(saved)
+
+
+# Files of another program
+
+
+def test_a_table_of_shards_that_lists_no_file(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+
+    def write_index(new: Path) -> None:
+        (new / "shards.json").write_text("{}")
+
+    folder = directory.write(run.checkpoints, 1, write_index)
+    directory.verify(folder)
+    ranks = Ranks(Coordinator(World(0, 1, 0, 1), None), None)
+    with pytest.raises(
+        UserError, match=rf"^{error('resume-list', f'{folder}: ', 'shards.json ')}$"
+    ):
+        newest(Run(run, ranks, FileSystems((0,)), None))
+
+
+@pytest.mark.parametrize("facts", ["{}", '{"progress": {}}', '{"progress": 1}'])
+@pytest.mark.parametrize("files", [["ranks.pt"], ["ranks.pt", "model.pt", "trainer.pt"], []])
+def test_a_checkpoint_of_no_version(tmp_path: Path, facts: str, files: list[str]) -> None:
+    (tmp_path / "state.json").write_text(facts)
+    for name in files:
+        torch.save([], tmp_path / name)
+    sentence = error("checkpoint-foreign-old", f"{tmp_path} ", "state.json ")
+    with pytest.raises(UserError, match=rf"^{sentence}$"):
+        read({path.name: path for path in tmp_path.iterdir()})
+
+
+def test_a_file_of_shards_without_names(tmp_path: Path) -> None:
+    torch.save([torch.zeros(1)], tmp_path / SHARD)
+    with pytest.raises(UserError, match=rf"^{error('shard-contents', f'{tmp_path / SHARD} ')}$"):
+        _shards(tmp_path)

@@ -1,6 +1,6 @@
 """Saves in a thread: a kill at any moment loses at most one step, and damaged saves are detected.
 
-Tests mpiddp/checkpoints/save.py.
+Tests mpiddp/checkpoints/save.py, save_shards.py.
 python -m pytest tests/integration/checkpoints/test_saver.py
 """
 
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +21,17 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory, save
-from mpiddp.checkpoints.ranks import empty_chunk
-from mpiddp.checkpoints.run_dir import save_json
+from mpiddp.checkpoints.ranks import FileSystems, Ranks, empty_chunk
+from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_dir import RunDir, save_json
 from mpiddp.checkpoints.save import HostMemory, SaveSchedule, _layout, _save_error
+from mpiddp.checkpoints.save_shards import Exchange, NotSaved, ShardedSaver
 from mpiddp.checkpoints.state import HashedFile, packed
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
+from tests.support.channels import member, serving
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 from tests.support.sentences import error
@@ -106,6 +111,61 @@ def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
     save_json(tmp_path / "summary.json", {"train_loss": float("nan"), "steps": 3})
     text = (tmp_path / "summary.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"train_loss": None, "steps": 3}
+
+
+# Ranks that save shards together
+
+
+def coordinators(server: Server) -> list[Coordinator]:
+    """Of two ranks that have entered the job."""
+    both = [Coordinator(World(rank, 2, rank, 2), member(server, rank, 2)) for rank in (0, 1)]
+    for each in both:
+        each.begin_stay()
+    return both
+
+
+def test_a_save_is_given_up_when_another_rank_fails() -> None:
+    with serving(2) as server:
+        first, second = coordinators(server)
+        exchange = Exchange(first, PATIENCE_S)
+        exchange.begin(7)
+        assert second.claim_first_failure()
+        with pytest.raises(NotSaved, match=error("step-not-saved", "step 7 ", "another rank ")):
+            exchange.get("written", 1)
+
+
+def test_a_save_is_given_up_when_the_job_ends() -> None:
+    with serving(2) as server:
+        first, _ = coordinators(server)
+        exchange = Exchange(first, PATIENCE_S)
+        exchange.begin(7)
+    with pytest.raises(NotSaved, match=error("step-not-saved", "step 7 ", "the job has ended")):
+        exchange.get("written", 1)
+
+
+def test_a_shard_that_a_file_server_does_not_show_whole_yet(tmp_path: Path) -> None:
+    """Here each rank has a folder of its own; the first one's has nothing yet of what the second writes."""
+    roots = [tmp_path / f"seen_by_rank_{rank}" for rank in (0, 1)]
+    with serving(2) as server, ThreadPoolExecutor(1) as thread:
+        first, second = (
+            ShardedSaver(
+                Run(RunDir(root), Ranks(coordinator, None, PATIENCE_S), FileSystems((0, 0)), None),
+                root,
+            )
+            for root, coordinator in zip(roots, coordinators(server), strict=True)
+        )
+
+        def write_files(folder: Path) -> None:
+            (folder / "shard_00001.pt").touch()
+            (roots[1] / folder.name).mkdir(parents=True)
+            thread.submit(second.write, 7, {}, write_files)
+
+        values = (f"{roots[0]}: ", "shard_00001.pt ", "step 7 ")
+        with pytest.raises(NotSaved, match=error("shard-incomplete", *values)):
+            first.write(7, {}, write_files)
+    assert list(roots[0].iterdir()) == []
+    (written,) = roots[1].rglob("shard_00001.pt")
+    assert written.stat().st_size > 0
 
 
 # The save schedule

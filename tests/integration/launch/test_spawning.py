@@ -24,13 +24,22 @@ import cloudpickle
 import pytest
 
 import mpiddp
-from mpiddp.errors import RankFailed, UserError
+from mpiddp.errors import BAD_INPUT, RankFailed, UserError
+from mpiddp.launch import launch_function
+from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.supervise.run import Outcome
+from mpiddp.launch.supervise.verdict import FirstFailure
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 from mpiddp.runtime.start import function as run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.arguments import launch_options
 from mpiddp.spawning.pickled import pickled_call
-from mpiddp.spawning.spawn import MAX_RESULT_BYTES, _refuse_within_a_job, _result
+from mpiddp.spawning.spawn import (
+    MAX_RESULT_BYTES,
+    _raise_failure,
+    _refuse_within_a_job,
+    _result,
+)
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
@@ -421,6 +430,19 @@ def test_a_result_whose_module_is_missing_here() -> None:
     sentence = error("spawn-result-unpickle", " work ", "rank 2 ", lacks)
     with pytest.raises(UserError, match=f"^{sentence}$"):
         _result(2, Payload({"kind": "result"}, body), "work")
+
+
+def test_a_rank_that_has_said_itself_why_it_refuses() -> None:
+    """By a line of its own and `sys.exit(2)`, which is all that its launcher sees of it."""
+    exchange = Exchange(Payload({"name": "work"}), MAX_RESULT_BYTES)
+    refused = Outcome(BAD_INPUT, first=FirstFailure(1, "node1", error=""))
+    report = launcher.Report()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        launch_function._report(launch_function._final(refused, exchange), exchange, theirs)
+        launcher._receive(ours, report)
+    with pytest.raises(UserError, match=f"^{error('spawn-refused')}$"):
+        _raise_failure(report)
 
 
 def test_a_rank_of_spawn_by_hand() -> None:

@@ -270,12 +270,18 @@ def test_no_allocation(env: Env) -> None:
             "scheduler-hosts-unknown",
             ["AWS_BATCH_JOB_NUM_NODES=2: ", "AWS Batch", "torchrun on each node", *HINT],
         ),
+        (
+            SLURM | {"SLURM_NTASKS": "12", "SLURM_TASKS_PER_NODE": "4(x3)"},
+            "slurm-counts",
+            ["SLURM_TASKS_PER_NODE=4(x3) ", " 2 hosts ", "SLURM_JOB_NODELIST=n[1-2]", *HINT[:2]],
+        ),
         (SLURM_HETEROGENEOUS, "slurm-heterogeneous", ["SLURM_HET_SIZE=2: ", "Slurm job 7 ", *HINT]),
         (
             {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
             "host-dash",
             ['SKYPILOT_NODE_IPS: host "-oProxyCommand=x"'],
         ),
+        ({"SKYPILOT_NODE_IPS": "\n"}, "hosts-empty", ["SKYPILOT_NODE_IPS "]),
     ],
 )
 def test_an_allocation_that_cannot_be_read_is_refused(

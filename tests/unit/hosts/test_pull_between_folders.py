@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shlex
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_a_folder_with_a_file_called_complete_comes_as_others(
     write(hosts / "node1" / "run", COMPLETE="", part__COMPLETE="", part__a="1")
     assert pull() == "3 files, 1 B"
     assert files_of(Path("run")) == {"COMPLETE": "", "part/COMPLETE": "", "part/a": "1"}
+
+
+@pytest.mark.parametrize("path", ["../secret", "logs/../../secret", "/secret"])
+def test_a_host_that_names_files_outside_of_the_folder_is_not_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """None of our programs does. This one answers at once, and reads whatever comes."""
+    rows = [[each, "f", 0o644, 0, 0, ""] for each in ("log", path)]
+    answer = shlex.quote(json.dumps({"rows": rows}))
+    command = ["sh", "-c", f"echo mpiddp-push; echo {answer}; exec cat > /dev/null"]
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
+    with pytest.raises(UserError, match=rf"^{error('pull-outside', 'node1: ')}$"):
+        verb("pull", "run")
+    assert verb("pull", "run", "--min-hosts", "1") == 1
+    assert not Path("run").exists()
 
 
 def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from mpiddp.launch.options import parse_options
 from tests.support import folders_as_hosts
 from tests.support.folders_as_hosts import HERE, files_of, modes_count, shell, verb, write
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import clean_env
 from tests.support.sentences import error
 
 
@@ -525,6 +527,31 @@ def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPa
     }.items():
         with pytest.raises(UserError, match=rf"^{error(id, f'{folder} ')}$"):
             read_content(Options((folder,)))
+
+
+READS = """
+import sys
+from mpiddp.errors import UserError
+from mpiddp.hosts.cluster.push import Options, read_content
+try:
+    read_content(Options((sys.argv[1],)))
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("closed", [HERE, f"{HERE}/lib"])
+def test_a_folder_that_must_not_be_read(hosts: Path, closed: str) -> None:
+    write(Path(HERE), a="1", lib__b="2")
+    Path(closed).chmod(0)
+    limited = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [*limited, sys.executable, "-c", READS, HERE],
+        env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    Path(closed).chmod(0o755)
+    sentence = error("push-unreadable", f"{closed}: ", "Permission denied")
+    assert re.fullmatch(f"{sentence}\n", done.stdout), done
 
 
 @pytest.mark.parametrize(
