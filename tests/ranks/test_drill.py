@@ -6,6 +6,7 @@ python -m pytest tests/ranks/test_drill.py
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.support.drills import DEFECTS, RIGHT, command
 from tests.support.own_script import example
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, run_command, script
+from tests.support.sentences import error
 
 DRILL = (sys.executable, "-m", "mpiddp", "drill")
 SCRIPT = str(ROOT / drills.SCRIPT)
@@ -82,21 +84,24 @@ def test_no_false_alarm(name: str) -> None:
     assert not any(each["note"] for each in found.values())
 
 
-BAD = {
-    "nothing to launch. Name a script or a module.": [],
-    '"kil" is no fault. Did you mean "kill"?': ["--only", "kil", SCRIPT],
-    'it observes a Python script or a module in each rank, and not a command after "--"': ["--", "ls"],
-    "--dry-run runs nothing. Leave it out.": ["--dry-run", SCRIPT],
-    f"--work {ROOT / 'docs'} is not empty. Name a new folder.": ["--work", "docs", SCRIPT],
-    "-n 9 is more than the 2 slots of -H (localhost=2).": ["-n", "9", "-H", "localhost:2", SCRIPT],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sentence", BAD)
-def test_bad_input(sentence: str) -> None:
-    done = drill(*BAD[sentence])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], error("job-missing")),
+        (["--only", "kil", SCRIPT], error("usage-error", '"kil" ', '"kill"')),
+        (["--", "ls"], error("drill-command", "mpiddp drill: ", '"--"')),
+        (["--dry-run", SCRIPT], error("drill-dry-run", "--dry-run ")),
+        (["--work", "docs", SCRIPT], error("drill-work-not-empty", f"--work {ROOT / 'docs'} ")),
+        (
+            ["-n", "9", "-H", "localhost:2", SCRIPT],
+            error("ranks-slots", "-n 9 ", " 2 slots", "-H (localhost=2)"),
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], sentence: str) -> None:
+    done = drill(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert sentence in done.stderr
+    assert re.search(sentence, done.stderr), done.stderr
 
 
 def test_a_budget_that_is_too_short() -> None:

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_command_on_hosts.py
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
+from tests.support.sentences import error
 from tests.support.stopping import LONG_GRACE
 
 MPIS = ("openmpi5", *PACKAGES)
@@ -78,10 +80,10 @@ def test_a_stop_waits_for_the_command_that_saves(hosts: Cluster, mpi: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("program", "problem"),
-    [("only_here", "not on PATH"), ("bin/only_here", "missing or not executable")],
+    ("program", "lacks"),
+    [("only_here", "PATH"), ("bin/only_here", "executable")],
 )
-def test_a_program_that_is_missing_on_one_host(hosts: Cluster, program: str, problem: str) -> None:
+def test_a_program_that_is_missing_on_one_host(hosts: Cluster, program: str, lacks: str) -> None:
     """The folder is on every host, and the program on the first alone."""
     for host in hosts.hosts:
         host.run(["mkdir", "-p", "/run/job/bin"], check=True)
@@ -90,4 +92,5 @@ def test_a_program_that_is_missing_on_one_host(hosts: Cluster, program: str, pro
     env = {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = hosts["node0"].run([*LAUNCH, *HOSTS, "--", program], cwd="/run/job", env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"node1: {program} is {problem}. Install it on every host.\n"
+    sentence = error("host-lacks-program", f"node1: {program} ", lacks)
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

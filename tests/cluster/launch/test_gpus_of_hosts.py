@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_gpus_of_hosts.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.gpu_tools import NVIDIA, PRINT_GPUS, tool
 from tests.support.ranks import LAUNCH, ROOT
+from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,5 @@ def test_a_gpu_that_a_host_lacks_starts_nothing(hosts: Cluster) -> None:
     command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
     done = hosts["node0"].run(command, cwd=ROOT, env={"PATH": path, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "node1 has 2 GPUs, so there is no GPU 2 (gpus=0,2). They are numbered from 0.\n"
-    )
+    sentence = error("gpu-missing", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_hosts_keys.py
 
 from __future__ import annotations
 
+import re
 import shutil
 import stat
 import sys
@@ -21,6 +22,7 @@ from tests.support.cluster import Cluster, Layout, faults, ssh
 from tests.support.cluster.host import Host
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 PASSWORD = "a password"
@@ -106,14 +108,13 @@ def test_from_questions_to_none(hosts: Cluster) -> None:
     expected = f"node1  {fingerprint(node1)} (ED25519)\nnode2  {fingerprint(node2)} (ED25519)\n"
     done = keys(hosts)
     assert (done.returncode, done.stdout) == (2, expected)
-    assert done.stderr == (
-        "No host was accepted: a person has to confirm these keys. Run it in a terminal.\n"
-    )
+    sentence = error("keys-no-terminal", "terminal")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not folder.exists()
     code, shown = at_terminal(hosts, {"(yes/no)": "y"})
     assert code == 2
     assert shown.startswith(expected)
-    assert shown.endswith("No host was accepted, and nothing has changed.\n")
+    assert re.fullmatch(error("keys-declined"), shown.splitlines()[-1]), shown
     assert not folder.exists()
 
     authorized = node1.path("/root/.ssh/authorized_keys")
@@ -179,37 +180,50 @@ def test_through_a_jump_host(hosts: Cluster) -> None:
     assert node0.run(command, cwd=ROOT).stdout == "node2: node2\n"
 
     (hosts.shared / "ghost").write_text("ghost\n")
-    assert refusal(keys(hosts, "--jump", "node1", file="ghost")).startswith(
-        "ghost: node1 does not reach it ("
-    )
+    sentence = refusal(keys(hosts, "--jump", "node1", file="ghost"))
+    assert re.fullmatch(error("keys-jump-host", "ghost: node1 "), sentence), sentence
 
 
 def test_bad_input(hosts: Cluster) -> None:
     (hosts.shared / "dash").write_text("-oProxyCommand=x\n")
     (hosts.shared / "none").write_text("node9\n")
     (hosts.shared / "port").write_text("node1 port=7\n")
-    dash = 'starts with "-" and would reach ssh as an option'
     for file, arguments, sentence in (
-        ("dash", (), dash),
-        ("hosts", ("--jump=-oProxyCommand=x",), dash),
-        ("hosts", ("--jump", "node9"), "node9: cannot be resolved from node0."),
-        ("hosts", ("--jump", "node1:7"), "ssh node1: connection refused."),
-        ("hosts", ("--jump", ""), "--jump: expected one host."),
-        ("none", (), "node9: cannot be resolved from node0."),
-        ("port", (), "ssh node1: connection refused."),
+        ("dash", (), error("host-dash", "dash:1: ", '"-oProxyCommand=x"')),
+        (
+            "hosts",
+            ("--jump=-oProxyCommand=x",),
+            error("host-dash", '--jump: host "-oProxyCommand=x"'),
+        ),
+        ("hosts", ("--jump", "node9"), error("ssh-unresolved", "node9: ", "node0")),
+        ("hosts", ("--jump", "node1:7"), error("ssh-refused", "ssh node1: ")),
+        ("hosts", ("--jump", ""), error("keys-jump", "--jump: ")),
+        ("none", (), error("ssh-unresolved", "node9: ", "node0")),
+        ("port", (), error("ssh-refused", "ssh node1: ")),
     ):
-        assert sentence in refusal(keys(hosts, *arguments, file=file))
+        assert re.fullmatch(sentence, refusal(keys(hosts, *arguments, file=file))), sentence
     hosts["node0"].path("/root/.ssh").write_text("a file")
     code, shown = at_terminal(hosts, {"(yes/no)": "yes"})
-    assert (code, shown.splitlines()[-1]) == (2, "/root/.ssh: File exists.")
+    assert code == 2
+    assert re.fullmatch(error("keys-unreadable", "/root/.ssh: File exists"), shown.splitlines()[-1])
     hosts["node0"].path("/root/.ssh").unlink()
     with faults.no_sshd(hosts["node2"]):
-        assert "ssh node2: connection refused." in refusal(keys(hosts))
+        assert re.fullmatch(error("ssh-refused", "ssh node2: "), refusal(keys(hosts)))
 
 
-@pytest.mark.parametrize("text", ["", "a b", "-x", "user@-x", "node1:x", "node1:99999"])
-def test_jump_hosts_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="--jump"):
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", error("keys-jump", "--jump: ")),
+        ("a b", error("keys-jump", "--jump: ")),
+        ("-x", error("host-dash", "--jump: ", '"-x"')),
+        ("user@-x", error("host-dash", "--jump: ", '"-x"')),
+        ("node1:x", error("hostfile-number", "--jump: ", '"port=x"')),
+        ("node1:99999", error("hostfile-port", "--jump: ", "port=99999")),
+    ],
+)
+def test_jump_hosts_that_are_none(text: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
         parse_jump(text)
 
 

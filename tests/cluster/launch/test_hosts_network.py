@@ -6,11 +6,13 @@ python -m pytest tests/cluster/launch/test_hosts_network.py
 
 from __future__ import annotations
 
+import re
 import sys
 
 from tests.support import cluster
 from tests.support.cluster import Layout, faults
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 CHECK = [sys.executable, "-m", "mpiddp", "hosts", "check", "--network"]
 
@@ -41,4 +43,4 @@ def test_links_of_the_hosts() -> None:
         with faults.no_sshd(hosts["node2"]):
             done = hosts["node0"].run([*CHECK, str(file)], cwd=ROOT)
         assert done.returncode == 2
-        assert done.stderr.startswith("ssh node2: connection refused.")
+        assert re.match(error("ssh-refused", "ssh node2: "), done.stderr), done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -23,6 +24,7 @@ from tests.support.cluster import Cluster, faults, links
 from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +149,8 @@ def test_a_broken_checkpoint_is_left_there(hosts: Cluster, run: Path) -> None:
     write(there, {"checkpoints/step_00000002/model.pt": "weighty", "logs/new.log": "new"})
     done = pull(hosts, run)
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith(
-        "node1: checkpoints/step_00000002 is no complete checkpoint there: "
-        "model.pt does not match its SHA-256."
-    )
+    broken = error("pull-incomplete", "node1: checkpoints/step_00000002 ", ": model.pt ", "SHA-256")
+    assert re.match(broken, done.stdout), done.stdout
     assert not (run / "checkpoints").exists()
     assert (run / "logs/new.log").read_text() == "new"
 
@@ -184,28 +184,31 @@ def test_bad_input(hosts: Cluster, run: Path) -> None:
     (hosts.shared / "dash").write_text("-oProxyCommand=x\n")
     log = run / "logs/rank_00000.log"
     for arguments, file, sentence in (
-        ((run,), "dash", 'starts with "-" and would reach ssh as an option'),
-        ((log,), "hosts", f"{log} is a file; expected the folder of a run."),
-        ((log / "x",), "hosts", f"{log} is a file; expected the folder of a run."),
-        ((run / "none",), "hosts", f"{run}/none is on no host."),
-        (("--", "-x"), "hosts", f"{ROOT}/-x is on no host."),
-        ((run, "--min-hosts", "0"), "hosts", "expected a whole number, 1 or more"),
-        ((run, "--min-hosts", "4"), "hosts", "--min-hosts 4: only 3 hosts given."),
+        ((run,), "dash", error("host-dash", "dash:1: ", '"-oProxyCommand=x"')),
+        ((log,), "hosts", error("pull-file", f"{log} ")),
+        ((log / "x",), "hosts", error("pull-file", f"{log} ")),
+        ((run / "none",), "hosts", error("pull-nowhere", f"{run}/none ")),
+        (("--", "-x"), "hosts", error("pull-nowhere", f"{ROOT}/-x ")),
+        ((run, "--min-hosts", "0"), "hosts", error("usage-error", "--min-hosts", "'0'")),
+        ((run, "--min-hosts", "4"), "hosts", error("pull-min-hosts", "--min-hosts 4: ", "3 hosts")),
     ):
         done = pull(hosts, *arguments, file=file)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
-        assert sentence in done.stderr
+        assert re.fullmatch(sentence + r"\n", done.stderr), done.stderr
     write(hosts["node1"].path(run), {"new.log": "new"})
     with faults.no_sshd(hosts["node2"]):
         done = pull(hosts, run)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("node2: ssh node2: connection refused.")
+        refused = error("ssh-refused", "node2: ssh node2: ")
+        assert re.match(refused, done.stderr), done.stderr
         assert not (run / "new.log").exists()
         done = pull(hosts, run, "--min-hosts", "2")
         assert done.returncode == 1
-        assert done.stdout.startswith("node1: 1 file, 3 B\nnode2: ssh node2: connection refused.")
+        assert re.match(rf"node1: 1 file, 3 B\n{refused}", done.stdout), done.stdout
     shutil.rmtree(hosts["node2"].path(run), ignore_errors=True)
     hosts["node2"].path(run).parent.mkdir(parents=True, exist_ok=True)
     hosts["node2"].path(run).write_text("a file")
     done = pull(hosts, run)
-    assert (done.returncode, done.stderr) == (2, f"node2: {run}: Not a directory.\n")
+    assert done.returncode == 2
+    sentence = error("host-file", f"node2: {run}: Not a directory")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

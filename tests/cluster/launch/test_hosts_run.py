@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_hosts_run.py
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.support.cluster.host import Process
 from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_the_own_line_of_ssh(hosts: Cluster) -> None:
     assert (done.returncode, done.stdout) == (1, "node0: here\n")
     first, second = done.stderr.splitlines()
     assert first == "node1: ssh: connect to host node1 port 7: Connection refused"
-    assert second.startswith("node1: ssh node1: connection refused. Start sshd there")
+    assert re.fullmatch(error("ssh-refused", "node1: ssh node1: ", "sshd"), second), second
 
 
 def test_a_host_without_python(hosts: Cluster) -> None:
@@ -81,23 +83,24 @@ def test_a_host_without_python(hosts: Cluster) -> None:
     finally:
         hosts["node1"].run(["umount", "/usr/bin/python3"], check=True)
     assert done.stdout == "node[0,2]: here\n"
-    assert done.stderr == "node1: python3 is missing. Install it there: mpiddp needs no more\n"
+    sentence = error("run-no-python", "node1: python3 ")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_bad_input(hosts: Cluster) -> None:
     for arguments, sentence in (
-        ((), "mpiddp hosts run: no command."),
-        (("--",), "mpiddp hosts run: no command."),
-        (("--parallel", "0", "--", "true"), "expected a whole number, 1 or more"),
-        (("--timeout", "soon", "--", "true"), "is not a duration"),
+        ((), error("run-no-command", "FILE -- nvidia-smi -L")),
+        (("--",), error("run-no-command", "FILE -- nvidia-smi -L")),
+        (("--parallel", "0", "--", "true"), error("usage-error", "--parallel", "'0'")),
+        (("--timeout", "soon", "--", "true"), error("usage-error", "--timeout", "'soon'")),
     ):
         done = run(hosts, *arguments)
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-        assert sentence in done.stderr
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     (hosts.shared / "dash").write_text("-oProxyCommand=x\n")
     done = run(hosts, "--", "true", file="dash")
     assert done.returncode == 2
-    assert 'starts with "-" and would reach ssh as an option' in done.stderr
+    assert re.search(error("host-dash", "dash:1: ", '"-oProxyCommand=x"'), done.stderr)
 
 
 def sleepers(hosts: Cluster) -> list[list[Process]]:

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_launch_push.py
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 MPIDDP = [sys.executable, "-m", "mpiddp"]
 LEFT_OUT = (
@@ -45,8 +47,7 @@ def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) 
 
     done = node0.run([*launch, *train], cwd=project)
     assert done.returncode == 2
-    assert "node1: " in done.stderr
-    assert "mpiddp hosts push" in done.stderr
+    assert re.search(error("host-lacks-python", "node1: ", "mpiddp hosts push"), done.stderr)
 
     # The environment leads to the repository (an editable install) and to its interpreter.
     leave_out = [option for name in LEFT_OUT for option in ("--leave-out", name)]
@@ -75,9 +76,9 @@ def test_launch_pushes_first(hosts: Cluster) -> None:
     launch = [*MPIDDP, "launch", "-H", "node0:1,node1:1", "--push"]
     done = hosts["node0"].run([*launch, "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"node1: {folder} is no copy of this one (it has other.py). To overwrite it: --force\n"
-    )
+    foreign = error("push-foreign", f"node1: {folder} ", "other.py", ": --force")
+    assert re.fullmatch(f"{foreign}\n", done.stderr), done.stderr
     done = hosts["node0"].run([*launch, "--wait-for-hosts", "1m", "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("--push does not wait for hosts.")
+    waits = error("push-waits", "--push ", "--wait-for-hosts")
+    assert re.fullmatch(f"{waits}\n", done.stderr), done.stderr

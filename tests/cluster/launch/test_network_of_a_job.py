@@ -8,6 +8,7 @@ python -m pytest tests/cluster/launch/test_network_of_a_job.py
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from tests.support import cluster
 from tests.support.cluster import USER, Cluster, Layout
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import ROOT, find_mpirun
+from tests.support.sentences import error
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 SHOW = (
@@ -160,8 +162,8 @@ def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
     command = [MPIDDP, "launch", "--interface", "eth0", "-H", "node0:1,node1:1", str(script)]
     done = odd_hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.startswith('interface "eth0" is not on node1, which has lo')
-    assert len(done.stderr.splitlines()) == 1
+    sentence = error("host-lacks-interface", '"eth0"', "node1", "lo")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_host_may_be_named_by_its_second_address(odd_hosts: Cluster) -> None:

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/launch/test_output_on_hosts.py
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tests.support.cluster.slurm import Slurm
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.printing import PRINTS, TALKS, check
 from tests.support.ranks import LAUNCH, ROOT
+from tests.support.sentences import error
 
 MPIS = ("openmpi5", *PACKAGES)
 
@@ -63,8 +65,9 @@ def test_a_folder_that_one_host_cannot_write_ends_the_job(hosts: Cluster) -> Non
     command = [*LAUNCH, "-H", "node0:1,node1:1", "--log-dir", "/run/tmp/only_a_file", str(path)]
     done = hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 2, done.stderr
-    sentences = [line for line in done.stderr.splitlines() if "only_a_file" in line]
-    assert sentences == ["--log-dir /run/tmp/only_a_file: File exists."]
+    (sentence,) = [line for line in done.stderr.splitlines() if "only_a_file" in line]
+    expected = error("file-error", "--log-dir /run/tmp/only_a_file: File exists")
+    assert re.fullmatch(expected, sentence), sentence
 
 
 def test_lines_are_whole_under_srun(batch: Slurm) -> None:

@@ -18,8 +18,11 @@ from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
+from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
+SILENT = ("ssh-timed-out", "ssh-no-answer")  # whichever notices it first
+UNRESOLVED = error("ssh-unresolved", "nowhere: ", "node0")
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +85,11 @@ def test_a_spare_takes_the_place_of_a_lost_host(hosts: Cluster) -> None:
     sentences = (
         "mpiddp: kept in reserve: node2\n",
         "mpiddp: lost node1 (rank 1): the host stopped answering.",
-        "mpiddp: leaving out a host: ssh node1: no answer",
         "mpiddp: restarting on node0 and node2 (restart 1 of 3).",
     )
     assert all(sentence in stderr for sentence in sentences), stderr
+    silent = [error(id, "mpiddp: leaving out a host: ssh node1: ") for id in SILENT]
+    assert re.search("|".join(silent), stderr), stderr
     assert "instead of" not in stderr  # as many ranks as before
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["hosts"], summary["steps"]) == ({"node0": 1, "node2": 1}, 120)
@@ -97,7 +101,7 @@ def test_a_spare_takes_the_place_of_a_host_that_fails_the_first_preflight(hosts:
     command += ["-m", "platform"]
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("mpiddp: leaving out a host: nowhere: cannot be resolved")
+    assert re.match(f"mpiddp: leaving out a host: {UNRESOLVED}", done.stderr), done.stderr
     assert "mpiddp: kept in reserve: node2\n" in done.stderr
     assert re.findall(r"^\d +(\w+) ", done.stdout, re.MULTILINE) == ["node0", "node1"]
     command[command.index("2")] = "0"
@@ -109,11 +113,11 @@ def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
     command = [*LAUNCH, "--min-hosts", "3", "-H", "node0:1,node1:1,nowhere:1", "-m", "platform"]
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2
-    assert done.stderr.startswith("nowhere: cannot be resolved from node0.")
+    assert re.match(UNRESOLVED, done.stderr), done.stderr
     command[command.index("--min-hosts") + 1] = "2"
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("mpiddp: leaving out a host: nowhere: cannot be resolved")
+    assert re.match(f"mpiddp: leaving out a host: {UNRESOLVED}", done.stderr), done.stderr
 
 
 def last_step(records: Path) -> int:

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/schedulers/test_grid_engine_job.py
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.support.cluster.ssh import stop_sshd
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 SHOW = """
@@ -151,10 +153,8 @@ def test_a_parallel_environment_that_starts_nothing_on_other_hosts(batch: GridEn
     assert done.returncode == 2, done.stdout
     sentences = [line for line in done.stdout.splitlines() if "failed" in line]
     assert len(sentences) == 1, done.stdout
-    assert sentences[0].startswith("qrsh -inherit node")
-    assert sentences[0].endswith(
-        "Where ssh is allowed, it can be used instead: --hostfile $PE_HOSTFILE"
-    )
+    values = ("qrsh -inherit node", ": --hostfile $PE_HOSTFILE")
+    assert re.fullmatch(error("transport-failed", *values), sentences[0]), sentences
 
 
 def test_the_hosts_of_a_pe_hostfile_over_ssh(batch: GridEngine) -> None:
@@ -162,5 +162,4 @@ def test_the_hosts_of_a_pe_hostfile_over_ssh(batch: GridEngine) -> None:
     done = batch.qsub(script, "-pe", "spread", "2", cwd=ROOT, env=ENV)
     assert done.returncode == 2, done.stdout
     (sentence,) = done.stdout.splitlines()
-    assert sentence.startswith("ssh node")
-    assert "connection refused" in sentence
+    assert re.fullmatch(error("ssh-refused", "ssh node"), sentence), sentence

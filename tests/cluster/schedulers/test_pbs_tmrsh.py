@@ -8,6 +8,7 @@ python -m pytest tests/cluster/schedulers/test_pbs_tmrsh.py
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mpiddp.hosts.transport import SSH_IN_PBS
 from tests.support.cluster import Cluster
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 from tests.support.stand_ins import two_hosts_with
 
 PBS_TMRSH = f"""\
@@ -95,6 +97,6 @@ def test_mpiddp_launch_needs_ssh(hosts: Cluster) -> None:
     done = hosts["node0"].run(command, env=variables(hosts), cwd=ROOT)
     assert done.returncode == 2, done.stderr
     first, hint = done.stderr.splitlines()
-    assert first.startswith("ssh node1 failed: ssh is not allowed here.")
+    assert re.fullmatch(error("ssh-failed", "ssh node1 ", "ssh is not allowed here"), first), first
     assert hint == SSH_IN_PBS.hint
     assert hint.endswith("start the ranks: mpirun python -m mpiddp run …")

@@ -24,6 +24,7 @@ from tests.support.cluster.slurm import Slurm
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 from tests.support.stand_ins import NO_SSH
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
@@ -90,7 +91,7 @@ def test_an_option_that_needs_the_preflight_is_refused(batch: Slurm, option: str
     done = launch(batch, option, "-m", "platform")
     assert done.returncode == 2, done.stdout
     name = option.partition("=")[0]
-    assert done.stdout.startswith(f"{name}: inside a Slurm job, srun starts the ranks")
+    assert re.match(error("slurm-srun-only", f"{name}: ", "--mpirun PATH"), done.stdout)
 
 
 def test_ranks_that_end_by_os_exit_0_lose_no_output(batch: Slurm) -> None:
@@ -239,7 +240,8 @@ def test_local_inside_of_an_allocation(batch: Slurm) -> None:
 def test_launch_inside_of_a_task_is_refused(batch: Slurm) -> None:
     script = f"#!/bin/sh\nsrun --mpi=none {MPIDDP} launch {batch.cluster.shared}/show.py\n"
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
-    assert "of 4 ranks (slurm). Write mpiddp run in place of mpiddp launch" in done.stdout
+    values = ("SLURM_PROCID=", "4 ranks (slurm)", "mpiddp run")
+    assert re.search(error("launch-inside-rank", *values), done.stdout), done.stdout
     assert done.returncode == 2
 
 
@@ -256,7 +258,8 @@ def test_only_the_shell_of_srun_pty_may_launch(batch: Slurm) -> None:
     assert "--ntasks=4" in lines, done.stdout
     assert "inner 2" in lines, done.stdout
     for rank in range(4):
-        assert f"but SLURM_PROCID={rank} says that this is already one of 4 ranks" in done.stdout
+        sentence = error("launch-inside-rank", f"SLURM_PROCID={rank} ", "4 ranks")
+        assert re.search(sentence, done.stdout), done.stdout
 
 
 def test_the_requested_interface_is_used(batch: Slurm) -> None:
@@ -288,8 +291,9 @@ def test_a_launch_from_a_login_node(batch: Slurm) -> None:
 
 def test_an_interface_that_one_host_lacks(batch: Slurm) -> None:
     done = launch(batch, "--interface", "eth0", str(batch.cluster.shared / "show.py"))
-    sentences = [line for line in done.stdout.splitlines() if "interface" in line]
-    assert sentences == ['interface "eth0" is not on node1, which has lo and ens5 and eth1.']
+    (sentence,) = [line for line in done.stdout.splitlines() if "interface" in line]
+    values = ('"eth0"', "node1", "lo and ens5 and eth1")
+    assert re.fullmatch(error("interface-missing-here", *values), sentence), sentence
     assert done.returncode == 2
 
 

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/schedulers/test_slurm_terminal.py
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.ranks import launch
+from tests.support.sentences import error
 
 SCRIPT = "examples/message_passing.py"
 
@@ -53,5 +55,6 @@ def test_only_the_shell_of_srun_pty_may_launch(task_pids: dict[str, str]) -> Non
         shell | {"SLURM_TASK_PID": task_pids["none"]},
     ):
         refused = launch("-n", "1", "--dry-run", SCRIPT, **others)
-        assert "says that this is already one of 2 ranks" in refused.stderr
+        task = f"SLURM_PROCID={others['SLURM_PROCID']} "
+        assert re.search(error("launch-inside-rank", task, "2 ranks"), refused.stderr)
         assert refused.returncode == 2

@@ -20,6 +20,7 @@ from tests.support.cluster import Cluster
 from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, LAUNCH, ROOT, find_mpirun
+from tests.support.sentences import error
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 EXAMPLE = ROOT / "examples" / "hybrid.py"
@@ -51,9 +52,8 @@ def test_hosts_with_4_and_2_slots(hosts: Cluster) -> None:
     assert [ranks.num_hosts(group) for group in ranks.groups("tp")] == [1, 1, 1]
 
 
-NOT_BY_HOST = (
-    "mpiddp.mesh: tp=2 would form a group of ranks 0, 1, which are on node0 and node1: the ranks are not "
-    "numbered host by host. Start them with mpiddp launch, or with mpirun --map-by slot."
+NOT_BY_HOST = error(
+    "mesh-numbering", "mpiddp.mesh: tp=2 ", "ranks 0, 1", "node0 and node1", "mpirun --map-by slot"
 )
 
 
@@ -64,7 +64,7 @@ def test_ranks_dealt_out_in_turn_are_refused(hosts: Cluster, how: str) -> None:
     options = ("--map-by", "node", "-np", "4")
     done = over_mpirun(hosts, "node0:2,node1:2", *options, job=(*job, "tp=2"))
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count(NOT_BY_HOST) == 1
+    assert len(re.findall(NOT_BY_HOST, done.stderr)) == 1
     assert "Traceback" not in done.stderr
     done = over_mpirun(hosts, "node0:2,node1:2", *options, job=(*job, "pp=2"))
     assert done.returncode == 0, done.stderr
@@ -104,27 +104,22 @@ def test_torchrun(hosts: Cluster, how: str) -> None:
     assert [ranks.num_hosts(group) for group in ranks.groups("dp")] == [2, 2]
 
 
-MISFIT = (
-    "mpiddp.mesh: tp=4 does not fit into node1, which has 2 ranks; tp=2 dp=3 fits.",
-    ("tp=4",),
-)
-
-
 def test_a_mesh_that_does_not_fit_ends_all_ranks(hosts: Cluster) -> None:
-    sentence, sizes = MISFIT
     done = hosts["node0"].run(
-        [*LAUNCH, "-H", "node0:4,node1:2", JOB, "plain", *sizes], cwd=ROOT, env=ENV
+        [*LAUNCH, "-H", "node0:4,node1:2", JOB, "plain", "tp=4"], cwd=ROOT, env=ENV
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count(sentence) == 1
+    misfit = error("mesh-remainder", "mpiddp.mesh: tp=4 ", "node1", "2 ranks", "tp=2 dp=3")
+    assert len(re.findall(misfit, done.stderr)) == 1
     assert "Traceback" not in done.stderr
 
 
 def test_a_mesh_that_does_not_fit_under_torchrun(hosts: Cluster) -> None:
     """The script has not joined: its ranks refuse over their own process group."""
     ends = torchrun(hosts, JOB, "plain", "dp=3", "tp=2")
-    sentence = "mpiddp.mesh: dp=3 tp=2 needs 6 ranks, but 2 hosts × 2 ranks = 4; dp=2 tp=2 fits."
-    assert "".join(stderr for _, _, stderr in ends).count(sentence) == 1, ends
+    values = ("mpiddp.mesh: dp=3 tp=2 ", "6 ranks", "2 hosts × 2 ranks = 4", "dp=2 tp=2")
+    printed = "".join(stderr for _, _, stderr in ends)
+    assert len(re.findall(error("mesh-ranks", *values), printed)) == 1, ends
     assert all(code for code, _, _ in ends)
 
 

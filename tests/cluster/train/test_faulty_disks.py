@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.support import cluster
 from tests.support.cluster import Host
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 OUT = "/run/run-of-a-test"
 SAVES = f"{OUT}/checkpoints"  # on its own disk, so that only this one is full
@@ -66,12 +68,11 @@ def test_a_full_disk(host: Host) -> None:
         ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)
         disk_now = os.statvfs(host.path(SAVES))
         free = disk_now.f_bavail * disk_now.f_frsize / 1e6
-        sentence = (
-            f"no space left for a checkpoint in {SAVES}: step 3 needs 2.2 MB, has {free:.1f} MB. "
-            "step_00000002 is kept."
-        )
+        left = ("2.2 MB", f"{free:.1f} MB", "step_00000002 ")
         assert 0.9 < free < 1.9
-        assert (ran.returncode, ran.stderr) == (1, sentence + "\n")
+        assert ran.returncode == 1
+        full = error("save-no-space", f"{SAVES}: step 3 ", *left)
+        assert re.fullmatch(f"{full}\n", ran.stderr), ran.stderr
         assert valid(host) == ["step_00000001", "step_00000002"]
         assert len(list(host.path(SAVES).iterdir())) == 2, "an incomplete checkpoint was left"
 
@@ -80,8 +81,8 @@ def test_a_full_disk(host: Host) -> None:
         assert ran.returncode == 1
         assert "epoch 1/1  step 5/5" in ran.stdout
         lines = ran.stderr.splitlines()
-        assert lines[0] == f"warning: node0: {sentence}"
-        assert lines[-1] == sentence.replace("step 3", "step 5")
+        assert re.fullmatch(f"warning: node0: {full}", lines[0]), lines
+        assert re.fullmatch(error("save-no-space", f"{SAVES}: step 5 ", *left), lines[-1]), lines
         assert lines[-2] == "warning: 3 of 3 saves failed."
         assert len(lines) == 4
         assert valid(host) == ["step_00000001", "step_00000002"]
@@ -100,10 +101,9 @@ def test_full_disk_ends_all_ranks_with_on_save_error_stop(host: Host) -> None:
         command = [*launch, *COMMAND[1:], "--steps-per-epoch=9", "--on-save-error=stop"]
         ran = host.run(command, env=ENV, cwd=ROOT)
         assert ran.returncode == 1, ran.stderr
-        assert (
-            f"rank 0 on node0: no space left for a checkpoint in {SAVES}: step 1 needs 2.2 MB, "
-            "has 1.2 MB. There is no older checkpoint. The other ranks were stopped.\n"
-        ) in ran.stderr
+        others = "no older checkpoint. The other ranks were stopped."
+        values = ("rank 0 on node0: ", f"{SAVES}: step 1 ", "2.2 MB", "1.2 MB", others)
+        assert re.search(error("save-no-space", *values), ran.stderr), ran.stderr
         assert valid(host) == []
 
 
@@ -122,8 +122,9 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             line = program.stderr.readline()
             if "cannot remove old checkpoints" in line:  # it became read-only just after a save
                 line = program.stderr.readline()
-            assert line.startswith(f"warning: node0: {SAVES}: cannot write the checkpoint of step ")
-            assert line.endswith(f": Read-only file system. {before[-1]} is kept.\n")
+            values = (f"warning: node0: {SAVES}: ", ": Read-only file system", f"{before[-1]} ")
+            failed = error("save-failed", *values)
+            assert re.fullmatch(f"{failed}\n", line), line
             assert valid(host) == before
             host.run(["mount", "-o", "remount,rw", SAVES], check=True)
             wait_for_step(host, int(before[-1].removeprefix("step_")) + 3)
@@ -147,7 +148,8 @@ def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
                 warned.append(program.stderr.readline())
                 assert warned[-1], warned
             assert warned[-1] == f"warning: {OUT}/metrics.jsonl: No space left on device.\n"
-            assert all("no space left for a checkpoint in" in line for line in warned[:-1])
+            full = error("save-no-space", f"{SAVES}: step ")
+            assert all(re.search(full, line) for line in warned[:-1]), warned
             recorded = len(host.path(f"{OUT}/metrics.jsonl").read_text().splitlines())
             host.run(["rm", f"{OUT}/filler"], check=True)
             # Saves may have succeeded while records failed, so only later ones prove that there is space.
@@ -171,14 +173,18 @@ def test_a_disk_that_is_read_only_when_a_run_resumes(host: Host) -> None:
         host.run(["mount", "-o", "remount,ro", SAVES], check=True)
         back = [*command, f"--resume={SAVES}/step_00000001"]
         ran = host.run(back, env=ENV, cwd=ROOT)
-        sentence = f"{SAVES}: cannot rename the newer checkpoints: Read-only file system.\n"
-        assert (ran.returncode, ran.stderr) == (1, sentence)
+        assert ran.returncode == 1
+        sentence = error("run-rename", f"{SAVES}: ", ": Read-only file system")
+        assert re.fullmatch(f"{sentence}\n", ran.stderr), ran.stderr
         host.run(["mount", "-o", "remount,ro", OUT], check=True)
         ran = host.run(command, env=ENV, cwd=ROOT)
-        sentence = f"{OUT} cannot be written: Read-only file system.\n"
-        assert (ran.returncode, ran.stderr) == (1, sentence)
+        assert ran.returncode == 1
+        sentence = error("run-disk", f"{OUT} ", ": Read-only file system")
+        assert re.fullmatch(f"{sentence}\n", ran.stderr), ran.stderr
         ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
         assert ran.returncode == 2, ran.stderr
+        sentence = error("run-unwritable", f"{OUT}/new ", ": Read-only file system")
+        assert re.search(sentence, ran.stderr), ran.stderr
 
 
 def wait_for_step(host: Host, step: int) -> None:

@@ -6,6 +6,7 @@ python -m pytest tests/cluster/train/test_run_owner_on_hosts.py
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster, Program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
 
@@ -35,7 +37,7 @@ def test_two_hosts_with_a_shared_folder(hosts: Cluster) -> None:
         second = hosts["node1"].run(command, cwd=ROOT, env=env)
         assert second.returncode == 2, second.stderr
         assert "watching for 60 s" in second.stdout
-        assert " on node0 (process " in second.stderr
+        assert re.search(error("run-in-use", f"{out}: ", " on node0 (process "), second.stderr)
         assert first.poll() is None
         first.end()
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as again:

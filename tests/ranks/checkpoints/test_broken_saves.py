@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from socket import gethostname
 
@@ -23,11 +24,12 @@ from tests.jobs.broken_save import SILENCE_S
 from tests.support.channels import member, serving
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import launch, mpirun, own_lines, script
+from tests.support.sentences import error
 
 JOB = "tests.jobs.broken_save"
 HOST = gethostname()
-NO_ANSWER = f"rank 1 on {HOST} did not answer in {SILENCE_S:g} s."
 OF_SAVE = "the save of step 1: "
+OTHERS = " The other ranks were stopped."
 
 
 def checkpoints(folder: Path) -> dict[str, list[str]]:
@@ -41,22 +43,17 @@ def checkpoints(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("form", "rank", "sentence"),
-    [
-        ("sharded", "0", f"{OF_SAVE}{NO_ANSWER.replace('rank 1', 'rank 0')}"),
-        ("whole", "1", NO_ANSWER),
-    ],
-)
+@pytest.mark.parametrize(("form", "rank", "where"), [("sharded", "0", OF_SAVE), ("whole", "1", "")])
 def test_a_job_with_a_silent_rank_is_restarted(
-    tmp_path: Path, form: str, rank: str, sentence: str
+    tmp_path: Path, form: str, rank: str, where: str
 ) -> None:
     """In the sentence, the step shows that the first wait has ended the save, not a later one."""
     done = launch(
         *("-H", "localhost:2", "--max-restarts=1", "-m", JOB), str(tmp_path), form, "silent", rank
     )
     assert done.returncode == 0, done.stderr
-    assert f"mpiddp: {sentence} The other ranks were stopped.\n" in done.stderr
+    values = (f"mpiddp: {where}rank {rank} on {HOST} ", f" {SILENCE_S:g} s", OTHERS)
+    assert re.search(error("ranks-silent", *values) + "\n", done.stderr), done.stderr
     both = ["step_00000001", "step_00000002"]
     assert checkpoints(tmp_path) == {"host0": both, "host1": both}
 
@@ -64,8 +61,9 @@ def test_a_job_with_a_silent_rank_is_restarted(
 def test_without_restarts_the_exit_code_is_1(tmp_path: Path) -> None:
     done = launch("-H", "localhost:2", "-m", JOB, str(tmp_path), "sharded", "silent", "1")
     assert done.returncode == 1
-    assert done.stderr.endswith(f"mpiddp: {OF_SAVE}{NO_ANSWER} The other ranks were stopped.\n")
-    assert done.stderr.count(NO_ANSWER) == 1
+    values = (f"mpiddp: {OF_SAVE}rank 1 on {HOST} ", f" {SILENCE_S:g} s", OTHERS)
+    assert re.search(error("ranks-silent", *values) + r"\n\Z", done.stderr), done.stderr
+    assert done.stderr.count("[ranks-silent]") == 1
     assert checkpoints(tmp_path) == {"host0": [], "host1": []}
 
 
@@ -80,15 +78,17 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
         exchanges = [Exchange(*each) for each in zip(coordinators, limits, strict=True)]
         for exchange in exchanges:
             exchange.begin(1)
-        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 2 on c did not answer in 0 s\.$"):
+        late = f"^{error('ranks-silent', f'{OF_SAVE}rank 2 on c ', ' 0 s')}$"
+        with pytest.raises(NoAnswer, match=late):
             exchanges[1].get("folder", 2)
         exchanges[0].set("done", None)
-        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 2 on c did not answer in 0 s\.$"):
+        with pytest.raises(NoAnswer, match=late):
             exchanges[0].get_all("done", [0, 1, 2])
         exchanges[2].set("folder", "")  # rank 1 has its answer, and still reports nothing
         exchanges[2].set("done", None)
         exchanges[2].get_all("done", [0, 2])
-        with pytest.raises(NoAnswer, match=rf"^{OF_SAVE}rank 1 on b did not answer in 0 s\.$"):
+        late = f"^{error('ranks-silent', f'{OF_SAVE}rank 1 on b ', ' 0 s')}$"
+        with pytest.raises(NoAnswer, match=late):
             exchanges[0].get_all("done", [0, 1, 2])
 
 
@@ -98,10 +98,10 @@ def test_no_rank_waits_for_one_that_cannot_open_a_copy(tmp_path: Path, rank: str
     ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), "sharded", "unopenable", rank)
     assert ran.returncode == 0, ran.stderr
     root = tmp_path / f"host{rank}" / "checkpoints"
-    assert own_lines(ran.stderr) == [
-        f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: Is a directory.",
-        "warning: 1 of 2 saves failed.",
-    ]
+    first, last = own_lines(ran.stderr)
+    values = (f"warning: {HOST}: {root}: ", "step 1", "Is a directory")
+    assert re.fullmatch(error("shard-not-written", *values), first), first
+    assert last == "warning: 1 of 2 saves failed."
     assert checkpoints(tmp_path) == {"host0": ["step_00000002"], "host1": ["step_00000002"]}
     for host in ("host0", "host1"):
         files = (tmp_path / host / "checkpoints" / "step_00000002").glob("shard_*")
@@ -116,11 +116,10 @@ def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
     ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), form, "gone", rank)
     assert ran.returncode == 0, ran.stderr
     root = tmp_path / f"host{rank}" / "checkpoints"
-    reason = os.strerror(errno.ENAMETOOLONG)
-    assert own_lines(ran.stderr) == [
-        f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: {reason}.",
-        "warning: 1 of 2 saves failed.",
-    ]
+    first, last = own_lines(ran.stderr)
+    values = (f"warning: {HOST}: {root}: ", "step 1", os.strerror(errno.ENAMETOOLONG))
+    assert re.fullmatch(error("save-folder-gone", *values), first), first
+    assert last == "warning: 1 of 2 saves failed."
     kept = {f"host{each}": ["step_00000002"] for each in (0, 1)}
     if form == "whole":
         kept["host0"].insert(0, "step_00000001")
@@ -184,10 +183,8 @@ def test_no_rank_waits_for_one_that_cannot_keep_the_checkpoint(tmp_path: Path) -
     runs[1].checkpoints.symlink_to(tmp_path / "gone")
     ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
     assert ran.returncode == 1
-    sentence = (
-        f"rank 1 on {HOST}: {runs[1].checkpoints}/step_00000001: cannot keep the files of other"
-    )
-    assert sentence in ran.stderr
+    where = f"rank 1 on {HOST}: {runs[1].checkpoints}/step_00000001: "
+    assert re.search(error("resume-cannot-keep", where), ran.stderr), ran.stderr
 
 
 LOOKS = """
@@ -214,7 +211,7 @@ def test_no_rank_waits_for_one_whose_file_server_is_gone(tmp_path: Path) -> None
     program = script(tmp_path, LOOKS)
     ran = mpirun(2, program, str(tmp_path / "run"), str(PATIENCE_S))
     assert ran.returncode == 0, ran.stderr
-    reason = os.strerror(errno.ESTALE)
-    sentence = f"rank 0 on {HOST}: {tmp_path}/run cannot be written: {reason}."
-    assert ran.stdout.splitlines() == [sentence] * 2
+    values = (f"rank 0 on {HOST}: {tmp_path}/run ", os.strerror(errno.ESTALE))
+    sentence = error("run-disk", *values)
+    assert re.fullmatch(f"({sentence}\n){{2}}", ran.stdout), ran.stdout
     assert list((tmp_path / "run").iterdir()) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mpiddp.errors import JobFailed
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.protocol.variables import RESTART_COUNT
 from tests.support.ranks import mpiddp
+from tests.support.sentences import error
 
 BAD_SECTOR = Path("/proc/self/mem")
 
@@ -30,10 +32,12 @@ TRAIN = ("train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--steps-per
 
 
 def test_a_hostfile_on_a_disk_that_fails() -> None:
-    with pytest.raises(JobFailed, match=rf"^{BAD_SECTOR} cannot be read: {EIO}\.$"):
+    sentence = error("hostfile-unreadable", f"{BAD_SECTOR} ", EIO)
+    with pytest.raises(JobFailed, match=f"^{sentence}$"):
         read_hostfile(BAD_SECTOR)
     ran = mpiddp("launch", "--hostfile", str(BAD_SECTOR), "--dry-run", "-m", "platform")
-    assert (ran.returncode, ran.stderr) == (1, f"{BAD_SECTOR} cannot be read: {EIO}.\n")
+    assert ran.returncode == 1
+    assert re.fullmatch(f"{sentence}\n", ran.stderr), ran.stderr
 
 
 def _unreadable_checkpoint(out: Path) -> Path:
@@ -45,9 +49,17 @@ def _unreadable_checkpoint(out: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("resume", ["auto", "{folder}", "{out}", "never"])
+@pytest.mark.parametrize(
+    ("resume", "id"),
+    [
+        ("auto", "resume-disk"),
+        ("{folder}", "resume-broken"),
+        ("{out}", "resume-disk"),
+        ("never", "resume-disk"),
+    ],
+)
 def test_a_run_whose_checkpoints_cannot_be_read_now_may_be_restarted(
-    tmp_path: Path, resume: str
+    tmp_path: Path, resume: str, id: str
 ) -> None:
     """It neither starts anew nor says that there is no checkpoint."""
     out = tmp_path / "out"
@@ -56,6 +68,5 @@ def test_a_run_whose_checkpoints_cannot_be_read_now_may_be_restarted(
     attempt = {RESTART_COUNT: "1"} if resume == "never" else {}
     done = mpiddp(*TRAIN, "--out", str(out), *option, **attempt)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[-1].endswith(
-        f"checkpoint step_00000007: COMPLETE cannot be read: {EIO}."
-    )
+    sentence = error(id, "checkpoint step_00000007: COMPLETE ", EIO)
+    assert re.fullmatch(sentence, done.stderr.splitlines()[-1]), done.stderr

@@ -6,11 +6,13 @@ python -m pytest tests/ranks/checkpoints/test_folder_in_use.py
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mpiddp.checkpoints.run_dir import RunDir
 from tests.support.owners import owning
 from tests.support.ranks import mpiddp
+from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
 
@@ -19,7 +21,8 @@ def test_a_training_into_the_folder_of_a_running_one_is_refused(tmp_path: Path) 
     with owning(RunDir(tmp_path), "first"):
         done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
     assert done.returncode == 2, done.stderr
-    assert "the run first on" in done.stderr
+    in_use = error("run-in-use", f"{tmp_path}: ", "the run first on ")
+    assert re.search(in_use, done.stderr), done.stderr
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
 
 
@@ -27,8 +30,7 @@ def test_a_training_that_is_refused_gives_the_folder_up(tmp_path: Path) -> None:
     """Else another host would wait for 60 s, whether its owner is alive."""
     (tmp_path / "config.json").mkdir()
     done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"{tmp_path} cannot be written: Is a directory. Name another folder.\n",
-    )
+    assert done.returncode == 2
+    sentence = error("run-unwritable", f"{tmp_path} ", "Is a directory")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not (tmp_path / "owner.json").exists()

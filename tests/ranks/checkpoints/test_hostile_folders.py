@@ -31,6 +31,7 @@ from mpiddp.checkpoints.state import packed
 from mpiddp.runtime.job.session import current
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import mpirun, script
+from tests.support.sentences import error
 
 HOST = gethostname()
 NAME = '["model", "weight"]'
@@ -108,7 +109,8 @@ def test_shards_that_do_not_fill_their_tensor_are_refused(
     folder = sharded(tmp_path, change)
     with pytest.raises(mpiddp.UserError) as refused:
         contents.export(folder, tmp_path / "whole")
-    assert str(refused.value) == f"{folder}: shards.json is not a table of shards."
+    sentence = error("checkpoint-unreadable", f"{folder}: shards.json is not a table of shards")
+    assert re.fullmatch(sentence, str(refused.value))
     assert not (tmp_path / "whole").exists()
 
 
@@ -116,22 +118,24 @@ def test_a_file_of_shards_that_nothing_lists(tmp_path: Path) -> None:
     folder = sharded(tmp_path, chunk(rank=5))
     with pytest.raises(mpiddp.UserError) as refused:
         contents.export(folder, tmp_path / "whole")
-    sentence = f"{folder} has no shard_00005.pt, which its shards.json names."
-    assert str(refused.value) == sentence
+    sentence = error("shard-entry-missing", f"{folder} ", "shard_00005.pt", "shards.json")
+    assert re.fullmatch(sentence, str(refused.value))
 
 
 def test_a_file_of_shards_with_another_tensor(tmp_path: Path) -> None:
     folder = sharded(tmp_path, grow(6))
     with pytest.raises(mpiddp.UserError) as refused:
         contents.export(folder, tmp_path / "whole")
-    assert str(refused.value) == f"{folder}/shard_00000.pt is not the file of this save."
+    sentence = error("shard-other-save", f"{folder}/shard_00000.pt ")
+    assert re.fullmatch(sentence, str(refused.value))
 
 
 def test_a_tensor_that_is_larger_than_the_memory(tmp_path: Path) -> None:
     folder = sharded(tmp_path, grow(10**15))
     with pytest.raises(mpiddp.JobFailed) as failed:
         contents.export(folder, tmp_path / "whole")
-    assert str(failed.value) == "no memory for model.weight, which has 4000000000000000 bytes."
+    sentence = error("shard-memory", "model.weight", " 4000000000000000 bytes")
+    assert re.fullmatch(sentence, str(failed.value))
     assert not (tmp_path / "whole").exists()
 
 
@@ -142,10 +146,8 @@ def test_shards_of_another_model(tmp_path: Path) -> None:
     model.weight = torch.nn.Parameter(torch.zeros(5))
     with pytest.raises(mpiddp.UserError) as refused:
         saved.load_into(model=model)
-    assert str(refused.value) == (
-        "the checkpoint of step 1 does not fit: model: model.weight was saved with shape [4]; it now has "
-        "[5]. Build the same model as before."
-    )
+    sentence = error("shard-shape", "step 1 ", "model: model.weight ", "[4]", "[5]")
+    assert re.fullmatch(sentence, str(refused.value))
 
 
 @pytest.mark.parametrize("change", [{"keys": ["\ud800"]}, {"step": -5}, {"step": 10**30}])
@@ -159,8 +161,8 @@ def test_facts_of_no_save_are_refused(tmp_path: Path, change: dict[str, Any]) ->
     folder = directory.write(tmp_path, 1, write_files)
     with pytest.raises(mpiddp.UserError) as refused:
         contents.export(folder, tmp_path / "whole")
-    sentence = f"{folder} was not written by mpiddp: its files have other contents."
-    assert str(refused.value) == sentence
+    sentence = error("checkpoint-other-contents", f"{folder} ")
+    assert re.fullmatch(sentence, str(refused.value))
 
 
 def sparse() -> torch.Tensor:
@@ -206,9 +208,8 @@ def test_what_no_rank_has_saved_is_refused(tmp_path: Path, own: object, missing:
     directory.write(run.checkpoints, 1, write_files)
     with pytest.raises(mpiddp.UserError) as refused:
         mpiddp.Checkpoints(run.path).resume()
-    assert str(refused.value) == (
-        f"the checkpoint of step 1 was not written by mpiddp: ranks.pt has no {missing} of rank 0."
-    )
+    values = ("step 1 ", "ranks.pt ", f" {missing} ", "rank 0")
+    assert re.fullmatch(error("checkpoint-rank-state", *values), str(refused.value))
 
 
 # The folder of a run
@@ -255,9 +256,8 @@ def test_a_checkpoint_that_was_set_aside_has_to_be_renamed(tmp_path: Path) -> No
     aside = (run / "checkpoints/step_00000005").rename(run / "checkpoints/step_00000005.old-1")
     with pytest.raises(mpiddp.UserError) as refused:
         mpiddp.Checkpoints(run).resume(aside)
-    assert str(refused.value) == (
-        f"{aside}: the name of a checkpoint here is step_ and 8 digits. Rename it."
-    )
+    sentence = error("resume-name", f"{aside}: ", "step_")
+    assert re.fullmatch(sentence, str(refused.value))
 
 
 @pytest.mark.parametrize("name", ["step_00000001", "step_00000009"])
@@ -268,8 +268,8 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     (root / "step_00000005").rename(root / name)
     with pytest.raises(mpiddp.UserError) as refused:
         saved(tmp_path / "run", 6)
-    sentence = f"{root / name} is the checkpoint of step 5: rename it to step_00000005."
-    assert str(refused.value) == sentence
+    sentence = error("checkpoint-renamed", f"{root / name} ", "step 5", "step_00000005")
+    assert re.fullmatch(sentence, str(refused.value))
     assert [each.name for each in root.iterdir()] == [name]
 
 
@@ -292,8 +292,8 @@ def test_an_owner_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     run.owner.symlink_to(tmp_path / "gone")
     with pytest.raises(mpiddp.UserError) as refused:
         saved(run.path, 1)
-    sentence = f"{run.owner} is a link to a file that does not exist. Remove it."
-    assert str(refused.value) == sentence
+    sentence = error("run-dangling-link", f"{run.owner} ")
+    assert re.fullmatch(sentence, str(refused.value))
     assert not (tmp_path / "gone").exists()
 
 
@@ -371,7 +371,8 @@ def test_a_file_that_vanishes_after_the_search_is_an_error_of_all_ranks(
     )
     assert ran.stderr.count(sentence) == 1, ran.stderr
     assert "Traceback" not in ran.stderr
-    assert re.search(r"rank 1 on .*model.pt arrived damaged: its SHA-256 differs", ran.stderr)
+    damaged = ("rank 1 on ", "model.pt arrived damaged: its SHA-256 differs")
+    assert re.search(error("resume-cannot-keep", *damaged), ran.stderr), ran.stderr
     assert list(hosts[1].checkpoints.iterdir()) == []
 
 

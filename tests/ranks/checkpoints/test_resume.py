@@ -5,6 +5,7 @@ python -m pytest tests/ranks/checkpoints/test_resume.py
 """
 
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
 from tests.support.data_cache import fetched_cifar10
 from tests.support.ranks import clean_env, mpiddp
+from tests.support.sentences import error
 from tests.support.tiny_data import two_epochs
 from tests.support.training import (
     Command,
@@ -126,8 +128,9 @@ def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, po
     assert steps_recorded(out) == list(range(1, 13))
     rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
     assert rates[0] == rates[1]
-    assert "--seed 0, now 7 (its steps have taken another order of images)" in ran[3].stderr
-    assert "or start a new run from its weights: --out OTHER --weights" in ran[3].stderr
+    seed = "--seed 0, now 7 (its steps have taken another order of images)"
+    sentence = error("resume-other-options", seed, "--out OTHER --weights ")
+    assert re.search(sentence, ran[3].stderr), ran[3].stderr
 
 
 def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) -> None:

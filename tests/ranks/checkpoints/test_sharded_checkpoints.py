@@ -26,6 +26,7 @@ from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
+from tests.support.sentences import error
 from tests.support.tiny_data import two_epochs
 from tests.support.training import Command, Ranks, Turn, contents, records, unequal, waiting_ranks
 
@@ -120,8 +121,9 @@ def test_a_first_save_that_fails_ends_no_run(tmp_path: Path, pool: Ranks) -> Non
     (ran,) = pool.run(2, tmp_path, [job])
     assert ran.code == 0, ran.stderr
     first = ran.stderr.splitlines()[0]
-    problem = f"{run}/checkpoints: cannot write the checkpoint of step 1: Not a directory."
-    assert first == f"warning: {gethostname()}: {problem} There is no older checkpoint."
+    where = f"warning: {gethostname()}: {run}/checkpoints: "
+    values = (where, "step 1", "Not a directory", "There is no older checkpoint")
+    assert re.fullmatch(error("save-failed", *values), first), first
     directory.verify(step_folder(run, 3))
 
 
@@ -187,12 +189,15 @@ def test_export_refuses(
         return capsys.readouterr().err
 
     one, new = step_folder(stopped[0], 1), tmp_path / "new"
-    assert refusal(one, tmp_path) == f"{tmp_path} exists already. Name a new folder.\n"
+    exists = error("export-exists", f"{tmp_path} ")
+    assert re.fullmatch(f"{exists}\n", refusal(one, tmp_path))
     lacks = shutil.copytree(one, tmp_path / "lacks")
     (lacks / "shard_00001.pt").unlink()
-    assert "shard_00001.pt is missing" in refusal(lacks, new)
+    missing = error("export-broken", f"{lacks}: ", "shard_00001.pt is missing")
+    assert re.fullmatch(f"{missing}\n", refusal(lacks, new))
     manifest(lacks)
-    assert "lacks shard_00001.pt: each host keeps the shards of two hosts" in refusal(lacks, new)
+    elsewhere = error("export-shards", f"{lacks} ", "shard_00001.pt")
+    assert re.fullmatch(f"{elsewhere}\n", refusal(lacks, new))
     assert names(tmp_path) == ["lacks"]
 
 
@@ -243,7 +248,9 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
         f"--out={tmp_path / 'new'}",
     )  # fmt: skip
     assert named.code == 2
-    assert f"{step_folder(run, 3)}: checkpoint step_00000003: {problem}.\n" in named.stderr
+    id = "resume-broken" if damage is flip_bit else "resume-search"
+    sentence = error(id, f"{step_folder(run, 3)}: checkpoint step_00000003: {problem}. ")
+    assert re.search(f"{sentence}\n", named.stderr), named.stderr
     ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--out={run}", "--keep=99")
     assert ran.code == 0, ran.stderr
     assert (

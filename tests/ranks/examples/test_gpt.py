@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from tests.support.ranks import (
     own_lines,
     run_forked,
 )
+from tests.support.sentences import error
 from tests.support.training import records, unequal
 
 SCRIPT = str(ROOT / "examples/gpt/train.py")
@@ -169,11 +171,12 @@ def test_a_run_with_other_options_or_another_text_is_refused(whole: Path, tmp_pa
     folder = without_last_checkpoint(whole, tmp_path)
     done = run(command([sys.executable], "--lr=0.1"), folder)
     assert done.returncode == 2, done.stderr
-    assert "was made with another config: lr 0.004, now 0.1." in done.stderr
+    sentence = error("run-other-config", ": lr 0.004, now 0.1. ")
+    assert re.search(sentence, done.stderr), done.stderr
     (folder / "text").write_text(TEXT + "x")
     done = run(command([sys.executable]), folder)
     assert done.returncode == 2, done.stderr
-    assert "was made with another config: text " in done.stderr
+    assert re.search(error("run-other-config", ": text "), done.stderr), done.stderr
 
 
 def test_bad_input_is_one_sentence_and_code_2(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ python -m pytest tests/ranks/launch/test_launch.py
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,6 +28,7 @@ from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 from tests.support.running import running
+from tests.support.sentences import error
 
 
 def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
@@ -76,9 +78,8 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
         ]
     done = launch_on_some("-n", str(cores + 1))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == (
-        f"-n {cores + 1} is more than the {cores} slots of this machine (localhost={cores})."
-    )
+    values = (f"-n {cores + 1} ", f" {cores} slots", f"this machine (localhost={cores})")
+    assert re.fullmatch(error("ranks-slots", *values), done.stderr.splitlines()[-1]), done.stderr
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter also needs a file
@@ -117,7 +118,8 @@ def test_each_mpirun_has_a_session_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_missing_script_is_reported_before_anything_starts() -> None:
     done = launch("-H", "localhost:2", "nowhere.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"nowhere.py not found (looked in {ROOT}).\n"
+    sentence = error("script-missing", "nowhere.py ", f" {ROOT})")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
@@ -224,10 +226,8 @@ def test_help_and_bad_options_of_train_start_no_job() -> None:
     assert done.stdout.startswith("usage: mpiddp train")
     done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--epochs=0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "mpiddp train: argument --epochs: expected a whole number, 1 or more, not '0'. "
-        "See: mpiddp train --help\n"
-    )
+    sentence = error("usage-error", "mpiddp train: ", "--epochs: ", "'0'", "mpiddp train --help")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ python -m pytest tests/ranks/launch/test_mpi_options.py
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -14,15 +15,15 @@ import pytest
 
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.ranks import launch, script
+from tests.support.sentences import error
 
 
 def test_a_contradiction_starts_nothing(tmp_path: Path) -> None:
     done = launch("--mpi-args=-np 9", "-n", "1", script(tmp_path, "print('started')"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "--mpi-args: -np would contradict the number of ranks. "
-        "Write: mpiddp launch -n N or --npernode K.\n"
-    )
+    values = ("--mpi-args: -np ", "mpiddp launch -n N or --npernode K")
+    sentence = error("mpi-args-contradict", *values)
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 # An option of each MPI that changes what it prints.

@@ -31,6 +31,7 @@ from mpiddp.hosts.processes import descendants
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env, script
+from tests.support.sentences import error
 
 HERE = socket.gethostname()
 TWO: dict[str, Any] = {"hosts": "localhost:2"}
@@ -163,16 +164,19 @@ def test_a_rank_that_ends_without_a_pickled_exception(
 @pytest.mark.parametrize(
     ("function", "refusal"),
     [
-        (lambda: bytes(1000), "the result of <lambda> has "),
-        (lambda: (x for x in [1]), "has returned an object of generator that cannot be pickled"),
-        (lambda: spawn(len, "ab", ranks=2), "this process is already a part of a job of mpiddp."),
-        (lambda: mpiddp.init(backend="nccl"), "--backend nccl needs a GPU"),
+        (
+            lambda: bytes(1000),
+            error("spawn-result-size", "<lambda> ", " bytes", "max_result_bytes=900"),
+        ),
+        (lambda: (x for x in [1]), error("spawn-result-pickle", "<lambda> ", " generator ")),
+        (lambda: spawn(len, "ab", ranks=2), error("spawn-in-job", "mpiddp.spawn")),
+        (lambda: mpiddp.init(backend="nccl"), error("nccl-no-gpu", "--backend nccl ")),
     ],
 )
 def test_a_refusal_of_a_rank_is_a_user_error(function: Callable[[], Any], refusal: str) -> None:
     with pytest.raises(UserError) as raised:
         spawn(function, **ONE, max_result_bytes=900, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert refusal in str(raised.value)
+    assert re.search(refusal, str(raised.value)), raised.value
 
 
 def test_a_rank_without_cloudpickle(tmp_path: Path) -> None:
@@ -180,8 +184,9 @@ def test_a_rank_without_cloudpickle(tmp_path: Path) -> None:
     (tmp_path / "cloudpickle.py").write_text(text)
     with pytest.raises(UserError) as raised:
         spawn(len, "ab", **ONE, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
-    assert f"mpiddp.spawn on {HERE} needs cloudpickle, which {sys.executable} " in str(raised.value)
-    assert str(raised.value).endswith("-m pip install 'mpiddp[spawn]'")
+    values = ("cloudpickle", f"{sys.executable} ", "-m pip install 'mpiddp[spawn]'")
+    sentence = error("package-missing", f"mpiddp.spawn on {HERE} ", *values)
+    assert re.fullmatch(sentence, str(raised.value))
 
 
 def fails_once() -> tuple[str, list[str]]:
@@ -253,7 +258,7 @@ def checkpoint_of(folder: str) -> Path:
 
 
 def test_a_refused_result_does_not_lose_the_last_save(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="that cannot be pickled: TypeError: saved: True"):
+    with pytest.raises(UserError, match=error("spawn-result-pickle", "TypeError: saved: True")):
         spawn(saves_and_returns_what_cannot_be_pickled, str(tmp_path), **TWO)
     directory.verify(checkpoint_of(str(tmp_path)))
 
@@ -293,7 +298,8 @@ if __name__ == "__main__":
     done = run(script(tmp_path, text))
     result, refusal = sorted(line for line in done.stdout.splitlines() if line)
     assert result == "[[4]]", done.stderr
-    assert refusal.startswith("mpiddp.spawn is called in a process of multiprocessing")
+    sentence = error("spawn-in-worker", "mpiddp.spawn ", 'if __name__ == "__main__":')
+    assert re.fullmatch(sentence, refusal), refusal
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
@@ -340,7 +346,7 @@ def test_the_end_of_the_caller_ends_the_job(tmp_path: Path, number: signal.Signa
 
 
 def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with pytest.raises(JobFailed, match="the launcher ended with exit code -9 before it reported"):
+    with pytest.raises(JobFailed, match=error("spawn-launcher-ended", "-9")):
         spawn(kills_its_launcher, **ONE)
 
 

@@ -28,6 +28,7 @@ from tests.support.mpis import PACKAGES, library_of, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
 from tests.support.running import descendants
+from tests.support.sentences import error
 from tests.support.stopping import LONG_GRACE, SCRIPT, piped, start
 
 MPIS = ("openmpi5", *PACKAGES)
@@ -473,35 +474,31 @@ def run_raw(*arguments: str) -> Done:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "id", "values"),
     [
-        (["--"], 'mpiddp run: no command follows "--". See: mpiddp run --help'),
-        (["--", "no-such-program"], '"no-such-program" is not a program on PATH.'),
-        (["--", "/nowhere/program"], "/nowhere/program: No such file or directory."),
-        (["--", "/"], "/ is not a program."),
-        (
-            ["--", "{}/data"],
-            "{}/data is not a program. It may not be executed: chmod +x would allow it.",
-        ),
+        (["--"], "run-command-missing", ["mpiddp run: ", "mpiddp run --help"]),
+        (["--", "no-such-program"], "program-not-on-path", ['"no-such-program" ']),
+        (["--", "/nowhere/program"], "file-error", ["/nowhere/program: No such file or directory"]),
+        (["--", "/"], "program-missing", ["/ "]),
+        (["--", "{}/data"], "program-missing", ["{}/data ", "chmod +x"]),
         (
             ["--", "{}/no_shebang"],
-            "{}/no_shebang cannot be started: Exec format error. "
-            "A script begins with a line such as #!/bin/sh.",
+            "command-cannot-start",
+            ["{}/no_shebang ", "Exec format error", "#!/bin/sh"],
         ),
-        (
-            ["--keep-mpi", "--", "hostname"],
-            "mpiddp run --keep-mpi is for a Python script. A command that uses MPI itself is started by "
-            "mpirun: mpirun … hostname",
-        ),
+        (["--keep-mpi", "--", "hostname"], "run-keep-mpi", ["--keep-mpi ", "mpirun … hostname"]),
     ],
 )
-def test_a_wrong_command(tmp_path: Path, arguments: Sequence[str], sentence: str) -> None:
+def test_a_wrong_command(
+    tmp_path: Path, arguments: Sequence[str], id: str, values: Sequence[str]
+) -> None:
     (tmp_path / "data").touch(0o644)
     (tmp_path / "no_shebang").write_text("echo hi\n")
     (tmp_path / "no_shebang").chmod(0o755)
     done = run_raw(*[each.format(tmp_path) for each in arguments])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{sentence.format(tmp_path)}\n"
+    sentence = error(id, *[each.format(tmp_path) for each in values])
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_command_that_is_being_copied_is_no_bad_input(tmp_path: Path) -> None:
@@ -510,13 +507,16 @@ def test_a_command_that_is_being_copied_is_no_bad_input(tmp_path: Path) -> None:
     program.chmod(0o755)
     with program.open("a"):
         done = run_raw("--", str(program))
-    sentence = f"{program} cannot be started: Text file busy.\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+    assert (done.returncode, done.stdout) == (1, "")
+    sentence = error("command-cannot-start", f"{program} ", "Text file busy")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_launch_of_a_missing_command_starts_nothing() -> None:
     done = launch(*TWO, "--", "no-such-program")
-    assert (done.returncode, done.stderr) == (2, '"no-such-program" is not a program on PATH.\n')
+    assert done.returncode == 2
+    sentence = error("program-not-on-path", '"no-such-program" ')
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_command_that_is_missing_for_one_rank(tmp_path: Path) -> None:
@@ -532,8 +532,8 @@ def test_a_command_that_is_missing_for_one_rank(tmp_path: Path) -> None:
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = mpirun(2, script(tmp_path, text), env=env)
     assert done.returncode == 2
-    sentence = f'rank 1 on {gethostname()}: "program" is not a program on PATH.\n'
-    assert done.stderr.startswith(sentence)
+    sentence = error("program-not-on-path", f'rank 1 on {gethostname()}: "program" ')
+    assert re.match(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_command_that_fails_at_once_on_all_ranks() -> None:

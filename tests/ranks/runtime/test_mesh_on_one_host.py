@@ -19,6 +19,7 @@ from torch import nn
 from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, launch, mpirun, own_lines
+from tests.support.sentences import error
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 
@@ -35,34 +36,40 @@ def test_a_mesh_on_one_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sentence"),
+    ("sizes", "id", "values"),
     [
-        (["dp=3", "tp=1"], "dp=3 tp=1 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 tp=1 fits."),
-        (["tp=1", "pp=RANK"], "rank 0: pp=0: expected 1 or more, or -1 for what the others leave."),
+        (
+            ["dp=3", "tp=1"],
+            "mesh-ranks",
+            ["dp=3 tp=1 ", "3 ranks", "1 host × 2 ranks = 2", "dp=2 tp=1 fits"],
+        ),
+        (["tp=1", "pp=RANK"], "mesh-size", ["rank 0: pp=0: ", "1 to 999999999, or -1"]),
         (
             ["tp=1RANK"],
-            "the calls differ: mesh(tp=10, device_type='cpu') on rank 0, mesh(tp=11, device_type='cpu') on "
-            "rank 1. Call it with the same arguments on all ranks.",
+            "mesh-calls-differ",
+            [
+                "mesh(tp=10, device_type='cpu') on rank 0",
+                "mesh(tp=11, device_type='cpu') on rank 1",
+            ],
         ),
-        (
-            ["tp=2", "device_type=gpu0"],
-            "device_type='gpu0': expected a type of device such as cuda or cpu.",
-        ),
+        (["tp=2", "device_type=gpu0"], "mesh-device", ["device_type='gpu0': ", "cuda or cpu"]),
     ],
 )
-def test_bad_input_is_one_sentence(sizes: list[str], sentence: str) -> None:
+def test_bad_input_is_one_sentence(sizes: list[str], id: str, values: list[str]) -> None:
     done = launch("-H", "localhost:2", JOB, "init", *sizes)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count(f"mpiddp.mesh: {sentence}") == 1, done.stderr
+    sentences = re.findall(error(id, "mpiddp.mesh: ", *values), done.stderr)
+    assert len(sentences) == 1, done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_bad_input_under_a_plain_mpirun() -> None:
     done = mpirun(2, JOB, "init", "dp=3")
     assert done.returncode == 2, done.stderr
-    sentence = "mpiddp.mesh: dp=3 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 fits."
-    assert own_lines(done.stderr)[0] == sentence
-    assert done.stderr.count(sentence) == 1
+    values = ("mpiddp.mesh: dp=3 ", "3 ranks", "1 host × 2 ranks = 2", "dp=2 fits")
+    sentence = error("mesh-ranks", *values)
+    assert re.fullmatch(sentence, own_lines(done.stderr)[0]), done.stderr
+    assert len(re.findall(sentence, done.stderr)) == 1
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
@@ -70,7 +77,8 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     script.write_text("import mpiddp\nmpiddp.mesh(tp=2)\n")
     done = launch("-H", "localhost:2", str(script))
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("mpiddp.mesh needs a process group.") == 1
+    sentence = error("mesh-no-group", "mpiddp.mesh ", "mpiddp.init()")
+    assert len(re.findall(sentence, done.stderr)) == 1, done.stderr
 
 
 def losses(output: str) -> list[float]:

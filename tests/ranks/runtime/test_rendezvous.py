@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.addresses import reserved
 from tests.support.ranks import mpirun, own_lines
+from tests.support.sentences import error
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -134,23 +135,21 @@ def test_a_port_in_use_is_printed_once() -> None:
         port = str(taken.getsockname()[1])
         for _ in range(5):  # repeated to catch a race
             done = mpirun(4, job("rendezvous"), env={"MASTER_PORT": port})
-            assert refusal(done) == (
-                f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1). "
-                "Unset it to let mpiddp choose a free port."
-            )
+            values = (f"MASTER_PORT={port} ", f"{socket.gethostname()} (127.0.0.1)")
+            assert re.fullmatch(error("master-port-in-use", *values), refusal(done))
 
 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        ({"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port. Expected 1 to 65535'),
-        ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 is not an address of .*, where rank 0 runs"),
-        ({"MASTER_ADDR": "a..b"}, "a..b: cannot be resolved from "),
-        ({"MPI4PY_LIBMPI": "/none.so"}, "mpi4py found no MPI library .*MPI4PY_LIBMPI"),
+        ({"MASTER_PORT": "http"}, error("master-port", 'MASTER_PORT="http" ')),
+        ({"MASTER_ADDR": "192.0.2.7"}, error("master-addr-foreign", "192.0.2.7 ")),
+        ({"MASTER_ADDR": "a..b"}, error("master-unresolved", "a..b: ")),
+        ({"MPI4PY_LIBMPI": "/none.so"}, error("mpi-library-missing", "MPI4PY_LIBMPI")),
     ],
 )
 def test_bad_variables_are_printed_once(env: dict[str, str], sentence: str) -> None:
-    assert re.match(sentence, refusal(mpirun(3, job("rendezvous"), env=env)))
+    assert re.fullmatch(sentence, refusal(mpirun(3, job("rendezvous"), env=env)))
 
 
 @pytest.mark.parametrize("env", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "ignores_sigterm"])
@@ -163,10 +162,8 @@ def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(env: dict[s
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
     # Other ranks may report too, before a rank that ignores SIGTERM has ended.
     assert env or len(sentences) == 1
-    assert sentences[0].startswith(
-        f"rank 1 on {socket.gethostname()}: the rendezvous over MPI did not finish in 2 s. "
-        "If a rank is still starting, allow more time: "
-    )
+    late = error("mpi-timeout", f"rank 1 on {socket.gethostname()}: ", "2 s", "MPIDDP_TIMEOUT=300")
+    assert re.fullmatch(late, sentences[0]), sentences[0]
     assert done.returncode != 0
 
 
@@ -211,7 +208,7 @@ def test_mpi_that_is_already_finalized_is_refused() -> None:
         "rendezvous_over_mpi(world, MpiWatchdog(world, 5))"
     )
     sentence = refusal(mpirun(2, "-c", code))
-    assert sentence.startswith("MPI was finalized in this process before the rendezvous. ")
+    assert re.fullmatch(error("mpi-finalized", "mpiddp.init()"), sentence), sentence
 
 
 # --- without MPI: the address is in the environment, or computed from Slurm's variables ---

@@ -7,6 +7,7 @@ python -m pytest tests/ranks/smoke/test_dry_runs.py
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mpiddp.launch.starters.table import identify
 from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch
+from tests.support.sentences import error
 from tests.unit.launch.test_starters import MPIS
 
 SCRIPT = "examples/message_passing.py"
@@ -73,31 +75,29 @@ def test_local_starts_on_this_machine_alone() -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"PBS_JOBID": "12"}, "PBS_JOBID=12 is set but PBS_NODEFILE is not"),
+        ({"PBS_JOBID": "12"}, error("scheduler-no-file", "PBS_JOBID=12 ", "PBS_NODEFILE ")),
         (
             {"RANK": "1", "WORLD_SIZE": "4"},
-            "mpiddp launch starts all ranks itself, but RANK=1 says that this is already one of 4 ranks "
-            "(env://). Write mpiddp run in place of mpiddp launch, or start it once; --local starts a job "
-            "on this machine alone.",
+            error("launch-inside-rank", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "--local"),
         ),
         (
             {"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"},
-            "SLURM_JOB_ID=1 is set but SLURM_JOB_NODELIST",
+            error("slurm-no-nodelist", "SLURM_JOB_ID=1 ", "SLURM_JOB_NODELIST "),
         ),
         # prterun, or a launcher whose variables say no number of ranks
         (
             {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
+            error("pmix-alone", "PMIX_RANK=1 ", "mpiddp launch"),
         ),
-        ({"FLUX_TASK_RANK": "1"}, "only some of flux's variables are set: found FLUX_TASK_RANK=1"),
-        ({"PALS_RANKID": "1"}, "only some of pals's variables are set: found PALS_RANKID=1"),
+        ({"FLUX_TASK_RANK": "1"}, error("variables-partial", "flux's ", "FLUX_TASK_RANK=1")),
+        ({"PALS_RANKID": "1"}, error("variables-partial", "pals's ", "PALS_RANKID=1")),
     ],
 )
 def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
     done = launch(SCRIPT, **variables)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(sentence)
+    assert re.fullmatch(sentence, line), line
     alone = launch("--local", "-n", "1", "--dry-run", SCRIPT, **variables)
     assert alone.returncode == 0, alone.stderr
 
@@ -106,8 +106,6 @@ def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
     pbs = PBS | {"PBS_NODEFILE": str(in_folder / "node_file")}
     done = launch(SCRIPT, **pbs, PATH="/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "ssh is not installed here. Run: sudo apt-get install openssh-client. If this site allows no ssh "
-        "between the hosts of a PBS job, let an MPI that knows PBS start the ranks: mpirun python -m mpiddp "
-        "run …\n"
-    )
+    commands = ("sudo apt-get install openssh-client", "mpirun python -m mpiddp run …")
+    sentence = error("ssh-missing", commands[0], "PBS", commands[1])
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

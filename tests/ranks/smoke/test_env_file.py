@@ -7,14 +7,11 @@ python -m pytest tests/ranks/smoke/test_env_file.py
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from tests.support.ranks import launch, script
-
-EXPECTED = (
-    "f:2: expected NAME=VALUE, a name alone, or a # comment. "
-    "A value with blanks stands between quotes."
-)
+from tests.support.sentences import error
 
 
 def test_variables_of_a_file_and_of_a_pattern_reach_the_ranks(tmp_path: Path) -> None:
@@ -51,5 +48,6 @@ def test_a_bad_line_of_the_file_starts_nothing(tmp_path: Path) -> None:
     job = script(tmp_path, f"open({str(started)!r}, w)")
     done = launch("--env-file", str(file), "-n", "1", job)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{file}:2: {EXPECTED.removeprefix('f:2: ')}\n"
+    sentence = error("env-file-line", f"{file}:2: ", "NAME=VALUE")
+    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not started.exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.train.sinks import SINKS
+from tests.support.sentences import error
 from tests.support.tiny_data import two_epochs
 from tests.support.training import Ranks, contents, unequal, waiting_ranks
 
@@ -83,10 +84,10 @@ def test_a_run_that_ends_earlier_profiles_what_there_was(runs: Path, pool: Ranks
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--profile=7:9"], "--profile 7:9: the training has 6 steps. Name steps from 1 on."),
+        (["--profile=7:9"], error("profile-steps", "--profile 7:9: ", "6 steps")),
         (
             ["--profile=1:2", "--profile-ranks=2,5"],
-            "--profile-ranks 2,5: the job has 2 ranks. Name ranks from 0 on.",
+            error("profile-ranks", "--profile-ranks 2,5: ", "2 ranks"),
         ),
     ],
 )
@@ -95,7 +96,8 @@ def test_a_profile_of_nothing_is_refused(
 ) -> None:
     job = [*two_epochs(runs, "--batch-size=4"), *options, "--out", str(runs / "none")]
     (refused,) = pool.run(2, runs, [job])
-    assert (refused.code, sentence in refused.stderr) == (2, True), refused.stderr
+    assert refused.code == 2, refused.stderr
+    assert re.search(sentence, refused.stderr), refused.stderr
     assert not (runs / "none").exists()
 
 
@@ -118,6 +120,6 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
     options = two_epochs(runs, "--batch-size=4", f"--log-to={missing}", "--out", str(runs / "c"))
     (refused,) = pool.run(2, runs, [options])
     assert refused.code == 2
-    assert f"--log-to {missing} needs {missing}, which " in refused.stderr
-    assert f"-m pip install {missing}" in refused.stderr
+    values = (f"--log-to {missing} ", f"{missing}, ", f"-m pip install {missing}")
+    assert re.search(error("log-to-package", *values), refused.stderr), refused.stderr
     assert not (runs / "c").exists()
