@@ -188,7 +188,10 @@ def _facts(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict) or not isinstance(facts.get("keys", []), list):
-        raise _foreign(path.parent)
+        raise UserError(
+            f"{path.parent} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign. "
+            "[checkpoint-foreign]"
+        )
     return facts
 
 
@@ -202,12 +205,6 @@ def _checked(facts: dict[str, Any], state: Any, ranks: Any) -> Contents:
     if not all(isinstance(own, (Tensor, dict)) for own in ranks):
         raise TypeError
     return Contents(step, state, ranks, config)
-
-
-def _foreign(folder: Path) -> UserError:
-    return UserError(
-        f"{folder} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign. [checkpoint-foreign]"
-    )
 
 
 # Loaded

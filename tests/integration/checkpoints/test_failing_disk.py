@@ -199,6 +199,13 @@ def test_a_checkpoint_of_no_version(tmp_path: Path, facts: str, files: list[str]
         read({path.name: path for path in tmp_path.iterdir()})
 
 
+@pytest.mark.parametrize("facts", ["", "{", "[]", "1"])
+def test_a_checkpoint_of_another_program(tmp_path: Path, facts: str) -> None:
+    (tmp_path / "state.json").write_text(facts)
+    with pytest.raises(UserError, match=error("checkpoint-foreign", f"{tmp_path} ", "state.json ")):
+        read({"state.json": tmp_path / "state.json"})
+
+
 def test_a_file_of_shards_without_names(tmp_path: Path) -> None:
     torch.save([torch.zeros(1)], tmp_path / SHARD)
     with pytest.raises(UserError, match=rf"^{error('shard-contents', f'{tmp_path / SHARD} ')}$"):
