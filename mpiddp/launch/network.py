@@ -69,7 +69,7 @@ def _own_interfaces(requested: str) -> list[Interface]:
         return found
     names = " and ".join(f"{each.name} ({each.address})" for each in present)
     raise UserError(
-        f'interface "{requested}" is not on {socket.gethostname()}, which has {names}. [interface-missing]'
+        f'interface "{requested}" is not on {socket.gethostname()}, which has {names}. [interface-not-here]'
     )
 
 

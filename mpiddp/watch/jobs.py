@@ -50,10 +50,14 @@ class Job:
         """Where its ranks are: a sentence, and the Python stacks of each. Raises UserError as `now`."""
         return self._ask(self.path.with_suffix(STACKS), _STACKS_S)
 
+    def gone(self) -> UserError:
+        """The error about a job that has ended meanwhile."""
+        return UserError(f"job {self.title} has ended. [job-ended]")
+
     def _ask(self, path: Path, within_s: float) -> dict[str, Any]:
         connection = _connected(path)
         if connection is None:
-            raise UserError(f"job {self.title} has ended. [job-ended]")
+            raise self.gone()
         if facts := _received(connection, within_s):
             return facts
         raise UserError(

@@ -33,4 +33,4 @@ def main(argv: list[str]) -> int:
             send(signal.SIGTERM)
             print(f"job {job.title} is requested to stop.")
             return 0
-    raise UserError(f"job {job.title} has ended. [job-over]")
+    raise job.gone()

@@ -159,7 +159,7 @@ def test_a_job_that_has_just_ended_is_named(
         job.now()
     monkeypatch.setattr(stop, "find_job", lambda name: job)
     assert main(["stop", PID]) == 2
-    sentence = error("job-over", f"job {PID} (train.py) ")
+    sentence = error("job-ended", f"job {PID} (train.py) ")
     said = capsys.readouterr().err
     assert re.fullmatch(f"{sentence}\n", said), said
 

@@ -158,7 +158,7 @@ def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
             names = " and ".join(interface.name for interface in info.interfaces)
             raise UserError(
                 f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}. '
-                "[interface-missing-here]"
+                "[interface-missing]"
             )
 
 

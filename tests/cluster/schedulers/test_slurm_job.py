@@ -293,7 +293,7 @@ def test_an_interface_that_one_host_lacks(batch: Slurm) -> None:
     done = launch(batch, "--interface", "eth0", str(batch.cluster.shared / "show.py"))
     (sentence,) = [line for line in done.stdout.splitlines() if "interface" in line]
     values = ('"eth0"', "node1", "lo and ens5 and eth1")
-    assert re.fullmatch(error("interface-missing-here", *values), sentence), sentence
+    assert re.fullmatch(error("interface-missing", *values), sentence), sentence
     assert done.returncode == 2
 
 

@@ -195,7 +195,7 @@ def test_a_requested_interface_overrides_the_one_towards_rank_0(
         rendezvous_over_channel(coordinator, None, 60)
 
     first, second = ranks(2, body)
-    sentence = error("interface-missing-here", '"ib0"', "host0, ", "lo")
+    sentence = error("interface-missing", '"ib0"', "host0, ", "lo")
     assert re.fullmatch(f"{sentence}\n", first.stderr), first.stderr
     assert (first.code, second) == (2, End(2, ""))
 

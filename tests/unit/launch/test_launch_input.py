@@ -183,7 +183,7 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
     assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
     assert requested.control_address == "127.0.0.1"
     assert requested_networks("lo") == ("lo",)
-    missing = error("interface-missing", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
+    missing = error("interface-not-here", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
     with pytest.raises(UserError, match=missing):
         find_network(far, (), "nope")
     alone = find_network(here, (), None)

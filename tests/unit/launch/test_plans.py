@@ -158,7 +158,7 @@ def test_the_table_of_gpus() -> None:
         (("-H", "localhost:1,127.0.0.1:1"),
          error("this-host-twice", "-H: localhost ", " 127.0.0.1 ")),
         (("-H", "localhost,::9"), error("host-ipv6", "-H: ::9 ")),
-        (("-H", "localhost", "--interface", "none0"), error("interface-missing", '"none0"', HERE)),
+        (("-H", "localhost", "--interface", "none0"), error("interface-not-here", '"none0"', HERE)),
         (("-H", "localhost:1", "--log-ranks", "1"),
          error("log-ranks-none", "--log-ranks 1: ", "rank 1;", "rank 0 only")),
     ],

@@ -170,13 +170,13 @@ def test_a_requested_network_matches_interfaces_with_different_names() -> None:
 @pytest.mark.parametrize(
     ("requested", "sentence"),
     [
-        ("ib0", error("interface-missing-here", '"ib0"', " node0,", " lo and eth0.")),
-        ("eth0", error("interface-missing-here", '"eth0"', " node1,", " lo and ens5.")),
+        ("ib0", error("interface-missing", '"ib0"', " node0,", " lo and eth0.")),
+        ("eth0", error("interface-missing", '"eth0"', " node1,", " lo and ens5.")),
         (
             "10.8.0.0/16",
-            error("interface-missing-here", '"10.8.0.0/16"', " node0,", " lo and eth0."),
+            error("interface-missing", '"10.8.0.0/16"', " node0,", " lo and eth0."),
         ),
-        ("10.0/x", error("interface-missing-here", '"10.0/x"', " node0,", " lo and eth0.")),
+        ("10.0/x", error("interface-missing", '"10.0/x"', " node0,", " lo and eth0.")),
         ("lo", error("address-not-shared", "node0,", ": --master-addr ADDR ")),
     ],
 )
