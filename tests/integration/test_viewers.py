@@ -34,6 +34,7 @@ from tests.support.ranks import ROOT, clean_env, mpiddp, run_command
 from tests.support.sentences import error
 
 PID = str(os.getpid())  # of the launcher, which is this process
+# The job is viewed.py: other tests run a train.py at the same time.
 # Of rank 1: more lines than a terminal, and another thread.
 STACK = "\n".join(["thread MainThread:", "line 1\x1b", *(f"line {n}" for n in range(2, 41))])
 
@@ -77,16 +78,16 @@ def serving(console: Console) -> Iterator[None]:
 
 @pytest.fixture(name="job")
 def a_job(folder: Path) -> Iterator[Path]:
-    with serving(open_console("train.py")):
+    with serving(open_console("viewed.py")):
         yield folder
 
 
 def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
     assert job.stat().st_mode & 0o777 == 0o700
     (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
-    assert line.split()[:6] == [PID, "train.py", "a,b", "2", "6", "-"]
+    assert line.split()[:6] == [PID, "viewed.py", "a,b", "2", "6", "-"]
     shown = mpiddp("top", PID, "--sort", "step", "--host", "b").stdout.splitlines()
-    assert shown[0].startswith(f"train.py (pid {PID}), running, 2 ranks on 2 hosts, step 6, -,")
+    assert shown[0].startswith(f"viewed.py (pid {PID}), running, 2 ranks on 2 hosts, step 6, -,")
     assert [row.split()[:4] for row in shown[2:]] == [["1", "b", "starting", "6"]]
     stacks = mpiddp("stacks", PID, "--rank", "1")
     assert (stacks.stdout, stacks.stderr) == (
@@ -124,10 +125,10 @@ def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
     listed = there("ps")
     if "unshare" in listed.stderr:
         pytest.skip(f"no namespace for pids here: {listed.stderr}")
-    assert "-  train.py  a,b" in listed.stdout
-    done = there("stop", "train.py")
+    assert ["-", "viewed.py", "a,b"] in [line.split()[:3] for line in listed.stdout.splitlines()]
+    done = there("stop", "viewed.py")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("job-elsewhere", "job - (train.py) ")
+    sentence = error("job-elsewhere", "job - (viewed.py) ")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
@@ -136,7 +137,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(
 ) -> None:
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(jobs, limit, 0.5)
-    console = open_console("train.py")
+    console = open_console("viewed.py")
     try:
         assert main(["ps"]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if PID in line.split()]
@@ -153,13 +154,13 @@ def test_a_launcher_between_two_attempts_does_not_answer(
 def test_a_job_that_has_just_ended_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(open_console("train.py")):
+    with serving(open_console("viewed.py")):
         job = jobs.find_job(PID)
-    with pytest.raises(UserError, match=error("job-ended", f"job {PID} (train.py) ")):
+    with pytest.raises(UserError, match=error("job-ended", f"job {PID} (viewed.py) ")):
         job.now()
     monkeypatch.setattr(stop, "find_job", lambda name: job)
     assert main(["stop", PID]) == 2
-    sentence = error("job-ended", f"job {PID} (train.py) ")
+    sentence = error("job-ended", f"job {PID} (viewed.py) ")
     said = capsys.readouterr().err
     assert re.fullmatch(f"{sentence}\n", said), said
 
@@ -190,7 +191,7 @@ def test_a_folder_that_is_not_private_is_not_used(
     else:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
         (tmp_path / ("x" * 100)).mkdir()
-    with serving(open_console("train.py")):
+    with serving(open_console("viewed.py")):
         assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
         assert PID in mpiddp("ps").stdout  # it listens in /tmp
 
@@ -241,7 +242,7 @@ def test_top_is_redrawn_until_q(job: Path) -> None:
         os.write(terminal, b"x")
         until(b"sorted by host")
         os.write(terminal, b"q")
-        until(f"job {PID} (train.py) goes on.".encode())
+        until(f"job {PID} (viewed.py) goes on.".encode())
         assert top.wait(PATIENCE_S) == 0
         limit.cancel()
     os.close(terminal)
@@ -254,7 +255,7 @@ def test_stop_is_a_sigterm_to_the_launcher(job: Path) -> None:
         done = mpiddp("stop", PID)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (done.returncode, done.stdout) == (0, f"job {PID} (train.py) is requested to stop.\n")
+    assert (done.returncode, done.stdout) == (0, f"job {PID} (viewed.py) is requested to stop.\n")
     assert signals == [signal.SIGTERM]
 
 
