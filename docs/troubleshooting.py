@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpiddp.doctor.explanations import explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
-from tests.support.sentences import GAP, sentences
+from tests.support.sentences import sentences
 
 PAGE = Path(__file__).with_suffix(".md")
 MESSAGES = PAGE.with_name("messages.md")
@@ -120,11 +120,18 @@ it. Its id, in brackets, stays the same when the sentence is worded better. `…
 
 def messages() -> str:
     """The page of our own errors."""
-    rows = []
+    rows, others = [], []
     for id, text in sorted(sentences().items()):
-        shown = text.partition("\n")[0].replace(GAP, "…").replace("|", r"\|")
-        rows.append(f"| `{id}` | {shown} |")
-    return "\n".join([_MESSAGES_HEAD, *rows]) + "\n"
+        shown = re.sub(r"\{\w*\}", "…", text.partition("\n")[0])
+        if re.search("[a-z]", shown):
+            escaped = re.sub(r"([|*_<])", r"\\\1", shown)
+            rows.append(f"| `{id}` | {escaped} |")
+        else:
+            others.append(f"`{id}`")
+    of_others = (
+        f"What these show is the text of a machine or of another program: {', '.join(others)}."
+    )
+    return "\n".join([_MESSAGES_HEAD, *rows, "", of_others]) + "\n"
 
 
 def evidence() -> str:

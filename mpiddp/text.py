@@ -27,8 +27,7 @@ def without_id(sentence: str) -> str:
 
 def before_id(sentence: str, more: str) -> str:
     """The sentence of an error with more text before its id; at its end if it has none."""
-    found = _ID.search(sentence)
-    end = found.start() if found else len(sentence)
+    *_, end = len(sentence), *(found.start() for found in _ID.finditer(sentence))
     return f"{sentence[:end]}{more}{sentence[end:]}"
 
 

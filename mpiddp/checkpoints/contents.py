@@ -152,7 +152,7 @@ def read(files: Mapping[str, Path]) -> Contents:
         try:
             shards = ShardFiles(read_index(files[INDEX]), files)
         except BrokenCheckpoint as error:
-            raise UserError(f"{folder}: {error}. [checkpoint-unreadable]") from None
+            raise UserError(f"{folder}: {error}. [checkpoint-index]") from None
         except OSError as error:
             raise read_error(str(files[INDEX]), error) from None
     try:

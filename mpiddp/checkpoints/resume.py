@@ -160,7 +160,7 @@ def _search_all(
         )
         if best.is_named:
             with ranks.together():
-                raise UserError(f"{path}: {problem}. [resume-search]")
+                raise UserError(f"{path}: {problem}. [resume-incomplete]")
         incomplete[best.is_own, best.step] = problem
 
 

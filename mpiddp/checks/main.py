@@ -265,7 +265,7 @@ def _run_job(job: Sequence[str]) -> _Job:
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {})
+        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {without_id(last)}", mend), {})
     ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
         fact = f"an all-reduce has a wrong sum on {all_of(wrong)}"

@@ -124,7 +124,7 @@ def resolve(
     fits = f"{size_text(_nearest(sizes, len(hosts), per_host, layers))} fits."
     if per_host and per_host % max(sizes.get("tp", 1), 1):
         raise UserError(
-            f"{_where_tp_does_not_fit(sizes['tp'], counts, unit)}; {fits} [mesh-remainder]"
+            f"{_where_tp_does_not_fit(sizes['tp'], counts, unit)}; {fits} [mesh-tp-host]"
         )
     free = next((name for name, size in sizes.items() if size == REMAINING), None)
     if len(hosts) % known or (free is None and known != len(hosts)):
@@ -138,7 +138,7 @@ def resolve(
     if free == "tp" and per_host and per_host % sizes["tp"]:
         raise UserError(
             f"{size_text(requested)} leaves tp={sizes['tp']}, which does not fit into a host: "
-            f"{cluster_text(counts, unit)}; {fits} [mesh-tp-host]"
+            f"{cluster_text(counts, unit)}; {fits} [mesh-remainder]"
         )
     if layers and sizes.get("pp", 1) > layers:
         is_more = f"pp={sizes['pp']} is"

@@ -179,7 +179,7 @@ def _run(call: Payload, cwd: str | os.PathLike[str] | None) -> Report:
         return run_launcher(call, None if cwd is None else os.fspath(cwd))
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise UserError(
-            f"mpiddp.spawn: {error.filename}: {error.strerror}. [spawn-no-files]"
+            f"mpiddp.spawn: {error.filename}: {error.strerror}. [spawn-folder]"
         ) from None
     except OSError as error:
         raise JobFailed(

@@ -84,7 +84,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         weights = load_tensors(path)
     except OSError as error:
-        sentence = f"--weights {path}: {error.strerror} (looked in {Path.cwd()}). [weights-missing]"
+        sentence = f"--weights {path}: {error.strerror} (looked in {Path.cwd()}). [weights-file]"
         raise cause_of(error)(sentence) from None
     except Unreadable as error:
         raise UserError(

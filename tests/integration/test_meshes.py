@@ -159,26 +159,26 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         (
             "dp=64 tp=6",
             HOSTS,
-            "mesh-remainder",
+            "mesh-tp-host",
             ["tp=6 ", "hosts of 8 GPUs", "; dp=64 tp=8 fits."],
         ),
         (
             "tp=6 pp=3",
             HOSTS[:16],
-            "mesh-remainder",
+            "mesh-tp-host",
             ["tp=6 ", "hosts of 8 GPUs", "; tp=8 pp=2 dp=1 fits."],
         ),
-        ("tp=16", HOSTS, "mesh-remainder", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
+        ("tp=16", HOSTS, "mesh-tp-host", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
         (
             "tp=4",
             block([4, 2]),
-            "mesh-remainder",
+            "mesh-tp-host",
             ["tp=4 ", "h1, ", "2 GPUs", "; tp=2 dp=3 fits."],
         ),
         (
             "tp=4",
             block([4, 2, 6]),
-            "mesh-remainder",
+            "mesh-tp-host",
             ["tp=4 ", "h1, ", "2 GPUs (2 hosts ", "; tp=2 dp=6 fits."],
         ),
         (
@@ -201,7 +201,7 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         (
             "tp=-1",
             HOSTS,
-            "mesh-tp-host",
+            "mesh-remainder",
             ["tp=-1 ", "tp=512", "64 hosts × 8 GPUs = 512", "; tp=8 dp=64 fits."],
         ),
         ("dp=-1 tp=-1", HOSTS, "mesh-two-free", ["-1", "dp and tp"]),

@@ -104,6 +104,7 @@ def test_characters_that_control_a_terminal_are_escaped() -> None:
     [
         ("a: b. Run: c [a-b]", "a: b. Run: c", "a: b. Run: c More. [a-b]"),
         ("a: b. [a-b-1]\na table", "a: b.\na table", "a: b. More. [a-b-1]\na table"),
+        ("a. [a-b]\nb. [c-d]", "a.\nb.", "a. [a-b]\nb. More. [c-d]"),
         ("a: b.", "a: b.", "a: b. More."),
         ("a: [rank-0] b [--c] [d]", "a: [rank-0] b [--c] [d]", "a: [rank-0] b [--c] [d] More."),
         ("", "", " More."),

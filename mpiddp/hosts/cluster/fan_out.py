@@ -22,6 +22,7 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import shell_command
 from mpiddp.hosts.ssh_complaints import login_failed
+from mpiddp.text import without_id
 
 TREE_FROM = 4  # hosts
 TREE_BYTES = 16 << 20  # for each host; less is sent sooner than another host has logged in
@@ -94,7 +95,7 @@ def _why_lost(host: Host, lost: Lost) -> str:
     if lost.has_begun:
         last = lost.stderr.strip().splitlines()[-1:] or [f"exit code {lost.exit_code}"]
         return (
-            f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues. "
+            f"the connection was lost ({without_id(last[0]).rstrip('.')}). Run it again: it continues. "
             "[push-connection-lost]"
         )
     missing = "python3 is missing there. Install it: a push needs no more. [push-no-python]"

@@ -81,7 +81,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             open_logins([jump], None)
         open_logins(others, jump)
     except OSError as error:  # of the files in ~/.ssh
-        raise UserError(f"{error.filename}: {error.strerror}. [keys-unreadable]") from None
+        raise UserError(f"{error.filename}: {error.strerror}. [keys-file]") from None
     for line in summary(*reached(hosts.hosts, jump)):
         print(line)
     if jump is not None:

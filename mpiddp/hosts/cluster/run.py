@@ -60,7 +60,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """
     if not options.command:
         raise UserError(
-            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L [run-no-command]"
+            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L "
+            "[hosts-run-command]"
         )
     resolve_all([host.name for host in hosts.hosts])
     outcomes = run(
@@ -106,7 +107,7 @@ def _outcome(host: Host, answer: Answer, timeout_s: float | None) -> Outcome:
         return Outcome(stdout, answer.stderr, failure)
     if code == NO_PROGRAM:
         return Outcome(
-            "", "", "python3 is missing. Install it there: mpiddp needs no more [run-no-python]"
+            "", "", "python3 is missing. Install it there: mpiddp needs no more [hosts-run-python]"
         )
     return Outcome("", answer.stderr, ssh_complaint(host, answer.stderr))
 

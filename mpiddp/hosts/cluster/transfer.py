@@ -350,7 +350,7 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
 def sentence_of(error: OSError) -> str:
     """A full disk has no path."""
     about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-    return f"{about}{error.strerror}. [host-file]"
+    return f"{about}{error.strerror}. [transfer-file]"
 
 
 def tell(message: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def digest(rows: list[Row]) -> str:
     lines = [
         f"{path}\0{kind}\0{mode}\0{size}\0{time}\0{to}" for path, kind, mode, size, time, to in rows
     ]
-    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256("\0".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -25,7 +25,6 @@ from mpiddp.protocol.variables import ADDRESS, SECRET
 
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
-_ENDS = ("done", "exited", "lost")
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
@@ -140,8 +139,9 @@ class StackRequests:
                 self._server.interrupt(rank)
 
     def note(self, message: Message) -> None:
-        """A rank has sent its stacks, or has ended. What a script says of its own end is not the rank's."""
-        if message.kind == "stacks" or (message.kind in _ENDS and not message.from_script):
+        """A rank has sent its stacks, or has ended. Of a script, only an early exit is the rank's end."""
+        ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
+        if message.kind in ends:
             self._missing.discard(message.rank)
 
     @property

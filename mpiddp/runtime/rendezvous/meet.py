@@ -56,7 +56,12 @@ def meet(
         limit_s += _LAUNCHER_HEAD_START_S
     process, watchdog = _channel_process(world, session), _mpi_watchdog(world, limit_s)
     if uses_torch:
-        _import_torch()
+        try:
+            _import_torch()
+        except BaseException:  # a script may catch it, and go on
+            if watchdog is not None:
+                watchdog.close()
+            raise
     session.send("joining", timeout_s=timeout_s)
     if watchdog is None:
         coordinator, result = _by_address(world, session, process, limit_s)

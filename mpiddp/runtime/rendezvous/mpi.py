@@ -111,14 +111,16 @@ def _send_without_delay(env: Mapping[str, str]) -> None:
     """
     uris = (value for name, value in env.items() if name.startswith("PMIX_SERVER_URI"))
     daemons = {uri.rpartition("/")[2] for uri in uris}  # "prterun-7@0.0;tcp4://127.0.0.1:34473"
-    for file in Path("/proc/self/fd").iterdir() if daemons else ():
+    for number in map(int, os.listdir("/proc/self/fd") if daemons else ()):  # noqa: PTH208
         with contextlib.suppress(OSError):  # most are no sockets
-            connection = socket.socket(fileno=int(file.name))
+            blocks = os.get_blocking(number)
+            connection = socket.socket(fileno=number)
             try:
                 if ":".join(map(str, connection.getpeername())) in daemons:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             finally:
                 connection.detach()  # it is PMIx's
+                os.set_blocking(number, blocks)  # a script's setdefaulttimeout has changed it
 
 
 class _Forbid(MetaPathFinder):
@@ -236,8 +238,9 @@ def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
+    no_hooks = {} if keep_mpi else _unset(_NO_HOOKS, env)
     try:
-        with _environment({} if keep_mpi else _unset(_NO_HOOKS, env)):
+        with _environment(no_hooks):
             from mpi4py import MPI
     except (RuntimeError, ImportError) as error:
         _refuse_alone(
@@ -263,7 +266,7 @@ def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
     if not MPI.Is_initialized():
         session = current()
         session.send("mpi_init", active=True)  # many MPIs end the process when it fails
-        with _environment(_mpi_defaults(world, env)):
+        with _environment(_mpi_defaults(world, env) | no_hooks):
             MPI.Init()
         session.send("mpi_init", active=False)
     return MPI
@@ -335,8 +338,8 @@ class MpiWatchdog:
     """Ends this rank, with a sentence, if MPI takes too long, instead of hanging silently.
 
     It is a process, because MPI_Init holds the GIL and no thread of this process could run. The lowest
-    waiting rank times out first, and its end makes mpirun end the others. Make it before torch loads: then
-    the process is small, and its fork makes no page of torch's be copied.
+    waiting rank times out first, and its end makes mpirun end the others. Make it before torch loads, where
+    nothing has loaded that: then the process is small, and its fork makes no page of torch's be copied.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -361,12 +364,18 @@ class MpiWatchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """The body is what may take too long."""
-        os.write(self._writer, b"\n")
+        with contextlib.suppress(BrokenPipeError):  # a SIGTERM to all processes has ended it
+            os.write(self._writer, b"\n")
         try:
             yield
         finally:
-            os.close(self._writer)
-            os.waitpid(self._process, 0)
+            self.close()
+
+    def close(self) -> None:
+        """End it. What the rank has forked meanwhile holds the pipe too, so its end alone would not do."""
+        os.close(self._writer)
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
 
 
 def _watch_mpi(reader: int, rank_process: int, timeout_s: float, sentence: str) -> None:

@@ -175,14 +175,15 @@ def _run_script(
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
     with named_by(""):
         if not Path(path).exists():
-            raise UserError(f"{path} not found (looked in {Path.cwd()}). [script-not-found]")
+            raise UserError(f"{path} not found (looked in {Path.cwd()}). [rank-script-missing]")
         if Path(path).is_dir():
             raise UserError(
                 f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE [script-is-folder]"
             )
         if not Path(path).is_file():
             raise UserError(
-                f"{path} is no regular file, and each rank reads its script from the disk. [script-no-file]"
+                f"{path} is no regular file, and each rank reads its script from the disk. "
+                "[rank-script-not-regular]"
             )
         source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link

@@ -205,7 +205,7 @@ def test_bad_input(hosts: Cluster) -> None:
     hosts["node0"].path("/root/.ssh").write_text("a file")
     code, shown = at_terminal(hosts, {"(yes/no)": "yes"})
     assert code == 2
-    assert re.fullmatch(error("keys-unreadable", "/root/.ssh: File exists"), shown.splitlines()[-1])
+    assert re.fullmatch(error("keys-file", "/root/.ssh: File exists"), shown.splitlines()[-1])
     hosts["node0"].path("/root/.ssh").unlink()
     with faults.no_sshd(hosts["node2"]):
         assert re.fullmatch(error("ssh-refused", "ssh node2: "), refusal(keys(hosts)))

@@ -210,5 +210,5 @@ def test_bad_input(hosts: Cluster, run: Path) -> None:
     hosts["node2"].path(run).write_text("a file")
     done = pull(hosts, run)
     assert done.returncode == 2
-    sentence = error("host-file", f"node2: {run}: Not a directory")
+    sentence = error("transfer-file", f"node2: {run}: Not a directory")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -83,14 +83,14 @@ def test_a_host_without_python(hosts: Cluster) -> None:
     finally:
         hosts["node1"].run(["umount", "/usr/bin/python3"], check=True)
     assert done.stdout == "node[0,2]: here\n"
-    sentence = error("run-no-python", "node1: python3 ")
+    sentence = error("hosts-run-python", "node1: python3 ")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_bad_input(hosts: Cluster) -> None:
     for arguments, sentence in (
-        ((), error("run-no-command", "FILE -- nvidia-smi -L")),
-        (("--",), error("run-no-command", "FILE -- nvidia-smi -L")),
+        ((), error("hosts-run-command", "FILE -- nvidia-smi -L")),
+        (("--",), error("hosts-run-command", "FILE -- nvidia-smi -L")),
         (("--parallel", "0", "--", "true"), error("usage-error", "--parallel", "'0'")),
         (("--timeout", "soon", "--", "true"), error("usage-error", "--timeout", "'soon'")),
     ):

@@ -109,7 +109,7 @@ def test_a_mesh_that_does_not_fit_ends_all_ranks(hosts: Cluster) -> None:
         [*LAUNCH, "-H", "node0:4,node1:2", JOB, "plain", "tp=4"], cwd=ROOT, env=ENV
     )
     assert done.returncode == 2, done.stderr
-    misfit = error("mesh-remainder", "mpiddp.mesh: tp=4 ", "node1", "2 ranks", "tp=2 dp=3")
+    misfit = error("mesh-tp-host", "mpiddp.mesh: tp=4 ", "node1", "2 ranks", "tp=2 dp=3")
     assert len(re.findall(misfit, done.stderr)) == 1
     assert "Traceback" not in done.stderr
 

@@ -76,7 +76,7 @@ def _read(folder: Path, broken: str) -> object:
         ("file-unreadable", "model.pt", lambda folder: read_tensors(folder / "model.pt")),
         ("file-unreadable", SHARD, _shards),
         (
-            "weights-missing",
+            "weights-file",
             "weights",
             lambda folder: load_weights(nn.Linear(1, 1), folder / "weights"),
         ),

@@ -406,7 +406,7 @@ def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     as_a_user(monkeypatch)
-    no_folder = error("spawn-no-files", "mpiddp.spawn: /no/folder: ", "No such file or directory")
+    no_folder = error("spawn-folder", "mpiddp.spawn: /no/folder: ", "No such file or directory")
     with pytest.raises(UserError, match=no_folder):
         mpiddp.spawn(len, "ab", cwd="/no/folder")
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -460,7 +460,7 @@ def test_a_rank_of_spawn_by_hand() -> None:
         ({"hosts": []}, "host-list-empty", ["-H "]),
         ({"ranks": 0}, "usage-error", ["argument -n: ", "1 or more", "'0'"]),
         ({"timeout": "soon"}, "usage-error", ["argument --timeout: ", "'soon'", "90"]),
-        ({"hosts": "localhost:1", "env": {"A B": "1"}}, "export-name", ['"A B"']),
+        ({"hosts": "localhost:1", "env": {"A B": "1"}}, "variable-name", ['"A B"']),
         ({"hosts": "localhost:1", "env": {"A=B": "1"}}, "spawn-env-name", ['"A=…"']),
         ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "spawn-env-nul", ["env: ", " A "]),
         (

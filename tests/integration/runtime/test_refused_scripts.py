@@ -21,9 +21,9 @@ from tests.support.sentences import error
 @pytest.mark.parametrize(
     ("args", "id", "values"),
     [
-        (["nosuch.py"], "script-not-found", ["nosuch.py ", "{cwd})"]),
+        (["nosuch.py"], "rank-script-missing", ["nosuch.py ", "{cwd})"]),
         (["."], "script-is-folder", [". ", "mpiddp run -m MODULE"]),
-        (["/dev/null"], "script-no-file", ["/dev/null "]),
+        (["/dev/null"], "rank-script-not-regular", ["/dev/null "]),
         (["-m", "no.such"], "module-not-found", ["module no.such ", "{cwd} "]),
         (["-m", "tests"], "module-not-found", ["module tests ", "{cwd} "]),
         (["-m", "math"], "module-not-found", ["module math ", "{cwd} "]),

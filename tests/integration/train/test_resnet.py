@@ -216,5 +216,5 @@ def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
 
 def test_a_missing_weights_file(tmp_path: Path) -> None:
     values = ("No such file or directory ", f" {Path.cwd()})")
-    check_refusal(ARCHS["resnet20"](), tmp_path / "none.pt", "weights-missing", *values)
-    check_refusal(ARCHS["resnet20"](), tmp_path, "weights-missing", "Is a directory ")
+    check_refusal(ARCHS["resnet20"](), tmp_path / "none.pt", "weights-file", *values)
+    check_refusal(ARCHS["resnet20"](), tmp_path, "weights-file", "Is a directory ")

@@ -109,7 +109,7 @@ def test_shards_that_do_not_fill_their_tensor_are_refused(
     folder = sharded(tmp_path, change)
     with pytest.raises(mpiddp.UserError) as refused:
         contents.export(folder, tmp_path / "whole")
-    sentence = error("checkpoint-unreadable", f"{folder}: shards.json is not a table of shards")
+    sentence = error("checkpoint-index", f"{folder}: shards.json is not a table of shards")
     assert re.fullmatch(sentence, str(refused.value))
     assert not (tmp_path / "whole").exists()
 

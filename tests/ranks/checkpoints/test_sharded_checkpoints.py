@@ -248,7 +248,7 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
         f"--out={tmp_path / 'new'}",
     )  # fmt: skip
     assert named.code == 2
-    id = "resume-broken" if damage is flip_bit else "resume-search"
+    id = "resume-broken" if damage is flip_bit else "resume-incomplete"
     sentence = error(id, f"{step_folder(run, 3)}: checkpoint step_00000003: {problem}. ")
     assert re.search(f"{sentence}\n", named.stderr), named.stderr
     ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--out={run}", "--keep=99")

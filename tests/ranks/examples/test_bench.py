@@ -267,7 +267,7 @@ def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Pat
     done = bench(*options, "--out", str(out))
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
-    sentence = error("weights-missing", "--weights nowhere.pt: No such file or directory ")
+    sentence = error("weights-file", "--weights nowhere.pt: No such file or directory ")
     assert re.fullmatch(sentence, first), first
     assert last == "mpiddp: bench scaling stopped: a job failed with exit code 2."
     assert not out.exists()

@@ -199,7 +199,7 @@ def test_mpirun_exits_with_the_code_of_the_failed_rank() -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["nosuch.py"], error("script-not-found", "nosuch.py ", f" {ROOT})")),
+        (["nosuch.py"], error("rank-script-missing", "nosuch.py ", f" {ROOT})")),
         (["--bad", "x"], error("usage-error", "mpiddp run: ", "--bad. ", "mpiddp run --help")),
     ],
 )

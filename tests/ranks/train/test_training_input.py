@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "no weights": (
         "--use-syn --weights=P/w.pt",
-        error("weights-missing", "--weights P/w.pt: No such file or directory ("),
+        error("weights-file", "--weights P/w.pt: No such file or directory ("),
     ),
     "part of weights": (
         "--use-syn --arch=resnet20 --weights=P/part.pt",

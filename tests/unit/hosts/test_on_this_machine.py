@@ -269,7 +269,7 @@ def test_a_command_on_every_host(
     options = ("--timeout", "90s", "--parallel", "1")
     assert verb(tmp_path, "run", *options, "--", "echo", "--timeout") == 0
     assert capfd.readouterr() == ("localhost: --timeout\n", "")
-    with pytest.raises(UserError, match=error("run-no-command", "mpiddp hosts run")):
+    with pytest.raises(UserError, match=error("hosts-run-command", "mpiddp hosts run")):
         verb(tmp_path, "run")
 
 
@@ -344,7 +344,7 @@ PROOF = "welcome\nmpiddp-hosts-run\n"
         (Answer(255, PROOF, "Connection closed"), None,
          ("", "Connection closed", "the connection was lost")),
         (Answer(255, PROOF, "mine"), None, ("", "mine", "exit code 255")),
-        (Answer(NO_PROGRAM, "", ""), None, ("", "", error("run-no-python", "python3 "))),
+        (Answer(NO_PROGRAM, "", ""), None, ("", "", error("hosts-run-python", "python3 "))),
     ],
 )  # fmt: skip
 def test_what_a_command_did(

@@ -164,7 +164,7 @@ def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        assert re.fullmatch(error("host-file", "File too large."), pull())
+        assert re.fullmatch(error("transfer-file", "File too large."), pull())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

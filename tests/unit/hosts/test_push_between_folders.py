@@ -24,6 +24,7 @@ from mpiddp.hosts.cluster import fan_out, push
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
 from mpiddp.hosts.cluster.transfer import START, Failed, Peer
+from mpiddp.hosts.cluster.tree import LINK, Row, digest
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.transport import QRSH
 from mpiddp.launch import main as launch
@@ -180,6 +181,12 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     assert files_of(there) == files_of(Path(HERE))
     assert header["trees"][0]["names"] == ["a", "b", "c"]
     assert again.header["trees"][0]["digest"] != header["trees"][0]["digest"]
+
+
+def test_names_with_ends_of_lines_have_digests_of_their_own() -> None:
+    one: list[Row] = [["a", LINK, 0, 0, 0, "t\nb"], ["c", LINK, 0, 0, 0, "u"]]
+    other: list[Row] = [["a", LINK, 0, 0, 0, "t"], ["b\nc", LINK, 0, 0, 0, "u"]]
+    assert digest(one) != digest(other)
 
 
 def test_what_a_broken_push_has_left_is_no_part_of_the_next(

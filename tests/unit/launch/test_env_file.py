@@ -119,9 +119,9 @@ def test_a_pattern_passes_no_variable_that_may_be_a_secret() -> None:
 @pytest.mark.parametrize(
     ("export", "sentence"),
     [
-        ("NO_SUCH_*", error("export-pattern", "-x 'NO_SUCH_*': ")),
-        ("*", error("export-name", "-x *: ", '"*"', "-x DEBUG=1")),
-        ("A*=private-value", error("export-name", "-x A*=…: ", '"A*"', "-x DEBUG=1")),
+        ("NO_SUCH_*", error("variable-pattern", "-x 'NO_SUCH_*': ")),
+        ("*", error("variable-name", "-x *: ", '"*"', "-x DEBUG=1")),
+        ("A*=private-value", error("variable-name", "-x A*=…: ", '"A*"', "-x DEBUG=1")),
     ],
 )
 def test_a_bad_pattern_is_one_sentence(export: str, sentence: str) -> None:

@@ -516,11 +516,11 @@ def wrong(option: str, *values: str) -> str:
         ),
         (
             lambda: parse_exports(["A-B=private-value"], {}),
-            "(?!.*private)" + error("export-name", "-x A-B=…: ", '"A-B"', "-x DEBUG=1 "),
+            "(?!.*private)" + error("variable-name", "-x A-B=…: ", '"A-B"', "-x DEBUG=1 "),
         ),
         (
             lambda: parse_exports(["GONE"], {}),
-            error("export-unset", "-x GONE: GONE ", ": -x GONE=VALUE "),
+            error("variable-unset", "-x GONE: GONE ", ": -x GONE=VALUE "),
         ),
         (
             lambda: placed(parse_host_list("far.invalid"), {}),
