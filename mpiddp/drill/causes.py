@@ -8,7 +8,6 @@ from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import History, Recording, State
 from mpiddp.drill.rehearse import Rehearsal
 from mpiddp.errors import BAD_INPUT, DONE
-from mpiddp.text import without_id
 
 _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
@@ -160,5 +159,5 @@ def last_error(other: Rehearsal) -> str:
     if other.codes[-1] == BAD_INPUT:
         ours = others[-1:]  # a rank refuses its input; what the launcher said before is no error
     errors = _ERROR.findall(said) or ours or lines[-1:]
-    text = without_id((errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip())
+    text = (errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip()
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

@@ -70,7 +70,7 @@ def require_found(
 
 def test_a_healthy_cluster_has_no_false_alarm(hosts: Cluster) -> None:
     code, _, said = doctor(hosts, "--script", "train.py", "--data", "data")
-    assert (code, said) == (0, [])
+    assert (code, unexplained(said, [BUSY])) == (0, [])
     for host in hosts.hosts:  # nothing of the doctor stays
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
