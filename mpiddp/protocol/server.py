@@ -152,11 +152,12 @@ class ChannelServer:
         if not chunk:
             return self.lose(data)
         messages: list[Message] = []
+        now = self._now()
         try:
             for line in data.lines.split(chunk):
                 if data not in self._peers:  # it brings a rank's output, and has been handed over
                     break
-                if (message := self._take(data, line)) is not None:
+                if (message := self._take(data, line, now)) is not None:
                     messages.append(message)
         except _WRONG:
             messages += self.lose(data)
@@ -171,7 +172,7 @@ class ChannelServer:
             self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
         if peer.role == CHILD:
             return []
-        return [self._message(peer, "lost", {"silent": silent})]
+        return [_message(peer, "lost", {"silent": silent}, self._now())]
 
     # --- connections ---
 
@@ -204,11 +205,11 @@ class ChannelServer:
                 return
             self._drop(oldest)
 
-    def _take(self, peer: Peer, line: bytes) -> Message | None:
+    def _take(self, peer: Peer, line: bytes, now: float) -> Message | None:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         if peer.was_interrupted and peer.rank is not None and not _is_message(line):
             # A line of its stack, maybe in the middle of a message that it was sending.
-            return self._message(peer, "frames", {"text": line.decode()})
+            return _message(peer, "frames", {"text": line.decode()}, now)
         facts, value = decode(line)
         if peer.rank is None:
             return self._introduce(peer, facts)
@@ -216,9 +217,9 @@ class ChannelServer:
         if peer.group is not None:
             group, _ = self._groups[peer.group]
             if kind in group.kinds:
-                self._reply(peer.group, group.receive(peer.rank, facts, value, self._now()))
+                self._reply(peer.group, group.receive(peer.rank, facts, value, now))
                 is_claim = kind == "claim" and peer.role == RANK
-                return self._message(peer, kind, {}) if is_claim else None
+                return _message(peer, kind, {}, now) if is_claim else None
         if kind == "enter" and peer.role != RANK and peer.group is None:
             self._enter(peer, peer.rank)
             return None
@@ -229,7 +230,7 @@ class ChannelServer:
             facts["is_over"] = facts["is_over"] is True
         elif kind not in MESSAGES or not is_valid(kind, facts):
             raise ValueError(kind)
-        return self._message(peer, kind, facts)
+        return _message(peer, kind, facts, now)
 
     def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
@@ -277,10 +278,6 @@ class ChannelServer:
         peer.send(encode("entered", number=number))
         self._reply(number, group.enter(rank))
 
-    def _message(self, peer: Peer, kind: str, facts: dict[str, Any]) -> Message:
-        assert peer.rank is not None
-        return Message(peer.rank, kind, facts, self._now(), peer.role == SCRIPT)
-
     # --- what is sent ---
 
     def _reply(self, number: int, replies: Iterable[Reply]) -> None:
@@ -302,6 +299,11 @@ class ChannelServer:
             if peer.group is not None:
                 del self._groups[peer.group][1][peer.rank]
         return peer.release()
+
+
+def _message(peer: Peer, kind: str, facts: dict[str, Any], now: float) -> Message:
+    assert peer.rank is not None
+    return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
 
 
 def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
