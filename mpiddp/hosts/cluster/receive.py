@@ -11,9 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import platform
-import shlex
-import shutil
 import sys
 from typing import Any
 
@@ -133,7 +130,7 @@ def this_platform() -> dict[str, Any]:
         glibc = [int(part) for part in version.split(".")] if name == "glibc" else []
     except (OSError, ValueError):
         glibc = []
-    return {"machine": platform.machine(), "glibc": glibc}
+    return {"machine": os.uname().machine, "glibc": glibc}
 
 
 def _check_needs(needs: list[list[str]]) -> None:
@@ -237,6 +234,8 @@ class Copy:
         own = has.keys() - set(self._record.get("names", ()))
         differing = sorted(name for name in own & wanted.keys() if has[name] != wanted[name])
         if differing and not force:
+            import shlex
+
             path = os.path.join(self.folder, differing[0])
             raise Failed(
                 f"{path} was never pushed and differs. Rename it there, leave it out (--leave-out "
@@ -337,6 +336,8 @@ def _link(old: str, new: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
             raise
+        import shutil  # only where it is needed, as in `Peer`
+
         shutil.copy2(old, new)
 
 
@@ -357,6 +358,8 @@ def _make_movable(path: str) -> None:
 def _remove(path: str) -> None:
     """Remove a file or a folder with all in it, also where folders may not be written."""
     if os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
         for folder, _, _ in os.walk(path):
             os.chmod(folder, 0o700)
         shutil.rmtree(path)

@@ -11,10 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NoReturn
@@ -57,6 +54,9 @@ class Peer:
     """The program of a push on another host, at the end of `command`, which runs `START` there."""
 
     def __init__(self, command: list[str], program: bytes) -> None:
+        import subprocess  # a host that has everything needs none of these, which take 15 ms there
+        import tempfile
+
         self._program = program
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         self._has_begun = False
@@ -159,6 +159,8 @@ class Peer:
 @contextlib.contextmanager
 def killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
     """Calls `kill` if the block takes longer."""
+    import threading
+
     timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()
