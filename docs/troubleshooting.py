@@ -114,6 +114,9 @@ _MESSAGES_HEAD = """\
 Each error of mpiddp is one sentence. It says where, what was found, what was expected and which command mends
 it. Its id, in brackets, stays the same when the sentence is worded better. `…` stands for what varies.
 
+How a job ended is no error of mpiddp. A verdict says it, and has no id:
+[the verdicts](failures.md#read-the-verdict-of-a-failed-job).
+
 | id | sentence |
 |---|---|"""
 

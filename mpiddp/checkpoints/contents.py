@@ -163,7 +163,7 @@ def read(files: Mapping[str, Path]) -> Contents:
         }
         state = shards.as_values(state) if shards else state
         return _checked(facts, state, read_tensors(_path(files, f"{RANKS}.pt")))
-    except (LookupError, TypeError, UnicodeError):
+    except (LookupError, TypeError, AttributeError, UnicodeError):
         sentence = (
             f"{folder} was not written by mpiddp: its files have other contents. "
             "[checkpoint-other-contents]"

@@ -12,7 +12,6 @@ from typing import Any
 
 from mpiddp.checkpoints.shards import ShardFiles
 from mpiddp.checkpoints.state import read_tensors
-from mpiddp.errors import UserError
 
 
 def read(
@@ -21,22 +20,15 @@ def read(
     """The facts, the state and the ranks, as `contents.read` finds them in a checkpoint of this version.
 
     Raises:
-        UserError: no version has written it.
+        LookupError, TypeError, AttributeError: no version has written it.
         JobFailed: a disk has failed.
     """
-    folder = next(iter(files.values())).parent
-    try:
-        ranks = read_tensors(files["ranks.pt"])
-        if "progress" in facts:
-            return _of_train(facts, files, shards, ranks)
-        state = {"state": read_tensors(files["replicated.pt" if shards else "state.pt"])}
-        state = shards.as_values(state) if shards else state
-        return facts, state["state"], ranks
-    except (LookupError, TypeError, AttributeError):
-        raise UserError(
-            f"{folder} is not a checkpoint of mpiddp: its state.json is missing or foreign. "
-            "[checkpoint-foreign-old]"
-        ) from None
+    ranks = read_tensors(files["ranks.pt"])
+    if "progress" in facts:
+        return _of_train(facts, files, shards, ranks)
+    state = {"state": read_tensors(files["replicated.pt" if shards else "state.pt"])}
+    state = shards.as_values(state) if shards else state
+    return facts, state["state"], ranks
 
 
 def _of_train(

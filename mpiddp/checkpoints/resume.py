@@ -338,7 +338,8 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
         problem = (
             f"{received}: cannot keep the files of other hosts: {reason}. [resume-cannot-keep]"
         )
-    problem = _finish(pieces, f"{found.folder}: cannot send its files") or problem
+    if why := _finish(pieces):
+        problem = f"{found.folder}: cannot send its files: {why}. [resume-cannot-send]"
     with ranks.together():
         if problem:
             raise JobFailed(problem)
@@ -370,16 +371,18 @@ def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
                     copy.write(piece)
         except OSError as error:
             problem = f"cannot keep a copy of {records.name}: {error}"
-    ranks.warn(_finish(pieces, f"cannot send {records.name}") or problem)
+    if why := _finish(pieces):
+        problem = f"cannot send {records.name}: {why}."
+    ranks.warn(problem)
 
 
-def _finish(pieces: Iterator[tuple[str, memoryview]], what: str) -> str:
-    """Take part in the remaining broadcasts. Returns the problem if this rank cannot read a file, else ""."""
+def _finish(pieces: Iterator[tuple[str, memoryview]]) -> str:
+    """Take part in the remaining broadcasts. Returns the reason if this rank cannot read a file, else ""."""
     try:
         for _ in pieces:
             pass
     except OSError as error:
-        return f"{what}: {error.strerror}."
+        return error.strerror or str(error)
     return ""
 
 

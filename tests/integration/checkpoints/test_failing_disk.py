@@ -194,7 +194,7 @@ def test_a_checkpoint_of_no_version(tmp_path: Path, facts: str, files: list[str]
     (tmp_path / "state.json").write_text(facts)
     for name in files:
         torch.save([], tmp_path / name)
-    sentence = error("checkpoint-foreign-old", f"{tmp_path} ", "state.json ")
+    sentence = error("checkpoint-other-contents", f"{tmp_path} ")
     with pytest.raises(UserError, match=rf"^{sentence}$"):
         read({path.name: path for path in tmp_path.iterdir()})
 

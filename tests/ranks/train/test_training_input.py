@@ -211,7 +211,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "resume foreign": (
         "--use-syn --resume=P/foreign",
-        error("checkpoint-foreign-old", "P/foreign/step_00000002 ", "state.json"),
+        error("checkpoint-other-contents", "P/foreign/step_00000002 "),
     ),
     "resume strange": (
         "QUICK --epochs=1 --resume=P/strange",
