@@ -84,6 +84,13 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
+def consequence(broken: int, newest: Path | None) -> str:
+    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a verified one."""
+    if newest is None:
+        return "no older one is verified"
+    return f"resuming from {newest.name} ({broken - step_of(newest)} steps lost)"
+
+
 def file_of(rank: int) -> str:
     """The file of a rank's shards."""
     return f"shard_{rank:05d}.pt"

@@ -211,16 +211,9 @@ def _warnings(hosts: list[Host], best: Host, ranks: Ranks) -> list[str]:
             host = f" ({ranks.coordinator.hostnames[found.rank]})" if names_host else ""
             rest = "another host has a verified copy"
             if step > best.step:
-                rest = consequence(step, newest)
+                rest = directory.consequence(step, newest)
             sentences.setdefault(problem, f"{problem}{host}; {rest}.")
     return list(sentences.values())
-
-
-def consequence(broken: int, newest: Path | None) -> str:
-    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a verified one."""
-    if newest is None:
-        return "no older one is verified"
-    return f"resuming from {newest.name} ({broken - directory.step_of(newest)} steps lost)"
 
 
 def _search(here: Host, run: RunDir, path: Path | None, skip: Incomplete) -> Host:

@@ -20,7 +20,6 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
-from mpiddp.checkpoints.resume import consequence
 from mpiddp.text import shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
@@ -416,7 +415,9 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
 def survey_sentences(root: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is verified, and the sentences of `mpiddp train` about the newer ones."""
     newest, complaints = directory.survey(root)
-    return newest, [f"{complaint}; {consequence(step, newest)}." for step, complaint in complaints]
+    return newest, [
+        f"{complaint}; {directory.consequence(step, newest)}." for step, complaint in complaints
+    ]
 
 
 def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Path) -> None:

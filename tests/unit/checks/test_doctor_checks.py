@@ -444,15 +444,19 @@ def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -
     assert json.loads(answer)["answer"].keys() == {"matrix product", "memory copy"}
 
 
-def test_bad_usage_is_one_sentence() -> None:
+def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
     from mpiddp.checks.main import main
 
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    mpirun.chmod(0o755)
+    usual = ["-H", "localhost", "--mpirun", str(mpirun)]
     with pytest.raises(
         UserError, match=error("doctor-script", "--script nowhere.py ", f" {Path.cwd()})")
     ):
-        main(["-H", "localhost", "--script", "nowhere.py"])
+        main([*usual, "--script", "nowhere.py"])
     long = f"/{'x' * 300}"
     with pytest.raises(
         UserError, match=error("file-error", f"--script {long}: File name too long")
     ):
-        main(["-H", "localhost", "--script", long])
+        main([*usual, "--script", long])

@@ -173,6 +173,12 @@ def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str
     assert re.fullmatch(sentence, said)
 
 
+def test_hosts_whose_names_differ_only_after_the_first_dot(in_folder: Path) -> None:
+    """A hostfile of a user's own is refused then: Open MPI cuts names there."""
+    (in_folder / "node_file").write_text("n1.one\nn1.two\n")
+    assert found(PBS)[1] == ["n1.one", "n1.two"]
+
+
 def test_hosts_that_take_turns_in_a_node_file(in_folder: Path) -> None:
     (in_folder / "node_file").write_text("n1\nn2\nN1\nn2\n")
     assert [(host.name, host.slots) for host in read_hostfile("node_file").hosts] == [

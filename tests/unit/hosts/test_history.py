@@ -241,7 +241,10 @@ def test_launches_at_the_same_time_lose_no_line(hostfile: Path) -> None:
     assert sorted(path.name for path in hostfile.parent.iterdir()) == ["hosts.txt", beside.name]
 
 
-def test_a_launch_that_holds_the_file_delays_no_other(hostfile: Path) -> None:
+def test_a_launch_that_holds_the_file_delays_no_other(
+    hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpiddp.hosts.history._LOCK_S", 0.1)
     path = files(hostfile).append(job(1))
     program = (
         "import fcntl, sys\n"

@@ -21,7 +21,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts import fabric, main
 from mpiddp.hosts.cluster import keys, run_agent
-from mpiddp.hosts.cluster.run import Outcome, _outcome, run
+from mpiddp.hosts.cluster.run import _outcome
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
@@ -56,14 +56,6 @@ def test_each_host_answers_for_itself() -> None:
     assert list(one) == hosts
     missing = run_on_hosts([HERE], "/no/such/program", "", timeout_s=60)[HERE]
     assert (missing.exit_code, missing.stdout) == (NO_PROGRAM, "")
-
-
-def test_a_program_that_does_not_end_is_killed() -> None:
-    program = "import time; print(1, flush=True); time.sleep(1000)"
-    began = time.monotonic()
-    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.3, work_s=1.0)[HERE]
-    assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
-    assert 0.3 <= time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
 
 
 def test_a_host_is_asked_until_it_answers(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One answers at once, one at its second login. One has another key, which only people change."""
     script = f"""
@@ -139,6 +131,7 @@ def test_a_host_is_asked_until_it_answers(
             b*) [ -e {tmp_path}/came ] || {{ touch {tmp_path}/came; exit 1; }} ;;
             c*) echo Host key verification failed. >&2; exit 1 ;;
         esac; eval "$1" """
+    monkeypatch.setattr("mpiddp.launch.preflight.PAUSE_S", 0.01)
     slow = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE", hint="Ask for help.")
     a, b, c = (Host(f"{name}.invalid") for name in "abc")
     infos, complaints, silent = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
@@ -322,16 +315,6 @@ def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("proof\n/\n", "", 0)
 
 
-def test_a_command_that_does_not_end(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=1.0)
-    assert outcomes[HERE] == Outcome("", "", "no end in 1 s; stopped")
-    deadline = time.monotonic() + 60
-    while file.exists() and Path("/proc", file.read_text().strip()).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 PROOF = "welcome\nmpiddp-hosts-run\n"
 
 
@@ -393,13 +376,6 @@ def test_this_machine_reaches_all() -> None:
     found, unknown = keys.reached([HERE, Host("127.0.0.1")], None)
     assert found == {"localhost": ["127.0.0.1"], "127.0.0.1": ["localhost"]}
     assert unknown == {}
-
-
-def test_what_was_printed_before_the_time_was_over() -> None:
-    """It may be no UTF-8, such as the banner of a host."""
-    for end in ("sleep 1000", "exit 1"):
-        done = keys._run(["sh", "-c", f"printf 'caf\\351\\n'; {end}"], limit_s=1.0)
-        assert (done.returncode, done.stdout) == (1, "caf\N{REPLACEMENT CHARACTER}\n")
 
 
 @pytest.mark.parametrize(

@@ -448,10 +448,10 @@ def test_a_login_that_does_not_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(Path(HERE), a="1")
-    monkeypatch.setattr(fan_out.transfer, "LOGIN_S", 0.2)
+    monkeypatch.setattr(fan_out.transfer, "LOGIN_S", 0.1)
     command = ["sleep", str(PATIENCE_S)]
     monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
-    silent = error("ssh-no-answer", "node1: ssh node1: ", " 0.2 s", "Try: ssh node1 true")
+    silent = error("ssh-no-answer", "node1: ssh node1: ", " 0.1 s", "Try: ssh node1 true")
     for each in ("push", "pull"):
         with pytest.raises(UserError, match=rf"^{silent}$"):
             verb(each, HERE)

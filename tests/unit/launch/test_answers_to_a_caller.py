@@ -134,9 +134,12 @@ def test_a_caller_that_says_nothing_has_no_job(caller: Caller) -> None:
     assert launcher.wait(PATIENCE_S) == FAILED
 
 
-def test_a_wrong_option_is_the_outcome(caller: Caller) -> None:
+def test_a_wrong_option_is_the_outcome(caller: Caller, tmp_path: Path) -> None:
     ours, launcher = caller
-    call(ours, "-H", "localhost:1", "-n", "2")
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    mpirun.chmod(0o755)
+    call(ours, "--mpirun", str(mpirun), "-H", "localhost:1", "-n", "2")
     facts = receive_payload(ours, "", TO_CALLER).facts
     sentence = error("ranks-slots", "-n 2 ", " 1 slots ", "-H (localhost=1)")
     assert re.fullmatch(sentence, facts.pop("sentence"))

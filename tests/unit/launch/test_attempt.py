@@ -308,8 +308,9 @@ def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
 
 
 def test_ranks_that_cannot_connect_are_accepted_again(
-    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+    jobs: list[Job], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attempt, "ACCEPT_AGAIN_S", 0.01)
     job = started(jobs)
     for _ in range(2):
         job.attempt.on_full("Too many open files")

@@ -159,7 +159,7 @@ def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
     search = HostSearch(every, plan)
     (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
     before = threading.active_count()
-    assert not select.select([search], [], [], 0.5)[0]  # it has not begun
+    assert not select.select([search], [], [], 0.2)[0]  # it has not begun
     search.begin()
     for _ in range(2):
         assert select.select([search], [], [], PATIENCE_S)[0]

@@ -390,6 +390,31 @@ def test_what_the_only_rank_that_is_shown_writes_is_seen_at_once(
     outputs.settle(is_said=True)
 
 
+def test_two_ranks_that_are_shown_do_not_write_into_each_others_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    outputs = JobOutput("all", 2)
+    assert outputs.shows_status is False  # stdout and stderr are no terminal here
+    for copy in outputs.copies:
+        copy.started()
+    pairs = [socket.socketpair() for _ in range(2)]
+    for rank, (_, theirs) in enumerate(pairs):
+        outputs.add(1, rank, "a", theirs)
+    pairs[0][0].sendall(FRAME.pack(4) + b"\r50%")
+    seen, deadline = "", time.monotonic() + 60
+    while 0 not in outputs.latest and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pairs[1][0].sendall(FRAME.pack(5) + b"done\n")
+    while "done\n" not in seen and time.monotonic() < deadline:
+        seen += capfd.readouterr().out
+    assert "done" in seen.splitlines()
+    for ours, _ in pairs:
+        ours.close()
+    outputs.finish()
+    assert outputs.is_finished(60)
+    outputs.settle(is_said=True)
+
+
 def filled(file: int, room: int) -> None:
     """Write to a pipe until it has room for `room` bytes more."""
     size = fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, 1 << 16)

@@ -84,7 +84,7 @@ ready.wait()
 os.kill(child.pid, signal.SIGSTOP)
 os.waitpid(child.pid, os.WUNTRACED)
 subprocess.run(["kill", "-TERM", str(child.pid)])  # now another one is dropped
-subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {child.pid}"])
+subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -CONT {child.pid}"])
 print("left")
 """
 

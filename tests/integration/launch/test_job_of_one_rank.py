@@ -1,7 +1,7 @@
 """Jobs of one rank, started by a made-up starter, which needs no MPI: from the command line to the exit code.
 
 Tests mpiddp/launch/{main,restarts}.py, supervise/, starters/. A row of the table is all that a starter needs.
-python -m pytest tests/unit/launch/test_job_of_one_rank.py
+python -m pytest tests/integration/launch/test_job_of_one_rank.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sentences of errors: each has an id, all stand in one file, and a test names each.
 
 Tests tests/data/sentences.txt, which `python -m tests.support.sentences --update` writes.
-python -m pytest tests/unit/test_sentences.py
+python -m pytest tests/integration/suite/test_sentences.py
 """
 
 from __future__ import annotations
