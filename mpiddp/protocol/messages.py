@@ -158,9 +158,8 @@ def _are_phases(values: object) -> bool:
 
 def _are_bounded(values: Iterable[object]) -> bool:
     """False if a division or a conversion to float could fail on one of the numbers."""
-    for (
-        value
-    ) in values:  # a loop: `all` with a generator takes twice as long, and each message comes here
+    # A loop: `all` with a generator takes twice as long, and each message comes here.
+    for value in values:
         if isinstance(value, int):
             if abs(value) > LARGEST_WHOLE:
                 return False

@@ -24,7 +24,7 @@ from mpiddp.hosts.cluster import fan_out, push
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
 from mpiddp.hosts.cluster.transfer import START, Failed, Peer
-from mpiddp.hosts.cluster.tree import LINK, Row, digest
+from mpiddp.hosts.cluster.tree import LINK, PATH, Row, digest, list_tree
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.transport import QRSH
 from mpiddp.launch import main as launch
@@ -713,3 +713,17 @@ def test_a_launch_pushes_this_folder(
         err = capfd.readouterr().err
         assert re.match(f"mpiddp: not pushed to {foreign}", err)
         assert err.count("mpiddp:") == 1
+
+
+def test_a_file_that_vanishes_while_its_folder_is_read_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the files of a job that runs there."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/kept").touch()
+    listed = [*os.listdir(tmp_path / "logs"), "gone"]
+    monkeypatch.setattr(os, "listdir", lambda folder: listed)
+    assert [row[PATH] for row in list_tree(str(tmp_path), ["logs"])] == [
+        "logs",
+        "logs/kept",
+    ]
