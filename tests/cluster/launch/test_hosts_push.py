@@ -272,7 +272,7 @@ def claim(host: Host, source: str) -> None:
     ("source", "sentence"),
     [
         (
-            "import platform; platform.machine = lambda: 'aarch64'",
+            "import os, types; os.uname = lambda: types.SimpleNamespace(machine='aarch64')",
             error("push-cpu", "node1: ", "aarch64", "x86_64"),
         ),
         (
