@@ -11,6 +11,7 @@ import re
 
 import pytest
 
+from tests.integration.suite import test_rules_of_tests
 from tests.support.sentences import (
     GOLDEN,
     error,
@@ -21,7 +22,6 @@ from tests.support.sentences import (
     untested,
     without_id,
 )
-from tests.unit import test_rules_of_tests
 
 
 def test_the_file_has_the_sentences_of_the_package() -> None:

@@ -1,7 +1,7 @@
 """What holds for every test: its folder says what it needs, and whatever it starts has a time limit.
 
 Tests tests/.
-python -m pytest tests/unit/test_rules_of_tests.py
+python -m pytest tests/integration/suite/test_rules_of_tests.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.conftest import LONGEST_FIRST
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 FOLDERS = {"unit", "integration", "docs", "ranks", "cluster", "frameworks"}
 RUNS = ("run", "check_call", "check_output")  # of subprocess
 
