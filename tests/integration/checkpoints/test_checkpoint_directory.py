@@ -1,7 +1,7 @@
 """A checkpoint folder is complete or absent, is verified when read, and survives failures.
 
 Tests mpiddp/checkpoints/directory.py.
-python -m pytest tests/unit/checkpoints/test_checkpoint_directory.py
+python -m pytest tests/integration/checkpoints/test_checkpoint_directory.py
 """
 
 import errno

@@ -1,7 +1,7 @@
 """The imports of the package, in a fresh interpreter: the launcher needs neither torch nor MPI.
 
 Tests mpiddp/.
-python -m pytest tests/unit/test_import.py
+python -m pytest tests/integration/suite/test_import.py
 """
 
 from __future__ import annotations
