@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NoReturn
@@ -54,7 +55,7 @@ class Peer:
     """The program of a push on another host, at the end of `command`, which runs `START` there."""
 
     def __init__(self, command: list[str], program: bytes) -> None:
-        import subprocess  # a host that has everything needs none of these, which take 15 ms there
+        import subprocess  # a host that has everything needs neither, nor shutil: 15 ms there
         import tempfile
 
         self._program = program
@@ -159,8 +160,6 @@ class Peer:
 @contextlib.contextmanager
 def killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
     """Calls `kill` if the block takes longer."""
-    import threading
-
     timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()

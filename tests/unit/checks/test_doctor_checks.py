@@ -20,6 +20,7 @@ from mpiddp.checks import agent, compare, links
 from mpiddp.checks.hosts import agent_program
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
+from tests.support.an_mpirun import an_mpirun
 from tests.support.patience import PATIENCE_S
 from tests.support.sentences import error
 
@@ -447,10 +448,7 @@ def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -
 def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
     from mpiddp.checks.main import main
 
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
-    mpirun.chmod(0o755)
-    usual = ["-H", "localhost", "--mpirun", str(mpirun)]
+    usual = ["-H", "localhost", "--mpirun", an_mpirun(tmp_path)]
     with pytest.raises(
         UserError, match=error("doctor-script", "--script nowhere.py ", f" {Path.cwd()})")
     ):

@@ -32,6 +32,7 @@ from mpiddp.protocol.payload import (
     receive_payload,
     send_payload,
 )
+from tests.support.an_mpirun import an_mpirun
 from tests.support.patience import PATIENCE_S
 from tests.support.sentences import error
 
@@ -136,10 +137,7 @@ def test_a_caller_that_says_nothing_has_no_job(caller: Caller) -> None:
 
 def test_a_wrong_option_is_the_outcome(caller: Caller, tmp_path: Path) -> None:
     ours, launcher = caller
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
-    mpirun.chmod(0o755)
-    call(ours, "--mpirun", str(mpirun), "-H", "localhost:1", "-n", "2")
+    call(ours, "--mpirun", an_mpirun(tmp_path), "-H", "localhost:1", "-n", "2")
     facts = receive_payload(ours, "", TO_CALLER).facts
     sentence = error("ranks-slots", "-n 2 ", " 1 slots ", "-H (localhost=1)")
     assert re.fullmatch(sentence, facts.pop("sentence"))
