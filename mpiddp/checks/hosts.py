@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 
 from mpiddp.checks import agent, network
 from mpiddp.hosts import interfaces
-from mpiddp.hosts.cluster.transfer import FIRST, LOGIN_S, START, Failed, Lost, Peer, killed_after
+from mpiddp.hosts.cluster.connection import FIRST, LOGIN_S, START, Failed, Lost, Peer, killed_after
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.sources import program_with

@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from mpiddp.hosts.cluster import receive, transfer, tree
-from mpiddp.hosts.cluster.transfer import FIRST, START, Failed, Lost, Peer, offer, send
-from mpiddp.hosts.cluster.tree import SIZE, Row
+from mpiddp.hosts.cluster import connection, receive, rsync, transfer, tree
+from mpiddp.hosts.cluster.connection import FIRST, START, Failed, Lost, Peer
+from mpiddp.hosts.cluster.transfer import LOGIN_BYTES, Lacks, offer, send, size_of
+from mpiddp.hosts.cluster.tree import Row
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import shell_command
@@ -25,7 +26,6 @@ from mpiddp.hosts.ssh_complaints import login_failed
 from mpiddp.text import without_id
 
 TREE_FROM = 4  # hosts
-TREE_BYTES = 16 << 20  # for each host; less is sent sooner than another host has logged in
 _PROGRESS_S = 0.2
 
 # The program has its own text, since it may pass the folders on.
@@ -35,7 +35,7 @@ _BEGIN = f"sys.modules[{receive.__name__!r}].main(({_PROGRAM!r} % PROGRAM).encod
 
 def receiving_program() -> bytes:
     """The program of a push on a host: the modules of both ends."""
-    text = program_with((tree, transfer, receive), _BEGIN, first=FIRST)
+    text = program_with((tree, rsync, connection, transfer, receive), _BEGIN, first=FIRST)
     return (_PROGRAM % text).encode()
 
 
@@ -49,11 +49,11 @@ class Content:
 
 @dataclass
 class Target:
-    """A host, and what it lacks of each tree, once it was asked."""
+    """A host, and what it lacks, once it was asked."""
 
     host: Host
     peer: Peer
-    lacks: list[list[int]] | None = None  # None where all is as here
+    lacks: Lacks = field(default_factory=dict)
 
     @classmethod
     def connect(cls, host: Host) -> Target:
@@ -69,13 +69,8 @@ class Target:
         with sentences(self.host):
             self.lacks = offer(self.peer, content.header, content.rows)
 
-    @property
-    def differs(self) -> bool:
-        return self.lacks is not None
-
     def bytes(self, content: Content) -> int:
-        pairs = zip(content.rows, self.lacks or [[]] * len(content.rows), strict=True)
-        return sum(rows[index][SIZE] for rows, indices in pairs for index in indices)
+        return size_of(content.rows, self.lacks)
 
 
 def connect(host: Host) -> Peer:
@@ -99,7 +94,7 @@ def _why_lost(host: Host, lost: Lost) -> str:
             "[push-connection-lost]"
         )
     missing = "python3 is missing there. Install it: a push needs no more. [push-no-python]"
-    limit_s = transfer.LOGIN_S
+    limit_s = connection.LOGIN_S
     return login_failed(host, lost.exit_code, lost.stderr, limit_s=limit_s, missing=missing)
 
 
@@ -117,6 +112,9 @@ class FanOut:
         self.failures: dict[Host, str] = {}
         self.done: list[Host] = []
         self.sent = 0
+        self.found = (
+            0  # of these bytes, how many were on the hosts already, in older states of the files
+        )
 
     @property
     def is_over(self) -> bool:
@@ -125,7 +123,7 @@ class FanOut:
     def run(self, progress: Callable[[FanOut], None]) -> None:
         """Send to all. Calls `progress` a few times each second, from this thread."""
         most = max(target.bytes(self._content) for target in self._targets)
-        is_tree = len(self._targets) >= TREE_FROM and most >= TREE_BYTES
+        is_tree = len(self._targets) >= TREE_FROM and most >= LOGIN_BYTES
         with ThreadPoolExecutor(len(self._targets) + 1) as pool:
             try:
                 with self._change:
@@ -144,12 +142,13 @@ class FanOut:
                 with self._change:
                     self._is_stopped = True
                     for peer in self._peers:
-                        peer.process.kill()
+                        peer.kill()
                 raise
 
-    def _report(self, count: int) -> None:
+    def _report(self, count: int, found: int = 0) -> None:
         with self._change:
             self.sent += count
+            self.found += found
 
     def _serve(self, pool: ThreadPoolExecutor, source: Target | None) -> None:
         """Send to one waiting host after the other, from `source`, or from here."""
@@ -187,8 +186,9 @@ class FanOut:
                     target = self._connected(target.host)
                     target.ask(self._content)
                 content = self._content
-                if target.lacks is not None:
-                    send(target.peer, content.header, content.rows, target.lacks, self._report)
+                if lacks := target.lacks:
+                    found = send(target.peer, content.header, content.rows, lacks, self._report)
+                    self._report(0, found)
             self._end(target)
         except Failed as failure:
             self._end(target, str(failure))
@@ -210,7 +210,7 @@ class FanOut:
             peer.ask({"pass_on": shell_command(target.host, START), "header": self._content.header})
             while True:
                 message = peer.answer()
-                self._report(message.get("sent", 0))
+                self._report(message.get("sent", 0), message.get("found", 0))
                 if "done" in message:
                     self._end(target)
                     break

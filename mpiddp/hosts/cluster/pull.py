@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts.cluster.connection import Failed, Peer
 from mpiddp.hosts.cluster.fan_out import connect, sentences
-from mpiddp.hosts.cluster.transfer import Failed, Peer, digest_of_file, sentence_of
+from mpiddp.hosts.cluster.transfer import digest_of_file, sentence_of, take_from
 from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, SIZE, TIME, Row
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
@@ -214,7 +215,7 @@ class Source:
         for place, row in left.items():
             (self._arrived / place).unlink(missing_ok=True)  # a part of an earlier pull
             try:
-                self.peer.take(str(self._arrived / place), row)
+                take_from(self.peer, str(self._arrived / place), row)
             except Failed as failure:
                 problems[place] = str(failure)
         return problems

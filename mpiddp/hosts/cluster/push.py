@@ -24,9 +24,9 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.cluster import stands_on
+from mpiddp.hosts.cluster.connection import Failed
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target
 from mpiddp.hosts.cluster.receive import this_platform
-from mpiddp.hosts.cluster.transfer import Failed
 from mpiddp.hosts.cluster.tree import COMPILED, FOLDER, KIND, PATH, PRIVATE, Row, digest, list_tree
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
@@ -63,6 +63,7 @@ class Pushed:
     lacked: Mapping[Host, int]  # bytes, or SAME
     failures: Mapping[Host, str]
     sent: int
+    found: int  # of these bytes, how many were on the hosts already, in older states of the files
     seconds: float
     exit_code: int = DONE  # FAILED where a host failed while the folders were sent
 
@@ -163,7 +164,8 @@ def summary(pushed: Pushed, dry_run: bool) -> list[str]:
         for lacked, names in sorted(groups.items())
     ]
     if not dry_run and pushed.sent:
-        lines.append(f"{size_text(pushed.sent)} in {pushed.seconds:.1f} s")
+        found = f"; rsync found {size_text(pushed.found)} of it there" if pushed.found else ""
+        lines.append(f"{size_text(pushed.sent)} in {pushed.seconds:.1f} s{found}")
     return lines
 
 
@@ -182,7 +184,7 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             f"--min-hosts {least}: only {counted(len(hosts), 'host')} given. [push-min-hosts]"
         )
     if not others:
-        return Pushed({}, {}, 0, 0.0)
+        return Pushed({}, {}, 0, 0, 0.0)
     allow_open(_FILES_PER_HOST * len(others) + OPEN_BESIDES)
     named = [_named(folder, options.left_out) for folder in options.folders]
     targets: list[Target] = []
@@ -203,10 +205,10 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             )
         accepted = [target for target in targets if target.host not in refusals]
         lacked = {target.host: target.bytes(content) for target in accepted}
-        changing = [target for target in accepted if target.differs]
-        lacked |= {target.host: SAME for target in accepted if not target.differs}
+        changing = [target for target in accepted if target.lacks]
+        lacked |= {target.host: SAME for target in accepted if not target.lacks}
         if options.dry_run or not changing:
-            return Pushed(lacked, refusals, 0, time.monotonic() - began)
+            return Pushed(lacked, refusals, 0, 0, time.monotonic() - began)
         fan_out = FanOut(content, changing)
         fan_out.run(_Progress(sum(target.bytes(content) for target in changing)))
         failures = {**refusals, **fan_out.failures}
@@ -216,7 +218,8 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
             )
         lacked = {host: count for host, count in lacked.items() if host not in failures}
         code = FAILED if fan_out.failures else DONE
-        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began, code)
+        seconds = time.monotonic() - began
+        return Pushed(lacked, failures, fan_out.sent, fan_out.found, seconds, code)
     finally:
         for target in targets:
             target.peer.close()

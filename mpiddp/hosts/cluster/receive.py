@@ -16,15 +16,9 @@ import shlex
 import sys
 from typing import Any
 
-from mpiddp.hosts.cluster.transfer import (
-    Failed,
-    give,
-    listen,
-    pass_on,
-    sentence_of,
-    take_file,
-    tell,
-)
+from mpiddp.hosts.cluster import rsync
+from mpiddp.hosts.cluster.connection import Failed, listen, tell
+from mpiddp.hosts.cluster.transfer import give, pass_on, sentence_of, take_file
 from mpiddp.hosts.cluster.tree import (
     COMPILED,
     FILE,
@@ -90,9 +84,18 @@ def _receive(message: dict[str, Any]) -> None:
         lacks.append(copy.lacks())
     _check_space(changing, lacks)
     tell({"lacks": lacks})
-    listen()  # the end of a dry run, or of a push that another host has refused, ends this process
-    for copy, indices in zip(changing, lacks):
+    go = (
+        listen()
+    )  # the end of a dry run, or of a push that another host has refused, ends this process
+    for copy in changing:
         copy.begin()
+    if go.get("rsync"):
+        tell({"rsync": rsync.is_here()})
+        if rsync.is_here():
+            listen()  # it has ended
+            lacks = [copy.lacks() for copy in changing]
+            tell({"lacks": lacks})
+    for copy, indices in zip(changing, lacks):
         for index in indices:
             row = copy.rows[index]
             take_file(copy.place_of(row), row, sys.stdin.buffer)
@@ -200,8 +203,9 @@ class Copy:
         self._left_out: list[str] = [*tree["left_out"], PRIVATE]
         self._origin = f"{origin}:{self.folder}"
         self._private = os.path.join(self.folder, PRIVATE)
-        self._new = os.path.join(self._private, "new")
+        self._new = os.path.join(self._private, rsync.NEW)
         self._old = os.path.join(self._private, "old")
+        self._part = os.path.join(self._private, rsync.PART)
         self._record = _read_record(self.folder)
         self.has = has
         self.rows: list[Row] = []
@@ -327,8 +331,8 @@ class Copy:
                 if name in modes:
                     os.chmod(here, modes[name])
         self._write_record(self.names)
-        _remove(self._old)
-        _remove(self._new)
+        for folder in (self._old, self._new, self._part):
+            _remove(folder)
 
 
 def _link(old: str, new: str) -> None:

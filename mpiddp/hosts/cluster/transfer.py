@@ -1,176 +1,34 @@
-"""The sender's end of a push: one connection to a host, what it lacks, and the bytes of that.
+"""The sender's end of a push: what a host lacks, and the bytes of that.
 
 The first host uses it, and each host that passes the folder on; `mpiddp hosts push` sends this source there.
-It needs Python 3.8 and the standard library. Both ends speak lines of JSON; the contents of files follow
-in the order of their rows, each with its SHA-256.
+It needs Python 3.8 and the standard library. The contents of files follow in the order of their rows, each
+with its SHA-256. Where both ends have rsync and the files are large, it goes first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import IO, Any, NoReturn
+from collections.abc import Callable
+from typing import IO, Any, Dict, List
 
+from mpiddp.hosts.cluster import rsync
+from mpiddp.hosts.cluster.connection import Failed, Lost, Peer, listen, tell
 from mpiddp.hosts.cluster.tree import MODE, PATH, SIZE, TIME, Row, digest, list_tree
 
-# The command of the shell on each host. It holds no input: the program follows on stdin, after its length.
-START = (
-    "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -S -c "
-    "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
-)
-PROOF = "mpiddp-push"  # of a login; a start-up file may have printed before it, also on its line
-# The first lines of that program.
-FIRST = f"""
-import sys
-print({PROOF!r}, flush=True)
-if sys.version_info < (3, 8):
-    own = '%d.%d' % sys.version_info[:2]
-    print('{{"failed": "python3 is %s there; expected 3.8 or newer. [python-too-old]"}}' % own)
-    sys.exit()
-"""
-LOGIN_S = 15.0  # until the proof; what the other end is asked may take longer
+LOGIN_BYTES = 16 << 20  # are sent in the time that another login takes
+LARGE = 1 << 20  # bytes of a file; the stream is faster with small ones
 CHUNK = 1 << 20
 REPORT_S = 0.2
 
-
-class Lost(Exception):
-    """The connection ended. `stderr` is ssh's, and `has_begun` is whether the program ran on the host."""
-
-    def __init__(self, exit_code: int, stderr: str, has_begun: bool) -> None:
-        super().__init__(exit_code, stderr, has_begun)
-        self.exit_code, self.stderr, self.has_begun = exit_code, stderr, has_begun
+# What a host lacks: the indices of rows, for each tree that differs there, by its own index.
+Lacks = Dict[int, List[int]]  # evaluated at import, also by Python 3.8
 
 
-class Failed(Exception):
-    """One of both ends cannot go on. The text is a sentence."""
-
-
-class Peer:
-    """The program of a push on another host, at the end of `command`, which runs `START` there."""
-
-    def __init__(self, command: list[str], program: bytes) -> None:
-        import subprocess  # a host that has everything needs neither, nor shutil: 15 ms there
-        import tempfile
-
-        self._program = program
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
-        self._has_begun = False
-        self.greeting = b""  # what the start-up files of a shell have printed
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            bufsize=CHUNK,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._in, self._out = self.process.stdin, self.process.stdout
-
-    def ask(self, message: Any) -> None:
-        """Send a message. The first one waits for the login.
-
-        Raises:
-            Failed, Lost: as `answer`. A login that took longer than LOGIN_S has the exit code -9.
-        """
-        if not self._has_begun:
-            with killed_after(LOGIN_S, self.process.kill):
-                self._begin()
-        self.write(json.dumps(message).encode() + b"\n")
-        self._flush()
-
-    def _begin(self) -> None:
-        self.write(b"%d\n" % len(self._program) + self._program)
-        self._flush()
-        while not self._has_begun:
-            line = self._out.readline()
-            if not line:
-                self._raise_lost()
-            before, proof, _ = line.partition(PROOF.encode())
-            self.greeting += before
-            self._has_begun = bool(proof)
-
-    def write(self, content: bytes) -> None:
-        try:
-            self._in.write(content)
-        except OSError:
-            self._raise_lost()
-
-    def _flush(self) -> None:
-        try:
-            self._in.flush()
-        except OSError:
-            self._raise_lost()
-
-    def answer(self) -> dict[str, Any]:
-        """The next message of the other end.
-
-        Raises:
-            Failed: it says so.
-            Lost: it has ended.
-        """
-        line = self._out.readline()
-        if not line.endswith(b"\n"):
-            self._raise_lost()
-        message: dict[str, Any] = json.loads(line)
-        if "failed" in message:
-            raise Failed(message["failed"])
-        return message
-
-    def _raise_lost(self) -> NoReturn:
-        for line in self._out:  # it may have said why it ended
-            if line.startswith(b'{"failed": '):
-                raise Failed(json.loads(line)["failed"])
-        raise self._lost()
-
-    def _lost(self) -> Lost:
-        code = self.process.wait()
-        self._stderr.seek(0)
-        return Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
-
-    def take(self, path: str, row: Row) -> None:
-        """Write the next file of the other end.
-
-        Raises:
-            Failed: it cannot read this file, or that arrived damaged. The next one can be taken.
-            Lost: it has ended.
-        """
-        self.answer()
-        try:
-            take_file(path, row, self._out)
-        except EOFError:
-            raise self._lost() from None
-
-    def close(self) -> None:
-        """End the connection. Calling it again has no effect."""
-        self.process.kill()
-        self.process.wait()
-        for file in (self._in, self._out):
-            with contextlib.suppress(OSError):  # for what was not sent yet
-                file.close()
-        self._stderr.close()
-
-
-@contextlib.contextmanager
-def killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
-    """Calls `kill` if the block takes longer."""
-    timer = threading.Timer(seconds, kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def offer(peer: Peer, header: dict[str, Any], rows: list[list[Row]]) -> list[list[int]] | None:
-    """Which rows of each tree the host lacks. None where all is the same.
+def offer(peer: Peer, header: dict[str, Any], rows: list[list[Row]]) -> Lacks:
+    """What the host lacks. Empty where all is the same.
 
     Raises:
         Failed: the host cannot take the folders; the sentence says why.
@@ -179,31 +37,71 @@ def offer(peer: Peer, header: dict[str, Any], rows: list[list[Row]]) -> list[lis
     peer.ask(header)
     differing = peer.answer()["differs"]
     if not differing:
-        return None
+        return {}
     peer.ask({"rows": [rows[index] for index in differing]})
-    lacking = dict(zip(differing, peer.answer()["lacks"]))
-    return [lacking.get(index, []) for index in range(len(rows))]
+    return dict(zip(differing, peer.answer()["lacks"]))
+
+
+def size_of(rows: list[list[Row]], lacks: Lacks) -> int:
+    """Bytes."""
+    return sum(rows[tree][index][SIZE] for tree, indices in lacks.items() for index in indices)
 
 
 def send(
     peer: Peer,
     header: dict[str, Any],
     rows: list[list[Row]],
-    lacks: list[list[int]],
+    lacks: Lacks,
     report: Callable[[int], None],
-) -> None:
+) -> int:
     """Send what the host lacks, and wait until it has replaced the folders. `report` gets counts of bytes.
+
+    Returns:
+        How many of the bytes were found there, in older states of the files.
 
     Raises:
         Failed, Lost: as `offer`. The host keeps what it had.
     """
-    peer.ask({"go": True})
-    for tree, own, indices in zip(header["trees"], rows, lacks):
+    large = {
+        tree: [index for index in indices if rows[tree][index][SIZE] >= LARGE]
+        for tree, indices in lacks.items()
+    }
+    rsync_first = size_of(rows, large) >= LOGIN_BYTES and rsync.is_here()
+    peer.ask({"go": True, "rsync": rsync_first})
+    found = 0
+    if rsync_first and peer.answer()["rsync"]:
+        size, found = _bring(peer, header, rows, large, report)
+        peer.ask({"go": True})
+        rest = dict(zip(lacks, peer.answer()["lacks"]))
+        report(
+            size_of(rows, lacks) - size_of(rows, rest) - size
+        )  # its own counts may end too early
+        lacks = rest
+    for tree, indices in lacks.items():
         for index in indices:
-            send_file(tree["folder"], own[index], peer.write, report)
-    peer._flush()
+            send_file(header["trees"][tree]["folder"], rows[tree][index], peer.write, report)
+    peer.flush()
     while "done" not in peer.answer():
         pass
+    return found
+
+
+def _bring(
+    peer: Peer,
+    header: dict[str, Any],
+    rows: list[list[Row]],
+    large: Lacks,
+    report: Callable[[int], None],
+) -> rsync.Brought:
+    """Let rsync bring these files."""
+    size = found = 0
+    for tree, indices in large.items():
+        if indices:
+            folder = header["trees"][tree]["folder"]
+            paths = [rows[tree][index][PATH] for index in indices]
+            brought = rsync.bring(peer.reach, folder, paths, report, peer.beside)
+            size, found = size + brought.size, found + brought.found
+    return rsync.Brought(size, found)
 
 
 def send_file(
@@ -239,6 +137,20 @@ def _send_contents(
 
 def _cannot_be_read(path: str, error: OSError) -> Failed:
     return Failed(f"{path} cannot be read: {error.strerror}. [push-file-unreadable]")
+
+
+def take_from(peer: Peer, path: str, row: Row) -> None:
+    """Write the next file that the other end gives.
+
+    Raises:
+        Failed: it cannot read this file, or that arrived damaged. The next one can be taken.
+        Lost: it has ended.
+    """
+    peer.answer()
+    try:
+        take_file(path, row, peer.out)
+    except EOFError:
+        raise peer.lost() from None
 
 
 def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
@@ -337,9 +249,8 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
 
     try:
         lacks = offer(peer, header, rows)
-        if lacks is not None:
-            send(peer, header, rows, lacks, report)
-        tell({"done": True, "sent": unreported})
+        found = send(peer, header, rows, lacks, report) if lacks else 0
+        tell({"done": True, "sent": unreported, "found": found})
     except Failed as failure:
         tell({"failed": str(failure)})
     except Lost:
@@ -352,17 +263,3 @@ def sentence_of(error: OSError) -> str:
     """A full disk has no path."""
     about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
     return f"{about}{error.strerror}. [transfer-file]"
-
-
-def tell(message: dict[str, Any]) -> None:
-    """Send a message to the sender, from a host."""
-    print(json.dumps(message), flush=True)
-
-
-def listen() -> dict[str, Any]:
-    """The sender's next message. Exits where it is gone."""
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        sys.exit(1)
-    message: dict[str, Any] = json.loads(line)
-    return message

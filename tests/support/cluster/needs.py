@@ -16,6 +16,7 @@ PACKAGES = (
     "openssh-server",  # sshd, one for each host
     "openssh-client",  # ssh, ssh-keygen
     "iproute2",  # ip: veth pairs, bridge, addresses
+    "rsync",  # a push of large files
     # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.
 )
 SLURM_PACKAGES = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mpiddp.hosts.cluster.connection import Failed
 from mpiddp.hosts.cluster.receive import _check_platform, this_platform
-from mpiddp.hosts.cluster.transfer import Failed
 from tests.support.sentences import error
 
 HERE = this_platform()

@@ -21,9 +21,9 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.cluster import fan_out, push
+from mpiddp.hosts.cluster.connection import START, Failed, Peer
 from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
-from mpiddp.hosts.cluster.transfer import START, Failed, Peer
 from mpiddp.hosts.cluster.tree import LINK, PATH, Row, digest, list_tree
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.transport import QRSH
@@ -108,12 +108,12 @@ def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
     (there / "lib" / "__pycache__" / "a").write_text("compiled there")
     (there / "lib" / "two.history.jsonl").write_text("seen there")
     _, (target,), _ = ask(["node1"])
-    assert (target.lacks, target.differs) == (None, False)
+    assert target.lacks == {}
     target.peer.close()
     write(Path(HERE), changes="66", lib__changes="7777777", new="8")
     Path(HERE, "goes").unlink()
     content, (target,), _ = ask(["node1"])
-    assert target.differs
+    assert target.lacks
     assert target.bytes(content) == 2 + 7 + 1
     target.peer.close()
     assert send(["node1"]).sent == 10
@@ -167,7 +167,7 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     for name in ("a", "b"):
         row = next(row for row in rows[0] if row[0] == name)
         fan_out.transfer.send_file(HERE, row, target.peer.write, lambda count: None)
-    target.peer._flush()
+    target.peer.flush()
     target.peer._in.close()  # the connection ends
     target.peer.process.wait(PATIENCE_S)
     target.peer.close()
@@ -175,7 +175,7 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
     assert files_of(there) == {}  # nothing has its place yet
     write(Path(HERE), b="4" * 20)
     again, (target,), _ = ask(["node1"])
-    assert target.lacks == [[1, 2]]
+    assert target.lacks == {0: [1, 2]}
     target.peer.close()
     assert send(["node1"]).sent == 50
     assert files_of(there) == files_of(Path(HERE))
@@ -224,7 +224,7 @@ def test_folders_that_may_not_be_written_change_too(
 def test_from_four_hosts_on_those_that_have_it_pass_it_on(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan_out, "TREE_BYTES", 1000)
+    monkeypatch.setattr(fan_out, "LOGIN_BYTES", 1000)
     connected: list[str] = []
 
     def counted_shell(host: Host, line: str) -> list[str]:
@@ -244,7 +244,7 @@ def test_from_four_hosts_on_those_that_have_it_pass_it_on(
 def test_a_host_that_no_other_reaches_gets_it_from_here(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    monkeypatch.setattr(fan_out, "LOGIN_BYTES", 1)
     write(Path(HERE), a="1" * 100)
     here = str(Path.cwd())
 
@@ -260,7 +260,7 @@ def test_a_host_that_no_other_reaches_gets_it_from_here(
 
 
 def test_hosts_without_ssh_pass_nothing_on(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    monkeypatch.setattr(fan_out, "LOGIN_BYTES", 1)
     write(Path(HERE), a="1" * 100)
     login = Path("login")  # no host's folder has it but this one's
     login.write_text('#!/bin/sh\nexec "$@"\n')
@@ -277,7 +277,7 @@ def test_hosts_without_ssh_pass_nothing_on(hosts: Path, monkeypatch: pytest.Monk
 def test_a_copy_that_has_changed_is_not_passed_on(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    monkeypatch.setattr(fan_out, "LOGIN_BYTES", 1)
     write(Path(HERE), a="1" * 100)
 
     def changed(host: Host, line: str) -> list[str]:
@@ -356,7 +356,7 @@ def test_a_file_that_arrives_damaged_takes_no_place(hosts: Path) -> None:
     _, (target,), _ = ask(["node1"])
     target.peer.ask({"go": True})
     target.peer.write(b"3" + sha256(b"1").digest())
-    target.peer._flush()
+    target.peer.flush()
     damaged = error("push-file-damaged", f"{HERE}/.mpiddp-push/new/a ")
     with pytest.raises(Failed, match=rf"^{damaged}$"):
         target.peer.answer()
@@ -448,7 +448,7 @@ def test_a_login_that_does_not_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(Path(HERE), a="1")
-    monkeypatch.setattr(fan_out.transfer, "LOGIN_S", 0.1)
+    monkeypatch.setattr(fan_out.connection, "LOGIN_S", 0.1)
     command = ["sleep", str(PATIENCE_S)]
     monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
     silent = error("ssh-no-answer", "node1: ssh node1: ", " 0.1 s", "Try: ssh node1 true")
@@ -562,20 +562,22 @@ def test_a_folder_that_must_not_be_read(hosts: Path, closed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacked", "sent", "dry_run", "lines"),
+    ("lacked", "sent", "found", "dry_run", "lines"),
     [
-        ({}, 0, False, ["there is no other host"]),
-        ({"n1": push.SAME, "n2": push.SAME}, 0, False, ["n[1-2]: nothing has changed"]),
-        ({"n1": 10, "n2": push.SAME}, 10, False,
+        ({}, 0, 0, False, ["there is no other host"]),
+        ({"n1": push.SAME, "n2": push.SAME}, 0, 0, False, ["n[1-2]: nothing has changed"]),
+        ({"n1": 10, "n2": push.SAME}, 10, 0, False,
          ["n2: nothing has changed", "n1: 10 B sent", "10 B in 2.5 s"]),
-        ({"n1": 10}, 0, True, ["n1: 10 B would be sent"]),
+        ({"n1": 10}, 10, 8, False,
+         ["n1: 10 B sent", "10 B in 2.5 s; rsync found 8 B of it there"]),
+        ({"n1": 10}, 0, 0, True, ["n1: 10 B would be sent"]),
     ],
 )  # fmt: skip
 def test_the_summary_of_a_push(
-    lacked: dict[str, int], sent: int, dry_run: bool, lines: list[str]
+    lacked: dict[str, int], sent: int, found: int, dry_run: bool, lines: list[str]
 ) -> None:
     by_host = {Host(name): count for name, count in lacked.items()}
-    assert push.summary(Pushed(by_host, {}, sent, 2.5), dry_run) == lines
+    assert push.summary(Pushed(by_host, {}, sent, found, 2.5), dry_run) == lines
 
 
 def test_a_push_without_another_host() -> None:

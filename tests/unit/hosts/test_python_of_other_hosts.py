@@ -11,9 +11,12 @@ import pytest
 
 from mpiddp.checks import agent, network, stack
 from mpiddp.hosts import fabric, interfaces
-from mpiddp.hosts.cluster import receive, run_agent, transfer, tree
+from mpiddp.hosts.cluster import connection, receive, rsync, run_agent, transfer, tree
 
-SENT = (interfaces, fabric, tree, transfer, receive, run_agent, agent, network, stack)
+SENT = (
+    *(interfaces, fabric, tree, rsync, connection, transfer, receive),
+    *(run_agent, agent, network, stack),
+)
 
 
 def evaluated(node: ast.AST) -> Iterator[ast.AST]:
