@@ -82,7 +82,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
                 f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}. [pull-checkpoint]"
             )
         for source in sources:  # one after the other: the next has less to send
-            print(f"{source.host.name}: {source.failure or source.bring()}", flush=True)
+            for line in (source.failure or source.bring()).splitlines():
+                print(f"{source.host.name}: {line}", flush=True)
     finally:
         for source in sources:
             source.peer.close()
@@ -90,7 +91,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 class Source:
-    """The run's folder on another host. `failure` is a sentence once something went wrong there."""
+    """The run's folder on another host. `failure` has a line for each thing that went wrong there."""
 
     def __init__(self, host: Host, folder: Path, peer: Peer) -> None:
         self.host, self.peer = host, peer
@@ -130,7 +131,7 @@ class Source:
             whole = [
                 place for place, rows in checkpoints.items() if not rows.keys() & problems.keys()
             ]
-            self.failure = " ".join([*problems.values(), *self._place_checkpoints(whole)])
+            self.failure = "\n".join([*problems.values(), *self._place_checkpoints(whole)])
             if wanted and not self.failure:
                 self._clear()
         except Failed as failure:

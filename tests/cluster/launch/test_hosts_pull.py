@@ -143,14 +143,21 @@ def test_shards_of_all_hosts_become_one_checkpoint(hosts: Cluster, run: Path) ->
     assert pull(hosts, run).stdout == "node1: nothing new\nnode2: nothing new\n"
 
 
-def test_a_broken_checkpoint_is_left_there(hosts: Cluster, run: Path) -> None:
+def test_broken_checkpoints_are_left_there(hosts: Cluster, run: Path) -> None:
     there = hosts["node1"].path(run)
-    checkpoint(there, 2, {"model.pt": "weights"})
-    write(there, {"checkpoints/step_00000002/model.pt": "weighty", "logs/new.log": "new"})
+    for step in (2, 3):
+        checkpoint(there, step, {"model.pt": "weights"})
+        write(there, {f"checkpoints/step_0000000{step}/model.pt": "weighty"})
+    write(there, {"logs/new.log": "new"})
     done = pull(hosts, run)
     assert (done.returncode, done.stderr) == (1, "")
-    broken = error("pull-incomplete", "node1: checkpoints/step_00000002 ", ": model.pt ", "SHA-256")
-    assert re.match(broken, done.stdout), done.stdout
+    broken = [
+        error(
+            "pull-incomplete", f"node1: checkpoints/step_0000000{step} ", ": model.pt ", "SHA-256"
+        )
+        for step in (2, 3)
+    ]
+    assert re.fullmatch("\n".join([*broken, "node2: nothing new\n"]), done.stdout), done.stdout
     assert not (run / "checkpoints").exists()
     assert (run / "logs/new.log").read_text() == "new"
 
