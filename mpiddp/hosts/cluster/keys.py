@@ -95,9 +95,10 @@ def parse_jump(text: str) -> Host:
     # An address of IPv6 has a port only after its bracket.
     with_port = re.fullmatch(r"([^\[:]*|.*\]):([^:]*)", text)
     name, port = with_port.groups() if with_port else (text, "")
-    if len(name.split()) != 1:
+    if len(name.split()) != 1 or not re.fullmatch("[0-9]{0,5}", port):
         raise UserError(
-            "--jump: expected one host. Example: --jump me@login.example.org [keys-jump]"
+            "--jump: expected one host as [user@]name[:port]. "
+            "Example: --jump me@login.example.org:2222 [keys-jump]"
         )
     return granted_hosts([[name, *([f"port={port}"] if port else [])]], "--jump").hosts[0]
 

@@ -218,7 +218,7 @@ def test_bad_input(hosts: Cluster) -> None:
         ("a b", error("keys-jump", "--jump: ")),
         ("-x", error("host-dash", "--jump: ", '"-x"')),
         ("user@-x", error("host-dash", "--jump: ", '"-x"')),
-        ("node1:x", error("hostfile-number", "--jump: ", '"port=x"')),
+        ("node1:x", error("keys-jump", "--jump: ", "name[:port]")),
         ("node1:99999", error("hostfile-port", "--jump: ", "port=99999")),
     ],
 )

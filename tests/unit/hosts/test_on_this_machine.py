@@ -401,6 +401,8 @@ def test_a_jump_host(text: str, jump: Host, written: str) -> None:
     [
         ("", error("keys-jump", "--jump: ", "--jump me@login.example.org")),
         ("a b", error("keys-jump", "--jump: ", "--jump me@login.example.org")),
+        ("a:x", error("keys-jump", "--jump: ", "name[:port]", "me@login.example.org:2222")),
+        ("a:123456", error("keys-jump", "--jump: ")),
         ("-o", error("host-dash", '--jump: host "-o"')),
     ],
 )
