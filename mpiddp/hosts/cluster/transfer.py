@@ -73,9 +73,8 @@ def send(
         size, found = _bring(peer, header, rows, large, report)
         peer.ask({"go": True})
         rest = dict(zip(lacks, peer.answer()["lacks"]))
-        report(
-            size_of(rows, lacks) - size_of(rows, rest) - size
-        )  # its own counts may end too early
+        # Its counts may have ended too early, or be of a file that is none of these rows.
+        report(size_of(rows, lacks) - size_of(rows, rest) - size)
         lacks = rest
     for tree, indices in lacks.items():
         for index in indices:
