@@ -11,10 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    import subprocess
+from typing import Any, NoReturn
 
 # The command of the shell on each host. It holds no input: the program follows on stdin, after its length.
 START = (
@@ -61,8 +58,6 @@ class Peer:
         self._program = program
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         self._has_begun = False
-        self._beside: subprocess.Popen[str] | None = None
-        self._is_killed = False
         self.greeting = b""  # what the start-up files of a shell have printed
         self.process = subprocess.Popen(
             command,
@@ -136,19 +131,6 @@ class Peer:
         code = self.process.wait()
         self._stderr.seek(0)
         return Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
-
-    def beside(self, process: subprocess.Popen[str]) -> None:
-        """Let this process end with the connection."""
-        self._beside = process
-        if self._is_killed:  # by another thread, meanwhile
-            process.kill()
-
-    def kill(self) -> None:
-        """End the connection, from any thread."""
-        self._is_killed = True
-        self.process.kill()
-        if self._beside is not None:
-            self._beside.kill()
 
     def close(self) -> None:
         """End the connection. Calling it again has no effect."""

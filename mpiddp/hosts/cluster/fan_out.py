@@ -112,9 +112,7 @@ class FanOut:
         self.failures: dict[Host, str] = {}
         self.done: list[Host] = []
         self.sent = 0
-        self.found = (
-            0  # of these bytes, how many were on the hosts already, in older states of the files
-        )
+        self.found = 0  # of these bytes, how many the hosts had, in older states of the files
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +140,7 @@ class FanOut:
                 with self._change:
                     self._is_stopped = True
                     for peer in self._peers:
-                        peer.kill()
+                        peer.process.kill()
                 raise
 
     def _report(self, count: int, found: int = 0) -> None:

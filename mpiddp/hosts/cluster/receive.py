@@ -1,7 +1,7 @@
 """The receiving end of a push. `mpiddp hosts push` sends this source to each host.
 
 Everything arrives in a private folder inside the copy. It takes its place by renames, once it is complete
-and every SHA-256 is right, so that a push that breaks off leaves what was there, and the next one
+and every checksum is right, so that a push that breaks off leaves what was there, and the next one
 continues. It needs Python 3.8 and the standard library.
 """
 
@@ -36,6 +36,7 @@ from mpiddp.hosts.cluster.tree import (
     by_name,
     digest,
     list_tree,
+    remove,
 )
 
 _BLOCK = 4096  # what a file takes at least
@@ -84,18 +85,14 @@ def _receive(message: dict[str, Any]) -> None:
         lacks.append(copy.lacks())
     _check_space(changing, lacks)
     tell({"lacks": lacks})
-    go = (
-        listen()
-    )  # the end of a dry run, or of a push that another host has refused, ends this process
+    # The end of a dry run, or of a push that another host has refused, ends this process.
+    go = listen()
     for copy in changing:
         copy.begin()
     if go.get("rsync"):
-        tell({"rsync": rsync.is_here()})
-        if rsync.is_here():
-            listen()  # it has ended
-            lacks = [copy.lacks() for copy in changing]
-            tell({"lacks": lacks})
+        lacks = _let_rsync_bring(changing, lacks)
     for copy, indices in zip(changing, lacks):
+        copy.ahead.close()
         for index in indices:
             row = copy.rows[index]
             take_file(copy.place_of(row), row, sys.stdin.buffer)
@@ -109,6 +106,22 @@ def _receive(message: dict[str, Any]) -> None:
     for copy in changing:
         copy.replace()
     tell({"done": True})
+
+
+def _let_rsync_bring(changing: list[Copy], lacks: list[list[int]]) -> list[list[int]]:
+    """Wait until the sender's rsync has ended. Returns what the copies lack then."""
+    if not rsync.is_here():
+        tell({"rsync": False})
+        return lacks
+    for copy, indices in zip(changing, lacks):
+        copy.ahead.open([copy.rows[index] for index in indices])
+    tell({"rsync": True})
+    listen()
+    for copy in changing:
+        copy.take_ahead()
+    lacks = [copy.lacks() for copy in changing]
+    tell({"lacks": lacks})
+    return lacks
 
 
 def _check_platform(header: dict[str, Any]) -> None:
@@ -159,7 +172,8 @@ def _check_space(copies: list[Copy], lacks: list[list[int]]) -> None:
         above = _nearest(copy.folder)
         device = os.stat(above).st_dev
         status = os.statvfs(above)
-        free[device] = status.f_bavail * status.f_frsize
+        free.setdefault(device, status.f_bavail * status.f_frsize)
+        free[device] += copy.unusable()
         place.setdefault(device, copy.folder)
         sizes = (copy.rows[index][SIZE] for index in indices)
         needed[device] = needed.get(device, 0) + sum(size + _BLOCK for size in sizes)
@@ -203,9 +217,9 @@ class Copy:
         self._left_out: list[str] = [*tree["left_out"], PRIVATE]
         self._origin = f"{origin}:{self.folder}"
         self._private = os.path.join(self.folder, PRIVATE)
-        self._new = os.path.join(self._private, rsync.NEW)
+        self._new = os.path.join(self._private, "new")
         self._old = os.path.join(self._private, "old")
-        self._part = os.path.join(self._private, rsync.PART)
+        self.ahead = rsync.Ahead(self.folder)
         self._record = _read_record(self.folder)
         self.has = has
         self.rows: list[Row] = []
@@ -250,7 +264,7 @@ class Copy:
     def lacks(self) -> list[int]:
         """The rows of the files that are neither here nor have arrived in an earlier push."""
         here = {tuple(row) for row in self.has}
-        here |= {tuple(row) for row in self._arrived()}
+        here |= {tuple(row) for row in (*self._arrived(), *self.ahead.arrived())}
         return [
             index
             for index, row in enumerate(self.rows)
@@ -259,6 +273,12 @@ class Copy:
 
     def _arrived(self) -> list[Row]:
         return list_tree(self._new, os.listdir(self._new)) if os.path.isdir(self._new) else []
+
+    def unusable(self) -> int:
+        """Bytes that an earlier push has left and that this one removes."""
+        wanted = {tuple(row) for row in self.rows}
+        left = (*self._arrived(), *self.ahead.arrived(), *self.ahead.parts())
+        return sum(row[SIZE] for row in left if tuple(row) not in wanted)
 
     def begin(self) -> None:
         """Make the private folder. From here on this is a copy of the sender's folder, whatever happens."""
@@ -274,8 +294,13 @@ class Copy:
             if right and right[KIND] == row[KIND] == FOLDER:
                 os.chmod(path, 0o700)  # for what is still to arrive
             elif right != row:
-                _remove(path)
+                remove(path)
+        self.take_ahead()
         self._write_record(sorted({*self._record.get("names", ()), *self.names}))
+
+    def take_ahead(self) -> None:
+        """Move what rsync has brought to where the files arrive."""
+        self.ahead.move(self.rows, self._new)
 
     def place_of(self, row: Row) -> str:
         """Where a file arrives."""
@@ -314,7 +339,7 @@ class Copy:
 
     def replace(self) -> None:
         """Put the new entries in the place of the old ones."""
-        _remove(self._old)
+        remove(self._old)
         os.mkdir(self._old)
         gone = set(by_name(self.has)) - set(self.names)
         names = sorted(self._changed | gone)
@@ -331,8 +356,8 @@ class Copy:
                 if name in modes:
                     os.chmod(here, modes[name])
         self._write_record(self.names)
-        for folder in (self._old, self._new, self._part):
-            _remove(folder)
+        remove(self._old)
+        remove(self._new)
 
 
 def _link(old: str, new: str) -> None:
@@ -341,7 +366,7 @@ def _link(old: str, new: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
             raise
-        import shutil  # only where it is needed, as in `Peer`
+        import shutil  # only where it is needed, as in `connection.Peer`
 
         shutil.copy2(old, new)
 
@@ -358,15 +383,3 @@ def _make_movable(path: str) -> None:
     """Only a folder that may be written can get another parent."""
     if os.path.isdir(path) and not os.path.islink(path) and not os.access(path, os.W_OK):
         os.chmod(path, 0o700)
-
-
-def _remove(path: str) -> None:
-    """Remove a file or a folder with all in it, also where folders may not be written."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        import shutil
-
-        for folder, _, _ in os.walk(path):
-            os.chmod(folder, 0o700)
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)

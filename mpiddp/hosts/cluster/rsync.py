@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from mpiddp.hosts.cluster.tree import PRIVATE
+from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, PRIVATE, SIZE, Row, list_tree, remove
 
 if TYPE_CHECKING:
     import subprocess
 
-NEW = "new"  # in the private folder of a copy: what has arrived
-PART = "part"  # what of a file had arrived when its connection ended
-SILENCE_S = 60  # then it ends. While it reads a large file, both ends send signs of life
+AHEAD = "ahead"  # in the private folder of a copy: what rsync brings
+PART = "part"  # beside it: what of a file had arrived when its connection ended, by the file's name
+SILENCE_S = 60  # soon after them it ends. While it reads a large file, both ends send signs of life
 
 _PASSED = re.compile(r"\s*(\d+)\s+\d+%")
 _FOUND = "Matched data: "  # and the number of bytes
@@ -42,37 +43,52 @@ def bring(
     folder: str,
     paths: Sequence[str],
     report: Callable[[int], None],
-    started: Callable[[subprocess.Popen[str]], None],
+    connection: subprocess.Popen[Any],
 ) -> Brought:
-    """Bring these files of `folder` to where they arrive in the copy of a host.
+    """Bring files to where the copy of a host awaits them.
 
     Args:
-        report: gets counts of bytes.
         reach: the command that runs a line on the host, without that line.
-        started: gets the process, which another thread may kill.
+        folder: the folder, at the same path on both hosts.
+        paths: the files, below the folder.
+        report: gets counts of bytes.
+        connection: the push's own to the host. rsync ends with it.
     """
+    try:
+        process = _start(_command(reach, folder), paths)
+    except OSError:  # it is for another CPU, or this process may open no more files
+        return Brought(0, 0)
+    assert process.stdout is not None
+    try:
+        threading.Thread(target=_end_with, args=(connection, process), daemon=True).start()
+        return _follow(process.stdout, report)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _start(command: Sequence[str], paths: Sequence[str]) -> subprocess.Popen[str]:
     import subprocess
     import tempfile
 
     with tempfile.TemporaryFile() as names:  # a pipe could be full while rsync waits for its own
-        names.write(b"\0".join(os.fsencode(path) for path in paths))
+        # "./": it would take a name that begins with "#" for a comment.
+        names.write(b"\0".join(b"./" + os.fsencode(path) for path in paths))
         names.seek(0)
-        process = subprocess.Popen(
-            _command(reach, folder),
+        return subprocess.Popen(
+            command,
             stdin=names,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="ascii",
             errors="replace",
         )
-    assert process.stdout is not None
-    try:
-        started(process)
-        return _follow(process.stdout, report)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+
+
+def _end_with(connection: subprocess.Popen[Any], process: subprocess.Popen[str]) -> None:
+    connection.wait()
+    process.kill()
 
 
 def _command(reach: Sequence[str], folder: str) -> list[str]:
@@ -96,7 +112,7 @@ def _command(reach: Sequence[str], folder: str) -> list[str]:
         "--outbuf=none",  # it ends at its next line if nobody reads them any more
         "--",
         f"{folder}/",
-        f"exec:{private}/{NEW}/",  # `reach` names the host already, so here is the shell's word
+        f"exec:{private}/{AHEAD}/",  # `reach` names the host already, so here is the shell's word
     ]
 
 
@@ -110,3 +126,58 @@ def _follow(output: IO[str], report: Callable[[int], None]) -> Brought:
         elif line.startswith(_FOUND):
             found = int(line[len(_FOUND) :].split()[0])
     return Brought(size, found)
+
+
+class Ahead:
+    """The host's end: what rsync brings to its copy of `folder`.
+
+    The rsync of a push that broke off may write on for a while, in the folder that was its own. What is right
+    is moved out of that folder, which then is removed; a later push makes another one.
+    """
+
+    def __init__(self, folder: str) -> None:
+        private = os.path.join(folder, PRIVATE)
+        self._folder = folder
+        self._here, self._part = os.path.join(private, AHEAD), os.path.join(private, PART)
+
+    def arrived(self) -> list[Row]:
+        return _rows_in(self._here)
+
+    def parts(self) -> list[Row]:
+        return _rows_in(self._part)
+
+    def open(self, lacking: Sequence[Row]) -> None:
+        """Make the folder for these files, and keep the parts that help."""
+        os.mkdir(self._here)
+        seen: set[str] = set()
+        for row in lacking:
+            # rsync would prefer a part to an older state, which has more of the file, or take another file's.
+            name = os.path.basename(row[PATH])
+            if name in seen or os.path.lexists(os.path.join(self._folder, row[PATH])):
+                remove(os.path.join(self._part, name))
+            seen.add(name)
+        status = os.statvfs(self._here)
+        if sum(row[SIZE] for row in lacking) > status.f_bavail * status.f_frsize:
+            remove(self._part)
+
+    def move(self, rows: Sequence[Row], to: str) -> None:
+        """Move the files that are as one of `rows` into `to`, and remove all else."""
+        wanted = {row[PATH]: row for row in rows}
+        gone = self._here + ".gone"
+        remove(gone)
+        if os.path.isdir(self._here):
+            os.rename(self._here, gone)
+        for row in _rows_in(gone):
+            if wanted.get(row[PATH]) == row and row[KIND] == FILE:
+                place = os.path.join(to, row[PATH])
+                os.makedirs(os.path.dirname(place), exist_ok=True)
+                os.replace(os.path.join(gone, row[PATH]), place)
+        remove(gone)
+
+    def close(self) -> None:
+        """Remove the parts, whose place the files need."""
+        remove(self._part)
+
+
+def _rows_in(folder: str) -> list[Row]:
+    return list_tree(folder, os.listdir(folder)) if os.path.isdir(folder) else []

@@ -2,7 +2,7 @@
 
 The first host uses it, and each host that passes the folder on; `mpiddp hosts push` sends this source there.
 It needs Python 3.8 and the standard library. The contents of files follow in the order of their rows, each
-with its SHA-256. Where both ends have rsync and the files are large, it goes first.
+with its SHA-256. Where both ends have rsync, it brings the large ones first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mpiddp.hosts.cluster import rsync
 from mpiddp.hosts.cluster.connection import Failed, Lost, Peer, listen, tell
 from mpiddp.hosts.cluster.tree import MODE, PATH, SIZE, TIME, Row, digest, list_tree
 
-LOGIN_BYTES = 16 << 20  # are sent in the time that another login takes
-LARGE = 1 << 20  # bytes of a file; the stream is faster with small ones
+LOGIN_BYTES = 16 * 10**6  # are sent in the time that another login takes
+LARGE = 10**6  # bytes of a file; the stream is faster with small ones
 CHUNK = 1 << 20
 REPORT_S = 0.2
 
@@ -73,8 +73,10 @@ def send(
         size, found = _bring(peer, header, rows, large, report)
         peer.ask({"go": True})
         rest = dict(zip(lacks, peer.answer()["lacks"]))
-        # Its counts may have ended too early, or be of a file that is none of these rows.
-        report(size_of(rows, lacks) - size_of(rows, rest) - size)
+        # Its counts may have ended too early, or be of a file that has changed since.
+        arrived = size_of(rows, lacks) - size_of(rows, rest)
+        report(arrived - size)
+        found = min(found, arrived)
         lacks = rest
     for tree, indices in lacks.items():
         for index in indices:
@@ -98,7 +100,7 @@ def _bring(
         if indices:
             folder = header["trees"][tree]["folder"]
             paths = [rows[tree][index][PATH] for index in indices]
-            brought = rsync.bring(peer.reach, folder, paths, report, peer.beside)
+            brought = rsync.bring(peer.reach, folder, paths, report, peer.process)
             size, found = size + brought.size, found + brought.found
     return rsync.Brought(size, found)
 
@@ -253,7 +255,7 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
     except Failed as failure:
         tell({"failed": str(failure)})
     except Lost:
-        tell({"lost": True})
+        tell({"lost": True, "sent": unreported})
     finally:
         peer.close()
 

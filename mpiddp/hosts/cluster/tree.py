@@ -79,3 +79,15 @@ def by_name(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found.setdefault(row[PATH].partition("/")[0], []).append(row)
     return found
+
+
+def remove(path: str) -> None:
+    """Remove a file or a folder with all in it, also where folders may not be written."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        import shutil  # only where it is needed, as in `connection.Peer`
+
+        for folder, _, _ in os.walk(path):
+            os.chmod(folder, 0o700)
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)

@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from mpiddp.hosts.cluster.rsync import NEW, PART
+from mpiddp.hosts.cluster.rsync import AHEAD, PART
 from mpiddp.hosts.cluster.tree import PRIVATE
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout, links
@@ -26,7 +26,9 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 SIZE = 20_000_000
+LEAST = 1_000_000  # which rsync brings
 SECOND = 1_700_000_000 * 10**9  # a time in ns
+NAMES = ("-rf", "#c", "[a-z]*", "two\nlines", "$(x) `y` 'z' \"", os.fsdecode(b"n\xe9"))
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,8 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "a project; $HOME: x"
     (made / "closed").mkdir(parents=True)
     (made / "closed" / "large").write_bytes(os.urandom(SIZE))
-    for name in ("-rf", "#c", "[a-z]*", "two\nlines", os.fsdecode(b"n\xe9")):
-        (made / name).write_text(name, errors="surrogateescape")
+    for name in NAMES:
+        (made / name).write_bytes(os.urandom(LEAST))
     (made / "closed" / "large").chmod(0o666)
     (made / "closed").chmod(0o555)
     return made
@@ -91,20 +93,23 @@ def change(folder: Path) -> None:
 
 def test_of_a_large_file_the_changed_part_is_sent(hosts: Cluster, folder: Path) -> None:
     twin = folder / "twin"
-    twin.write_text("a" * 1000)
+    twin.write_text("a" * LEAST)
     os.utime(twin, ns=(SECOND + 1, SECOND + 1))
     done, sent = push(hosts, folder)
-    assert re.fullmatch(r"node1: 20\.0 MB sent\n20\.0 MB in \d+\.\d s\n", done.stdout)
+    assert re.fullmatch(r"node1: 27\.0 MB sent\n27\.0 MB in \d+\.\d s\n", done.stdout)
     assert sent > SIZE
     assert arrived(hosts["node1"], folder)
 
     change(folder)
-    twin.write_text("b" * 1000)  # in the same second
+    for name in NAMES:
+        with (folder / name).open("r+b") as file:
+            file.write(b"another begin")
+    twin.write_text("b" * LEAST)  # in the same second
     os.utime(twin, ns=(SECOND + 2, SECOND + 2))
     done, sent = push(hosts, folder)
-    found = r"20\.0 MB in \d+\.\d s; rsync found 20\.0 MB of it there"
-    assert re.fullmatch(rf"node1: 20\.0 MB sent\n{found}\n", done.stdout), done.stdout
-    assert sent < SIZE // 10
+    found = r"27\.0 MB in \d+\.\d s; rsync found 26\.0 MB of it there"
+    assert re.fullmatch(rf"node1: 27\.0 MB sent\n{found}\n", done.stdout), done.stdout
+    assert sent < 2 * LEAST
     assert arrived(hosts["node1"], folder)
 
 
@@ -120,7 +125,7 @@ def test_hosts_pass_on_what_has_changed(hosts: Cluster, folder: Path) -> None:
     assert all(arrived(host, folder) for host in hosts.hosts[1:])
 
 
-@pytest.mark.parametrize("broken", ["#!/bin/sh\nexit 1\n", None])
+@pytest.mark.parametrize("broken", ["#!/bin/sh\nexit 1\n", "of another CPU", None])
 @pytest.mark.parametrize("name", ["node0", "node1"])
 def test_without_rsync_all_is_sent(
     hosts: Cluster, folder: Path, name: str, broken: str | None
@@ -163,9 +168,83 @@ def test_a_file_that_broke_off_continues(hosts: Cluster, folder: Path, number: i
         ]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert not (private / NEW / "closed" / "large").exists()
+    assert not (private / AHEAD / "closed" / "large").exists()
     assert SIZE // 2 < (private / PART / "large").stat().st_size < SIZE
     done, sent = push(hosts, folder)
     assert "rsync found" in done.stdout
     assert sent < SIZE // 2 + SIZE // 10
     assert arrived(node1, folder)
+
+
+def test_an_rsync_of_before_reaches_no_later_push(hosts: Cluster, folder: Path) -> None:
+    """On a slow disk a host's rsync works on for a while after Ctrl-C."""
+    node0, node1 = hosts["node0"], hosts["node1"]
+    first, later = folder / "1", folder / "2"
+    states = [os.urandom(3 * LEAST) for _ in range(3)]
+    text = os.urandom(SIZE)
+
+    def write(begin: bytes, state: int, second: int) -> None:
+        first.write_bytes(begin + text)
+        later.write_bytes(states[state])
+        os.utime(first, ns=(SECOND + len(begin), SECOND + len(begin)))
+        os.utime(later, ns=(SECOND + second, SECOND + second))
+
+    def of_rsync() -> list[str]:
+        return [str(each.pid) for each in node1.processes() if "rsync --server" in each.command]
+
+    write(b"", 0, 0)
+    push(hosts, folder)
+    write(b"another begin", 1, 10)
+    there = node1.path(folder) / PRIVATE
+    deadline = time.monotonic() + PATIENCE_S
+    with node0.popen(command(hosts, folder, "2hosts"), cwd=ROOT) as running:
+        while not list(there.rglob(".1.*")):
+            assert time.monotonic() < deadline
+        stopped = of_rsync()
+        node1.run(["kill", "-STOP", *stopped], check=True)
+        time.sleep(1)  # for the rest to be on its way; sooner only makes the test weaker
+        running.send_signal(signal.SIGINT)
+        assert running.wait(PATIENCE_S) == 130
+
+    write(b"", 2, 20)
+    with (
+        links.limited(hosts.hosts, mbit=8),
+        node0.popen(command(hosts, folder, "2hosts"), cwd=ROOT) as running,
+    ):
+        while not (there / "new" / "2").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        node1.run(["kill", "-CONT", *stopped], check=True)
+        while of_rsync():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert running.wait(PATIENCE_S) == 0
+    assert arrived(node1, folder)
+
+
+def test_a_disk_without_room_for_parts(hosts: Cluster, folder: Path) -> None:
+    """What a push that broke off has left does not keep the next one out."""
+    node0, node1 = hosts["node0"], hosts["node1"]
+    node1.path(folder).mkdir(parents=True)
+    node1.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(folder)], check=True)
+    private = node1.path(folder) / PRIVATE
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        with (
+            links.limited(hosts.hosts, mbit=80),
+            node0.popen(command(hosts, folder, "2hosts"), cwd=ROOT) as running,
+        ):
+            while not [
+                path for path in private.rglob(".large.*") if path.stat().st_size > SIZE // 2
+            ]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            running.send_signal(signal.SIGINT)
+            assert running.wait(PATIENCE_S) == 130
+            while not list(private.rglob("large")):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        push(hosts, folder)
+        assert arrived(node1, folder)
+    finally:
+        node1.run(["umount", str(folder)], check=True)
