@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, PRIVATE, SIZE, Row, list_tree, remove
+from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, PRIVATE, Row, list_tree, remove
 
 if TYPE_CHECKING:
     import subprocess
@@ -99,7 +99,7 @@ def _command(reach: Sequence[str], folder: str) -> list[str]:
         "--protect-args",  # no shell reads a path, as from rsync 3.2.4 on by itself
         "--from0",
         "--files-from=-",
-        "--no-implied-dirs",  # folders stay writable, for what is still to arrive
+        "--no-implied-dirs",  # folders stay writable, so that files can be moved
         "--perms",
         "--times",
         # Of two files with the same size it compares seconds alone, and all that are named here differ.
@@ -156,9 +156,6 @@ class Ahead:
             if name in seen or os.path.lexists(os.path.join(self._folder, row[PATH])):
                 remove(os.path.join(self._part, name))
             seen.add(name)
-        status = os.statvfs(self._here)
-        if sum(row[SIZE] for row in lacking) > status.f_bavail * status.f_frsize:
-            remove(self._part)
 
     def move(self, rows: Sequence[Row], to: str) -> None:
         """Move the files that are as one of `rows` into `to`, and remove all else."""

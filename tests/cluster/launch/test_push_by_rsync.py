@@ -24,6 +24,7 @@ from tests.support.cluster.host import Host
 from tests.support.hosts_verb import HOSTS
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
+from tests.support.sentences import error
 
 SIZE = 20_000_000
 LEAST = 1_000_000  # which rsync brings
@@ -148,8 +149,9 @@ def test_without_rsync_all_is_sent(
     assert arrived(hosts["node1"], folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_file_that_broke_off_continues(hosts: Cluster, folder: Path, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, None])
+def test_a_file_that_broke_off_continues(hosts: Cluster, folder: Path, number: int | None) -> None:
+    """Without a signal to it, the push loses its program on the host, and does not wait for rsync."""
     node0, node1 = hosts["node0"], hosts["node1"]
     private = node1.path(folder) / PRIVATE
     push_it = command(hosts, folder, "2hosts")
@@ -159,9 +161,16 @@ def test_a_file_that_broke_off_continues(hosts: Cluster, folder: Path, number: i
             assert time.monotonic() < deadline
             assert running.poll() is None
             time.sleep(0.01)
-        running.send_signal(number)
+        if number is None:
+            (program,) = (each for each in node1.processes() if "python3" in each.command)
+            node1.run(["kill", "-KILL", str(program.pid)], check=True)
+        else:
+            running.send_signal(number)
         _, stderr = running.communicate(timeout=PATIENCE_S)
-        if number == signal.SIGINT:
+        if number is None:
+            assert running.returncode == 1
+            assert re.fullmatch(error("push-connection-lost", "node1: ") + "\n", stderr), stderr
+        elif number == signal.SIGINT:
             assert (running.returncode, stderr) == (130, "interrupted\n")
         while [
             each for host in (node0, node1) for each in host.processes() if "rsync" in each.command
