@@ -6,6 +6,7 @@ It saves bytes, and nothing depends on it: whatever it has not brought, for any 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -169,7 +170,10 @@ class Ahead:
                 place = os.path.join(to, row[PATH])
                 os.makedirs(os.path.dirname(place), exist_ok=True)
                 os.replace(os.path.join(gone, row[PATH]), place)
-        remove(gone)
+        with contextlib.suppress(
+            OSError
+        ):  # an rsync of before still writes there: the next push removes it
+            remove(gone)
 
     def close(self) -> None:
         """Remove the parts, whose place the files need."""
