@@ -190,7 +190,7 @@ def test_an_rsync_of_before_reaches_no_later_push(hosts: Cluster, folder: Path) 
     node0, node1 = hosts["node0"], hosts["node1"]
     first, later = folder / "1", folder / "2"
     states = [os.urandom(3 * LEAST) for _ in range(3)]
-    text = os.urandom(SIZE)
+    text = os.urandom(SIZE) * 10  # so that rsync does not end before it is stopped
 
     def write(begin: bytes, state: int, second: int) -> None:
         first.write_bytes(begin + text)
