@@ -35,6 +35,7 @@ from mpiddp.hosts.cluster.tree import (
     Row,
     by_name,
     digest,
+    list_all,
     list_tree,
     remove,
 )
@@ -272,7 +273,7 @@ class Copy:
         ]
 
     def _arrived(self) -> list[Row]:
-        return list_tree(self._new, os.listdir(self._new)) if os.path.isdir(self._new) else []
+        return list_all(self._new)
 
     def unusable(self) -> int:
         """Bytes that an earlier push has left and that this one removes."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, PRIVATE, Row, list_tree, remove
+from mpiddp.hosts.cluster.tree import FILE, KIND, PATH, PRIVATE, Row, list_all, remove
 
 if TYPE_CHECKING:
     import subprocess
@@ -142,10 +142,10 @@ class Ahead:
         self._here, self._part = os.path.join(private, AHEAD), os.path.join(private, PART)
 
     def arrived(self) -> list[Row]:
-        return _rows_in(self._here)
+        return list_all(self._here)
 
     def parts(self) -> list[Row]:
-        return _rows_in(self._part)
+        return list_all(self._part)
 
     def open(self, lacking: Sequence[Row]) -> None:
         """Make the folder for these files, and keep the parts that help."""
@@ -165,7 +165,7 @@ class Ahead:
         remove(gone)
         if os.path.isdir(self._here):
             os.rename(self._here, gone)
-        for row in _rows_in(gone):
+        for row in list_all(gone):
             if wanted.get(row[PATH]) == row and row[KIND] == FILE:
                 place = os.path.join(to, row[PATH])
                 os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -178,7 +178,3 @@ class Ahead:
     def close(self) -> None:
         """Remove the parts, whose place the files need."""
         remove(self._part)
-
-
-def _rows_in(folder: str) -> list[Row]:
-    return list_tree(folder, os.listdir(folder)) if os.path.isdir(folder) else []

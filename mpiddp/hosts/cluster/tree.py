@@ -38,6 +38,11 @@ def list_tree(folder: str, names: Iterable[str]) -> list[Row]:
     return rows
 
 
+def list_all(folder: str) -> list[Row]:
+    """The rows of all that is in `folder`: none if it is missing. Raises OSError as `list_tree`."""
+    return list_tree(folder, os.listdir(folder)) if os.path.isdir(folder) else []
+
+
 def _add(rows: list[Row], folder: str, path: str, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISREG(status.st_mode) and not path.endswith(HISTORY):
