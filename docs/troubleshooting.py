@@ -1,6 +1,6 @@
-"""The pages of known failures and of our own messages, from the tables that hold them.
+"""The pages of known failures, from the table that holds them.
 
-python -m docs.troubleshooting     # writes troubleshooting.md, messages.md and evidence/explanations.md
+python -m docs.troubleshooting     # writes troubleshooting.md and evidence/explanations.md
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from pathlib import Path
 
 from mpiddp.doctor.explanations import explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
-from tests.support.sentences import sentences
 
 PAGE = Path(__file__).with_suffix(".md")
-MESSAGES = PAGE.with_name("messages.md")
 EVIDENCE = Path(__file__).parent / "evidence" / "explanations.md"
 _TESTS = Path(__file__).parent.parent / "tests"
 _TEXTS = _TESTS / "data" / "failures"
@@ -59,7 +57,6 @@ What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours
 | you have | look at |
 |---|---|
 | an exit code | [exit codes, with what to do](reference.md#exit-codes) |
-| a line that ends with an id: `[hostfile-number]` | [the messages of mpiddp](messages.md) |
 | a line that begins with `mpiddp:` | [the verdict][verdict] |
 | ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
 | a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
@@ -106,37 +103,6 @@ def text() -> str:
     return "\n".join(parts) + "\n"
 
 
-_MESSAGES_HEAD = """\
-# The messages of mpiddp, by id
-
-<!-- Written by `python -m docs.troubleshooting` from the sentences of the package. -->
-
-Each error of mpiddp is one sentence. It says where, what was found, what was expected and which command mends
-it. Its id, in brackets, stays the same when the sentence is worded better. `…` stands for what varies.
-
-How a job ended is no error of mpiddp. A verdict says it, and has no id:
-[the verdicts](failures.md#read-the-verdict-of-a-failed-job).
-
-| id | sentence |
-|---|---|"""
-
-
-def messages() -> str:
-    """The page of our own errors."""
-    rows, others = [], []
-    for id, text in sorted(sentences().items()):
-        shown = re.sub(r"\{\w*\}", "…", text.partition("\n")[0])
-        if re.search("[a-z]", shown):
-            escaped = re.sub(r"([|*_<])", r"\\\1", shown)
-            rows.append(f"| `{id}` | {escaped} |")
-        else:
-            others.append(f"`{id}`")
-    of_others = (
-        f"What these show is the text of a machine or of another program: {', '.join(others)}."
-    )
-    return "\n".join([_MESSAGES_HEAD, *rows, "", of_others]) + "\n"
-
-
 def evidence() -> str:
     """The page that says how each text was obtained, by which a test holds the row that explains it."""
     made, found = provoked(), sources()
@@ -173,6 +139,4 @@ def _looks_like(failure: Failure) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(text())
-    MESSAGES.write_text(messages())
     EVIDENCE.write_text(evidence())
-    print(PAGE, MESSAGES, EVIDENCE)

@@ -68,7 +68,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = self._nearest_option(message)
-        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help [usage-error]")
+        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
     def _nearest_option(self, message: str) -> str:
         """A question that names the known option nearest to an unknown one."""

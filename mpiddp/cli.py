@@ -80,7 +80,7 @@ def _call(verb: str, args: list[str]) -> int:
     if verb not in modules:
         hint = did_you_mean(verb, VERBS)
         raise UserError(
-            f'mpiddp: unknown command "{verb}".{hint} Expected one of: {", ".join(VERBS)}. [unknown-command]'
+            f'mpiddp: unknown command "{verb}".{hint} Expected one of: {", ".join(VERBS)}.'
         )
     _check_working_folder()
     try:
@@ -98,8 +98,7 @@ def _check_working_folder() -> None:
         os.getcwd()  # noqa: PTH109 - no pathlib for one call
     except FileNotFoundError:
         raise UserError(
-            "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR "
-            "[working-folder-removed]"
+            "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR"
         ) from None
 
 

@@ -84,7 +84,7 @@ def missing_package(user: str, package: str) -> str:
     """The sentence for a package that is not installed, with the command that installs it."""
     return (
         f"{user} needs {package}, which {sys.executable} does not have. "
-        f"Run: {sys.executable} -m pip install 'mpiddp[{EXTRA_OF[package]}]' [package-missing]"
+        f"Run: {sys.executable} -m pip install 'mpiddp[{EXTRA_OF[package]}]'"
     )
 
 

@@ -60,7 +60,7 @@ def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type
 
 def read_error(file: str, error: OSError) -> UserError | JobFailed:
     """Why `file` cannot be read, as one sentence."""
-    return cause_of(error)(f"{file} cannot be read ({error.strerror}). [file-unreadable]")
+    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.filename is None or error.strerror is None:  # not an error of a file
             raise
-        sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}. [file-error]"
+        sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
         raise cause_of(error, has_run=has_run)(sentence.lstrip()) from None
 
 
@@ -126,11 +126,11 @@ def check_program(name: str, path: str | None) -> None:
     if shutil.which(name, path=path) is not None:
         return
     if os.sep not in name:
-        raise UserError(f'"{escaped(name)}" is not a program on PATH. [program-not-on-path]')
+        raise UserError(f'"{escaped(name)}" is not a program on PATH.')
     with named_by(""):
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
     hint = " It may not be executed: chmod +x would allow it." if is_file else ""
-    raise UserError(f"{escaped(name)} is not a program.{hint} [program-missing]")
+    raise UserError(f"{escaped(name)} is not a program.{hint}")
 
 
 def is_python(path: Path) -> bool:

@@ -16,21 +16,6 @@ MAX_DURATION_DAYS = 1000
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-# Of an error, at the end of its first line: " [hostfile-number]".
-_ID = re.compile(r" \[[a-z][a-z0-9]*(?:-[a-z0-9]+)+\]$", re.MULTILINE)
-
-
-def without_id(sentence: str) -> str:
-    """The sentence of an error as a part of another text, which does not show its id."""
-    return _ID.sub("", sentence)
-
-
-def before_id(sentence: str, more: str) -> str:
-    """The sentence of an error with more text before its id; at its end if it has none."""
-    *_, end = len(sentence), *(found.start() for found in _ID.finditer(sentence))
-    return f"{sentence[:end]}{more}{sentence[end:]}"
-
-
 def escaped(text: str, *, keep: str = "") -> str:
     """The text without effects on a terminal: an escape character becomes "\\x1b", the end of a line "\\n".
 

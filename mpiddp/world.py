@@ -211,7 +211,7 @@ class World:
                 raise UserError(
                     f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
                     "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
-                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}. [pmix-alone]"
+                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
                 )
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
@@ -225,7 +225,7 @@ class World:
                 f"only some of {launcher.name}'s variables are set: found "
                 f"{', '.join(f'{n}={shown(env[n])}' for n in found) or launcher.proof[0]}, "
                 f"missing {', '.join(missing)}. "
-                "Start the job with mpirun, torchrun or srun, or unset these variables. [variables-partial]"
+                "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
         numbers = {
             name: _tasks_on_node(launcher, env)
@@ -253,7 +253,7 @@ class World:
             if small is not None and large is not None and not 0 <= small < large:
                 raise UserError(
                     f"{name}={shown(env[name])} does not fit "
-                    f"{size_name}={shown(env[size_name])}: {STALE} [variables-contradict]"
+                    f"{size_name}={shown(env[size_name])}: {STALE}"
                 )
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
@@ -324,7 +324,7 @@ def _whole_number(name: str, text: str) -> int:
     try:
         return parse_whole(text)
     except ValueError as error:
-        raise UserError(f'{name}="{shown(text)}" is not {error}. [variable-number]') from None
+        raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
 
 
 def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
@@ -336,11 +336,9 @@ def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
         counts = expand_counts(text)
     except ValueError:
         raise UserError(
-            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1". [tasks-syntax]'
+            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1".'
         ) from None
     node = _whole_number(launcher.node_id, env[launcher.node_id])
     if node >= len(counts):
-        raise UserError(
-            f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE} [tasks-contradict]"
-        )
+        raise UserError(f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE}")
     return counts[node]

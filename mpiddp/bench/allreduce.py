@@ -85,9 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: Options, jobs: Jobs) -> Results:
     ranks = jobs.slots
     if ranks < 2:
-        raise UserError(
-            "an all-reduce needs at least 2 ranks. Example: -H localhost:2 [bench-one-rank]"
-        )
+        raise UserError("an all-reduce needs at least 2 ranks. Example: -H localhost:2")
     sizes = [MIN_BYTES]
     while sizes[-1] * STEP <= options.max_size:
         sizes.append(sizes[-1] * STEP)

@@ -52,7 +52,7 @@ def need_matplotlib() -> None:
     except ImportError as error:
         raise UserError(
             f"mpiddp bench needs matplotlib for its charts ({error}). "
-            f"Run: {sys.executable} -m pip install 'mpiddp[bench]' [bench-matplotlib]"
+            f"Run: {sys.executable} -m pip install 'mpiddp[bench]'"
         ) from None
 
 

@@ -52,8 +52,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: Options, jobs: Jobs) -> Results:
     if parse_training(list(jobs.training)).use_syn:
         raise UserError(
-            "mpiddp bench loader always measures synthetic images. Leave out --use-syn. "
-            "[bench-loader-synthetic]"
+            "mpiddp bench loader always measures synthetic images. Leave out --use-syn."
         )
     note(f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} per source")
     [found] = jobs.run("loader", *as_arguments(options), ranks=jobs.slots).results

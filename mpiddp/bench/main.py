@@ -32,9 +32,7 @@ def main(argv: list[str]) -> int:
     name, *rest = argv
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
-        raise UserError(
-            f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}. [bench-unknown]'
-        )
+        raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}.')
     benchmark = import_module(f"mpiddp.bench.{name}").BENCHMARK
     return run_benchmark(f"mpiddp bench {name}", BENCHMARKS[name], benchmark, rest)
 

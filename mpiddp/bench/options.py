@@ -149,13 +149,13 @@ def _check_training(prog: str, training: list[str]) -> None:
     if (parallel := parse_training(training).parallel) != "ddp":
         raise UserError(
             f"--parallel {parallel} does not apply to {prog}, which measures DistributedDataParallel. "
-            "Leave it out. [bench-parallel]"
+            "Leave it out."
         )
     for argument in training:
         if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
             raise UserError(
                 f"{argument} does not apply to {prog}, which runs a fixed number of steps and keeps "
-                "no checkpoint. Leave it out. [bench-option]"
+                "no checkpoint. Leave it out."
             )
 
 

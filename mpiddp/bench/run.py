@@ -93,8 +93,7 @@ def _check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise cause_of(error)(
-            f"--out {folder}: {existing} cannot be written ({error.strerror}). Name another "
-            "folder. [bench-out-unwritable]"
+            f"--out {folder}: {existing} cannot be written ({error.strerror}). Name another folder."
         ) from None
 
 
@@ -108,9 +107,7 @@ def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Resul
             charts.save(chart, folder / f"{name}.png", benchmark.size, _footnotes(record))
             files.append(f"{name}.png")
     except OSError as error:
-        raise cause_of(error)(
-            f"--out {folder} cannot be written: {error.strerror}. [bench-out-disk]"
-        ) from None
+        raise cause_of(error)(f"--out {folder} cannot be written: {error.strerror}.") from None
     print(f"\n{' and '.join(files)}")
 
 

@@ -110,17 +110,13 @@ def _sizes(options: Options, jobs: Jobs) -> Sequence[int]:
         slots,
     ]
     if sizes[-1] > slots:
-        raise UserError(
-            f"--ranks {sizes[-1]} is more than the {slots} available slots. [bench-ranks]"
-        )
+        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
     batch = parse_training(list(jobs.training)).global_batch_size
     if options.strong and batch is None:
-        raise UserError(
-            "--strong needs a global batch size. Example: --global-batch-size 512 [bench-strong]"
-        )
+        raise UserError("--strong needs a global batch size. Example: --global-batch-size 512")
     if not options.strong and batch is not None:
         raise UserError(
-            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling. [bench-weak]"
+            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling."
         )
     return sizes
 

@@ -51,8 +51,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: Options, jobs: Jobs) -> Results:
     if parse_training(list(jobs.training)).grad_accum_steps != 1:
         raise UserError(
-            "mpiddp bench step measures steps of one backward pass. Leave out "
-            "--grad-accum-steps. [bench-grad-accum]"
+            "mpiddp bench step measures steps of one backward pass. Leave out --grad-accum-steps."
         )
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
     note(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")

@@ -81,7 +81,7 @@ class Contents:
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 "the checkpoint was not written by mpiddp: the states of its random number generators "
-                f"cannot be restored ({type(error).__name__}). [checkpoint-rng]"
+                f"cannot be restored ({type(error).__name__})."
             ) from None
 
     def _of_rank(self, rank: int, key: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Contents:
         if not isinstance(values, dict):
             raise UserError(
                 f"the checkpoint of step {self.step} was not written by mpiddp: {RANKS}.pt has no "
-                f"{key} of rank {rank}. [checkpoint-rank-state]"
+                f"{key} of rank {rank}."
             )
         return values
 
@@ -152,7 +152,7 @@ def read(files: Mapping[str, Path]) -> Contents:
         try:
             shards = ShardFiles(read_index(files[INDEX]), files)
         except BrokenCheckpoint as error:
-            raise UserError(f"{folder}: {error}. [checkpoint-index]") from None
+            raise UserError(f"{folder}: {error}.") from None
         except OSError as error:
             raise read_error(str(files[INDEX]), error) from None
     try:
@@ -164,19 +164,14 @@ def read(files: Mapping[str, Path]) -> Contents:
         state = shards.as_values(state) if shards else state
         return _checked(facts, state, read_tensors(_path(files, f"{RANKS}.pt")))
     except (LookupError, TypeError, AttributeError, UnicodeError):
-        sentence = (
-            f"{folder} was not written by mpiddp: its files have other contents. "
-            "[checkpoint-other-contents]"
-        )
+        sentence = f"{folder} was not written by mpiddp: its files have other contents."
         raise UserError(sentence) from None
 
 
 def _path(files: Mapping[str, Path], name: str) -> Path:
     if name not in files:
         folder = next(iter(files.values())).parent if files else Path()
-        raise UserError(
-            f"{folder} is not a checkpoint of mpiddp: it has no {name}. [checkpoint-file-missing]"
-        )
+        raise UserError(f"{folder} is not a checkpoint of mpiddp: it has no {name}.")
     return files[name]
 
 
@@ -189,8 +184,7 @@ def _facts(path: Path) -> dict[str, Any]:
         facts = None
     if not isinstance(facts, dict) or not isinstance(facts.get("keys", []), list):
         raise UserError(
-            f"{path.parent} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign. "
-            "[checkpoint-foreign]"
+            f"{path.parent} is not a checkpoint of mpiddp: its {FACTS} is missing or foreign."
         )
     return facts
 
@@ -249,7 +243,7 @@ class Resumed:
             if name not in self.state:
                 raise UserError(
                     f"the checkpoint of step {self.step} has no {name!r}. "
-                    f"It has: {', '.join(map(repr, self.state))}. [checkpoint-key]"
+                    f"It has: {', '.join(map(repr, self.state))}."
                 )
             try:
                 like = _like(target)
@@ -263,7 +257,7 @@ class Resumed:
                 reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
                 raise UserError(
                     f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
-                    "Build the same as before, or name another folder. [checkpoint-object]"
+                    "Build the same as before, or name another folder."
                 ) from None
 
 
@@ -369,18 +363,18 @@ def export(folder: Path, out: Path) -> list[str]:
         JobFailed: a disk has failed.
     """
     if out.exists():
-        raise UserError(f"{out} exists already. Name a new folder. [export-exists]")
+        raise UserError(f"{out} exists already. Name a new folder.")
     try:
         directory.verify(folder)
         files, lacking = directory.listed(folder), directory.missing_shards(folder)
     except UnreadableCheckpoint as error:
-        raise JobFailed(f"{folder}: {error}. [export-unreadable]") from None
+        raise JobFailed(f"{folder}: {error}.") from None
     except BrokenCheckpoint as error:
-        raise UserError(f"{folder}: {error}. [export-broken]") from None
+        raise UserError(f"{folder}: {error}.") from None
     if lacking:
         raise UserError(
             f"{folder} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of the "
-            "others here, or resume the run on its hosts. [export-shards]"
+            "others here, or resume the run on its hosts."
         )
     contents = read({name: folder / name for name in files})
     whole = replace(contents, state=with_tensors(contents.state, lambda _: None))
@@ -388,7 +382,5 @@ def export(folder: Path, out: Path) -> list[str]:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         directory.write_folder(out.absolute(), lambda new: write_files(new, whole))
     except OSError as error:
-        raise cause_of(error)(
-            f"{out} cannot be written: {error.strerror}. [export-unwritable]"
-        ) from None
+        raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
     return list(whole.state)

@@ -80,7 +80,7 @@ def _prune(given: Path, keep: int) -> int:
     root = find_checkpoints(given)
     if root is None:
         raise UserError(
-            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints. [prune-folder]"
+            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
     # On a host that keeps the shards of two hosts, no folder may have all.
     has_all = any(_has_all_shards(folder) for folder in directory.list_steps(root))
@@ -111,7 +111,7 @@ def _export(given: Path, out: Path) -> int:
         if newest is None:
             has_failed = any(isinstance(error, UnreadableCheckpoint) for _, error in errors)
             raise (JobFailed if has_failed else UserError)(
-                f"{given} contains no verified checkpoint. [export-no-checkpoint]"
+                f"{given} contains no verified checkpoint."
             )
         folder = newest
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])
@@ -126,7 +126,7 @@ def _checkpoints(given: Path) -> list[Path]:
         return [given.resolve()]
     raise UserError(
         f"{given} {_found(given)}. "
-        "Expected a run's folder, a folder of checkpoints, or a checkpoint. [checkpoints-folder]"
+        "Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
 
 

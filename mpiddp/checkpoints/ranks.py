@@ -140,7 +140,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         if dist.is_initialized() and not has_agent:
             raise UserError(
                 "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
-                "start the script with mpiddp run or torchrun. [checkpoints-late]"
+                "start the script with mpiddp run or torchrun."
             )
         enter_until_exit(join(world))
     assert session.coordinator is not None
@@ -182,8 +182,7 @@ def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
         ):
             raise UserError(
                 f"mpiddp.Checkpoints needs a process group of all {world.world_size} ranks. Call "
-                "torch.distributed.init_process_group or mpiddp.init before resume() and save(). "
-                "[checkpoints-no-group]"
+                "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
             )
     is_gloo = dist.get_backend() == "gloo"
     return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))

@@ -160,7 +160,7 @@ def _search_all(
         )
         if best.is_named:
             with ranks.together():
-                raise UserError(f"{path}: {problem}. [resume-incomplete]")
+                raise UserError(f"{path}: {problem}.")
         incomplete[best.is_own, best.step] = problem
 
 
@@ -193,9 +193,9 @@ def _listing(folder: Path) -> Listing:
     try:
         return directory.listing(folder)
     except UnreadableCheckpoint as error:
-        raise JobFailed(f"{folder}: {error}. [resume-folder]") from None
+        raise JobFailed(f"{folder}: {error}.") from None
     except BrokenCheckpoint as error:
-        raise UserError(f"{folder}: {error}. [resume-list]") from None
+        raise UserError(f"{folder}: {error}.") from None
 
 
 def _warnings(hosts: list[Host], best: Host, ranks: Ranks) -> list[str]:
@@ -233,35 +233,31 @@ def _search(here: Host, run: RunDir, path: Path | None, skip: Incomplete) -> Hos
     if path is None or is_restart(os.environ) or not goes_back:
         problem = ""
         if path is None and directory.list_steps(root):
-            problem = (
-                f"{root} contains no verified checkpoint. Name another folder. [resume-none-here]"
-            )
+            problem = f"{root} contains no verified checkpoint. Name another folder."
         own = _newest_in(replace(here, is_own=True), root, problem, skip)
         if path is None or own.folder or own.has_failed:
             return own
     if not path.exists():
-        return replace(
-            here, problem=f"{path} not found (looked in {Path.cwd()}). {_EXPECTED} [resume-missing]"
-        )
+        return replace(here, problem=f"{path} not found (looked in {Path.cwd()}). {_EXPECTED}")
     if checkpoints := find_checkpoints(path):
         return _newest_in(
             here,
             checkpoints,
-            f"{path}: contains no verified checkpoint. [resume-none-verified]",
+            f"{path}: contains no verified checkpoint.",
             skip,
         )
     if not directory.is_checkpoint(path):
-        return replace(here, problem=f"{path}: contains no checkpoint. {_EXPECTED} [resume-none]")
+        return replace(here, problem=f"{path}: contains no checkpoint. {_EXPECTED}")
     try:
         directory.verify(path)
     except BrokenCheckpoint as error:
         has_failed = isinstance(error, UnreadableCheckpoint)
-        return replace(here, problem=f"{path}: {error}. [resume-broken]", has_failed=has_failed)
+        return replace(here, problem=f"{path}: {error}.", has_failed=has_failed)
     if goes_back and path not in directory.list_steps(root):
         name = "step_ and 8 digits"
         return replace(
             here,
-            problem=f"{path}: the name of a checkpoint here is {name}. Rename it. [resume-name]",
+            problem=f"{path}: the name of a checkpoint here is {name}. Rename it.",
         )
     step = directory.step_of(path) if goes_back else 0
     return replace(here, folder=str(path), step=step, is_named=True, goes_back=goes_back)
@@ -276,9 +272,7 @@ def _newest_in(here: Host, root: Path, problem: str, skip: Incomplete) -> Host:
         return replace(here, folder=str(verified), step=step, broken=broken)
     for _, error in errors:
         if isinstance(error, UnreadableCheckpoint):
-            return replace(
-                here, problem=f"{root}: {error}. [resume-disk]", has_failed=True, broken=broken
-            )
+            return replace(here, problem=f"{root}: {error}.", has_failed=True, broken=broken)
     return replace(here, problem=problem, broken=broken)
 
 
@@ -328,11 +322,9 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
             _receive(received, pieces, found)
     except (OSError, BrokenCheckpoint) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        problem = (
-            f"{received}: cannot keep the files of other hosts: {reason}. [resume-cannot-keep]"
-        )
+        problem = f"{received}: cannot keep the files of other hosts: {reason}."
     if why := _finish(pieces):
-        problem = f"{found.folder}: cannot send its files: {why}. [resume-cannot-send]"
+        problem = f"{found.folder}: cannot send its files: {why}."
     with ranks.together():
         if problem:
             raise JobFailed(problem)

@@ -70,9 +70,7 @@ class Run:
             try:
                 moved = directory.set_aside(root, step) if self.is_writer else []
             except OSError as error:
-                sentence = (
-                    f"{root}: cannot rename the newer checkpoints: {error.strerror}. [run-rename]"
-                )
+                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
                 raise cause_of(error, has_run=True)(sentence) from None
         for folder in moved:
             log.info(
@@ -105,7 +103,7 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
     with ranks.together(), named_by(""):
         if folder.metrics.exists() and not folder.checkpoints.exists():
             raise UserError(
-                f"{folder} has a {folder.metrics.name} of another program. Name another folder. [run-foreign]"
+                f"{folder} has a {folder.metrics.name} of another program. Name another folder."
             )
     with ranks.together(), writing(folder):
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -141,7 +139,7 @@ def _wait_for_run(folder: Path, ranks: Ranks) -> None:
             return
         if answers[0][1]:
             raise JobFailed(
-                f"{folder.parent} is not there any more: no host can read {folder.name}. [run-lost]"
+                f"{folder.parent} is not there any more: no host can read {folder.name}."
             )
         if not says_so:
             says_so = True
@@ -220,9 +218,7 @@ class RunOwner:
     def check(self) -> None:
         """Raise JobFailed if another run has taken the folder, because this one was not seen for 60 s."""
         if self._lost_to:
-            raise JobFailed(
-                f"{self._path.parent} was taken over: {self._lost_to}. [run-taken-over]"
-            )
+            raise JobFailed(f"{self._path.parent} was taken over: {self._lost_to}.")
 
     def release(self) -> None:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
@@ -262,15 +258,11 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
         touched, found = _touched(run.owner), _read(run.owner)
         if found is None:
             if run.owner.is_symlink():
-                raise UserError(
-                    f"{run.owner} is a link to a file that does not exist. Remove it. [run-dangling-link]"
-                )
+                raise UserError(f"{run.owner} is a link to a file that does not exist. Remove it.")
             continue  # released meanwhile
         other = _Record.parse(found)
         if other is not None and other.is_this_process:
-            raise UserError(
-                f"{run} is in use by this process. Close it there first. [run-open-here]"
-            )
+            raise UserError(f"{run} is in use by this process. Close it there first.")
         is_dead = other is not None and (other.run_id == run_id or other.is_dead)
         if not is_dead:
             if other is not None and other.is_dead is False:
@@ -289,9 +281,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
 
 
 def _taken(run: RunDir, other: _Record) -> UserError:
-    return UserError(
-        f"{run}: {other.sentence}. Wait for its end, or name another folder. [run-in-use]"
-    )
+    return UserError(f"{run}: {other.sentence}. Wait for its end, or name another folder.")
 
 
 def _create(path: Path, record: _Record) -> bool:

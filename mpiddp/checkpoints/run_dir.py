@@ -63,10 +63,8 @@ class RunDir:
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     """Why the run's folder cannot be written: a wrong path, or a machine that failed."""
     if cause_of(error, has_run=_has_run(run)) is UserError:
-        return UserError(
-            f"{run} cannot be written: {error.strerror}. Name another folder. [run-unwritable]"
-        )
-    return JobFailed(f"{run} cannot be written: {error.strerror}. [run-disk]")
+        return UserError(f"{run} cannot be written: {error.strerror}. Name another folder.")
+    return JobFailed(f"{run} cannot be written: {error.strerror}.")
 
 
 @contextlib.contextmanager
@@ -127,7 +125,7 @@ class RunRecords:
         if self._is_writer is None:
             raise UserError(
                 "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are "
-                "kept. [metrics-before-resume]"
+                "kept."
             )
         if not self._is_writer:
             return
@@ -233,7 +231,7 @@ def _current_run() -> RunFiles:
     run = current().run
     if run is None:
         raise UserError(
-            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a') [metrics-no-run]"
+            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
         )
     return run
 

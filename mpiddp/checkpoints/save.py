@@ -245,11 +245,11 @@ def _save_error(error: OSError, root: Path, step: int, needed: int) -> str:
         elif error.errno == errno.EDQUOT:  # the file system may have space, for others
             found = "and your disk quota is used up"
         else:
-            return f"{sentence} {rest} [save-failed]"
+            return f"{sentence} {rest}"
     except OSError:  # a file server that is gone
-        return f"{sentence} [save-folder-gone]"
+        return f"{sentence}"
     where = f"no space left for a checkpoint in {root}"
-    return f"{where}: step {step} needs {_size(needed)}, {found}. {rest} [save-no-space]"
+    return f"{where}: step {step} needs {_size(needed)}, {found}. {rest}"
 
 
 def _size(num_bytes: int) -> str:

@@ -31,7 +31,6 @@ from mpiddp.paths import flush
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
-from mpiddp.text import without_id
 
 
 class NotSaved(Exception):
@@ -94,7 +93,7 @@ class Exchange:
             why = (
                 "another rank has failed" if isinstance(end, AnotherFailed) else "the job has ended"
             )
-            raise NotSaved(f"step {self._step} was not saved: {why}. [step-not-saved]") from None
+            raise NotSaved(f"step {self._step} was not saved: {why}.") from None
         finally:
             self.count(time.monotonic() - since)
 
@@ -220,9 +219,7 @@ class ShardedSaver:
         for name in map(file_of, self._file_systems.shards_at(self._rank)):
             entry = files[name]
             if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
-                raise NotSaved(
-                    f"{self._root}: {name} of step {self._step} is incomplete. [shard-incomplete]"
-                )
+                raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
             hashes[name] = entry.sha256
         (folder / INDEX).write_text(index_of(self._plan.tensors, files))
         return hashes
@@ -248,7 +245,7 @@ class ShardedSaver:
                     senders = self._file_systems.senders_to(self._rank)
                     transfer = Transfer(folder, self._rank, senders)
         except (OSError, JobFailed) as error:
-            reason = getattr(error, "strerror", None) or without_id(str(error)).rstrip(".")
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         # None tells the other hosts that this rank takes no part in the transfer.
         written = asdict(entry) if entry and not reason else None
         self._exchange.set("written", written)
@@ -264,8 +261,7 @@ class ShardedSaver:
             raise NotSaved("")  # the writer rank reports why
         if reason:
             raise NotSaved(
-                f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}. "
-                "[shard-not-written]"
+                f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}."
             )
 
     def _copy(self, transfer: Transfer, own: Entry) -> None:

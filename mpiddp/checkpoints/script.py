@@ -179,7 +179,7 @@ class Checkpoints:
         if different:
             raise UserError(
                 f"{from_here(found.folder)} was made with another config: {'; '.join(different)}. "
-                "Use the same config, or name another folder. [run-other-config]"
+                "Use the same config, or name another folder."
             )
 
     def due(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class Checkpoints:
                 if found := directory.list_steps(self._dir.checkpoints):
                     raise UserError(
                         f"{self._dir} has {found[-1].name} of an earlier run. "
-                        "Call resume() before the first save(), or name another folder. [run-not-resumed]"
+                        "Call resume() before the first save(), or name another folder."
                     )
             self._start(run, 0)
         except BaseException:
@@ -327,7 +327,7 @@ def _refuse_other_step(found: Found, contents: Contents) -> None:
         name = f"step_{contents.step:08d}"
         raise UserError(
             f"{from_here(found.folder)} is the checkpoint of step {contents.step}: rename it to "
-            f"{name}. [checkpoint-renamed]"
+            f"{name}."
         )
 
 

@@ -114,13 +114,11 @@ class ShardFiles:
                 return torch.empty(saved.shape, dtype=dtype, device="cpu")
             except RuntimeError:  # of torch's allocator
                 size = prod(saved.shape) * dtype.itemsize
-                raise JobFailed(
-                    f"no memory for {where}, which has {size} bytes. [shard-memory]"
-                ) from None
+                raise JobFailed(f"no memory for {where}, which has {size} bytes.") from None
         if tuple(tensor.shape) != saved.shape:
             raise UserError(
                 f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
-                "Build the same model as before. [shard-shape]"
+                "Build the same model as before."
             )
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
 
@@ -149,9 +147,7 @@ class ShardFiles:
             for item, chunk in of_file:
                 part = contents.get(item.storage_index.fqn)
                 if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes:
-                    raise UserError(
-                        f"{self.files[file]} is not the file of this save. [shard-other-save]"
-                    )
+                    raise UserError(f"{self.files[file]} is not the file of this save.")
                 for dim, (start, length) in enumerate(
                     zip(item.storage_offsets, item.lengths, strict=True)
                 ):
@@ -161,14 +157,10 @@ class ShardFiles:
 
     def _load(self, file: str) -> dict[str, Any]:
         if file not in self.files:
-            raise UserError(
-                f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names. [shard-entry-missing]"
-            )
+            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
         contents = read_tensors(self.files[file])
         if not isinstance(contents, dict):
-            raise UserError(
-                f"{self.files[file]} was not written by mpiddp: it has other contents. [shard-contents]"
-            )
+            raise UserError(f"{self.files[file]} was not written by mpiddp: it has other contents.")
         return contents
 
 

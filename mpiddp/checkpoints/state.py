@@ -357,6 +357,4 @@ def read_tensors(path: Path) -> Any:
     except OSError as error:
         raise read_error(str(path), error) from None
     except Unreadable as error:
-        raise UserError(
-            f"{path} was not written by mpiddp: {error}. [checkpoint-tensors]"
-        ) from None
+        raise UserError(f"{path} was not written by mpiddp: {error}.") from None

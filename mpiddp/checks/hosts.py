@@ -22,7 +22,6 @@ from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import shell_command
 from mpiddp.hosts.ssh_complaints import login_failed
 from mpiddp.hosts.transport import Transport
-from mpiddp.text import without_id
 
 _FILES_PER_HOST = 3
 _END_S = 3.0
@@ -101,7 +100,7 @@ class Agents:
                 self.skews[host] = message["clock"] - time.time()
                 return message
         except Failed as failure:
-            self.refusals.append((question, f"{host.name}: {without_id(str(failure)).rstrip('.')}"))
+            self.refusals.append((question, f"{host.name}: {str(failure).rstrip('.')}"))
         except (Lost, ValueError, LookupError) as error:
             self.failures[host] = _why_lost(host, question, error)
         return None

@@ -38,7 +38,7 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.paths import named_by
-from mpiddp.text import all_of, counted, without_id
+from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
 _JOB_S = 90.0
@@ -243,7 +243,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     with named_by("--script"):
         is_file = path.is_file()
     if not is_file:
-        raise UserError(f"--script {script} not found (looked in {folder}). [doctor-script]")
+        raise UserError(f"--script {script} not found (looked in {folder}).")
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
@@ -265,7 +265,7 @@ def _run_job(job: Sequence[str]) -> _Job:
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {without_id(last)}", mend), {})
+        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {})
     ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
         fact = f"an all-reduce has a wrong sum on {all_of(wrong)}"
@@ -286,5 +286,5 @@ def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> lis
 
 def _split(sentence: str) -> tuple[str, str]:
     """A sentence of the preflight into the fact, and what mends it."""
-    fact, _, mend = without_id(sentence).partition(". ")
+    fact, _, mend = sentence.partition(". ")
     return fact.rstrip("."), mend.rstrip(".")

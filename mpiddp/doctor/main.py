@@ -58,9 +58,7 @@ def _explained(name: str) -> list[Explanation]:
         reason = (
             os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         )
-        raise UserError(
-            f"{escaped(name)} cannot be read ({reason}). [explain-unreadable]"
-        ) from None
+        raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
 
 
 def _text(name: str, file: BinaryIO) -> BinaryIO:
@@ -68,8 +66,7 @@ def _text(name: str, file: BinaryIO) -> BinaryIO:
     sample = file.peek(_SAMPLE)[:_SAMPLE]  # type: ignore[attr-defined]
     if len(sample) - len(sample.translate(None, _CONTROLS)) > _MOST_CONTROLS * len(sample):
         raise UserError(
-            f"{escaped(name)} is not text. If it is compressed: zcat FILE | mpiddp explain - "
-            "[explain-not-text]"
+            f"{escaped(name)} is not text. If it is compressed: zcat FILE | mpiddp explain -"
         )
     return file
 

@@ -94,10 +94,10 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
     if options.job.is_command:
         raise UserError(
             "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
-            'after "--". Example: mpiddp drill -n 2 train.py --out {out} [drill-command]'
+            'after "--". Example: mpiddp drill -n 2 train.py --out {out}'
         )
     if options.dry_run:
-        raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out. [drill-dry-run]")
+        raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
     placed = make_plan(options, os.environ).request.hosts
     others = [host for host in placed.hosts if not is_this_host(host.name)]
     spare = others[-1] if others and len(placed.hosts) > 1 else None

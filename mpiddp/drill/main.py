@@ -195,14 +195,11 @@ def _new_folder(named: str | None, *, has_hosts: bool) -> Path:
             return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside))
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):
-            raise UserError(
-                f"--work {work} is not empty. Name a new folder. [drill-work-not-empty]"
-            )
+            raise UserError(f"--work {work} is not empty. Name a new folder.")
     except OSError as error:
         place = work or beside or tempfile.gettempdir()
         raise cause_of(error)(
-            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR "
-            "[drill-work-unwritable]"
+            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR"
         ) from None
     return work
 

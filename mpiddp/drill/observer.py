@@ -42,7 +42,7 @@ def observe() -> None:
     if not (folder / "plan.json").is_file():
         raise UserError(
             f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
-            "share: --work DIR [drill-work-not-shared]"
+            "share: --work DIR"
         )
     observer = _Observer(folder, int(os.environ["RANK"]), Plan.read(folder))
     register_optimizer_step_pre_hook(observer.before_step)

@@ -56,17 +56,17 @@ def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
     if host.port is not None:
         raise UserError(
             f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express port={host.port}. "
-            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config. [convert-port]'
+            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
         )
     if ":" in host.name:
         raise UserError(
             f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express the IPv6 address {host.name}. "
-            "Give it a name in /etc/hosts, or use IPv4. [convert-ipv6]"
+            "Give it a name in /etc/hosts, or use IPv4."
         )
     if host.slots == 0:
         raise UserError(
             f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express slots=0. "
-            f"Remove {host.name}. [convert-no-slots]"
+            f"Remove {host.name}."
         )
     count = "" if host.slots is None else f":{host.slots}"
     return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"

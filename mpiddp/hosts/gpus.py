@@ -20,7 +20,7 @@ from typing import NamedTuple
 # For a host whose GPUs do not answer. NCCL would not work there either.
 NO_ANSWER = (
     "{name}: nvidia-smi (amd-smi, xpu-smi) does not answer. Repair the driver, or set "
-    "CUDA_VISIBLE_DEVICES= to run without GPUs. [gpus-do-not-answer]"
+    "CUDA_VISIBLE_DEVICES= to run without GPUs."
 )
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 

@@ -56,9 +56,7 @@ def main(options: argparse.Namespace) -> int:
         print(_events(history, known[0]) if host else _table(history, known))
         print(f"from {all_of([escaped(str(path)) for path in files.existing])}")
     elif files.append(Event(time.time(), forgotten=tuple(known))) is None:
-        raise UserError(
-            "no file of the history can be written. To forget all, remove them. [history-unwritable]"
-        )
+        raise UserError("no file of the history can be written. To forget all, remove them.")
     else:
         print(f"forgot {listed([escaped(each) for each in known])}.")
     return DONE

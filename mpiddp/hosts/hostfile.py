@@ -108,8 +108,7 @@ def slots_of(hosts: Hosts, host: Host) -> int:
     """The host's slot count. Raises UserError if it is not known."""
     if host.slots is None:
         raise UserError(
-            f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N "
-            "[hostfile-no-slots]"
+            f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N"
         )
     return host.slots
 
@@ -130,22 +129,14 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         folder = "" if Path(path).is_absolute() else f" (looked in {_working_folder()})"
-        raise UserError(
-            f"{source} not found{folder}. Not falling back to this machine. [hostfile-missing]"
-        ) from None
+        raise UserError(f"{source} not found{folder}. Not falling back to this machine.") from None
     except IsADirectoryError:
-        raise UserError(
-            f"{source} is a directory. Name a hostfile in it. [hostfile-folder]"
-        ) from None
+        raise UserError(f"{source} is a directory. Name a hostfile in it.") from None
     except PermissionError:
         hint = f"chmod u+r {shlex.quote(source)}"
-        raise UserError(
-            f"{source} cannot be read: permission denied. Run: {hint} [hostfile-permission]"
-        ) from None
+        raise UserError(f"{source} cannot be read: permission denied. Run: {hint}") from None
     except OSError as error:
-        raise cause_of(error)(
-            f"{source} cannot be read: {error.strerror}. [hostfile-unreadable]"
-        ) from None
+        raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source, keep_fqdn=keep_fqdn)
 
 
@@ -169,7 +160,7 @@ def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Host
         for number, tokens in rows.items()
     ]
     if not found:
-        raise UserError(f"{source} lists no host. {EXAMPLE} [hostfile-empty]")
+        raise UserError(f"{source} lists no host. {EXAMPLE}")
     # A line for each slot. A list without a repeated host says nothing about the slots.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     if is_of_grid_engine or (are_bare and len({host.key for host in found}) < len(found)):
@@ -184,7 +175,7 @@ def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
         UserError: as for a hostfile; `source` stands in its sentence.
     """
     if not rows:
-        raise UserError(f"{source} lists no host. [hosts-empty]")
+        raise UserError(f"{source} lists no host.")
     found = [_parse_host(source, row) for row in rows]
     if all(host.slots is not None for host in found):
         found = _merged(found)
@@ -210,12 +201,12 @@ def parse_host_list(text: str) -> Hosts:
     """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
     example = "Example: -H node1:2,node2:4"
     if not text.strip():
-        raise UserError(f"-H lists no host. {example} [host-list-empty]")
+        raise UserError(f"-H lists no host. {example}")
     found = []
     for entry in text.split(","):
         tokens = _tokens(entry)
         if len(tokens) != 1:
-            raise UserError(f'-H: "{shown(entry)}" is not a host. {example} [host-list-entry]')
+            raise UserError(f'-H: "{shown(entry)}" is not a host. {example}')
         found.append(_parse_host("-H", tokens))
     return _checked(Hosts("-H", tuple(found)), keep_fqdn=True)
 
@@ -224,13 +215,13 @@ def _text(data: bytes, source: str) -> str:
     """The file's bytes as text, without a byte order mark and the ends of Windows' lines."""
     if len(data) > _MAX_BYTES:
         raise UserError(
-            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE} [hostfile-size]"
+            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
         )
     text = data.decode("utf-8-sig", errors="surrogateescape")
     if bad := _NO_TEXT.search(text):
         byte = ord(bad[0]) & 0xFF  # a byte that is not UTF-8 is decoded as U+DC00 + itself
         where = f"{source}:{_line_at(text, bad.start())}"
-        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE} [hostfile-not-text]")
+        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}")
     return text
 
 
@@ -265,15 +256,13 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         if not equals or key not in _KEYS:
             raise UserError(
                 f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
-                f"{EXAMPLE} [hostfile-key]"
+                f"{EXAMPLE}"
             )
         if (
             key in numbers
             or (user if key == "user" else gpus if key == "gpus" else None) is not None
         ):
-            raise UserError(
-                f'{where}: "{shown(token)}" sets {key} twice. Remove one. [hostfile-key-twice]'
-            )
+            raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         if key == "user":
             user = _checked_name(where, "user", value)
         elif key == "gpus":
@@ -286,12 +275,10 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
             f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
-            f"Raise it, or write: {name} slots={host.max_slots} [hostfile-max-slots]"
+            f"Raise it, or write: {name} slots={host.max_slots}"
         )
     if host.port is not None and not 1 <= host.port <= 65535:
-        raise UserError(
-            f"{where}: port={host.port} is not a port. Expected 1 to 65535. [hostfile-port]"
-        )
+        raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")
     return host
 
 
@@ -300,24 +287,21 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
     if name.startswith("-"):
         raise UserError(
             f'{where}: {kind} "{shown(name)}" starts with "-" and would reach ssh as an option. '
-            "Refused. [host-dash]"
+            "Refused."
         )
     if len(name) > _LONGEST_NAME:
         raise UserError(
-            f'{where}: {kind} "{shown(name)}" has more than {_LONGEST_NAME} characters. '
-            f"{EXAMPLE} [host-length]"
+            f'{where}: {kind} "{shown(name)}" has more than {_LONGEST_NAME} characters. {EXAMPLE}'
         )
     if kind == "host" and _ADDRESS.fullmatch(name):
         try:
             return str(ipaddress.ip_address(name))
         except ValueError:
-            raise UserError(
-                f'{where}: "{shown(name)}" is not an IP address. {EXAMPLE} [host-address]'
-            ) from None
+            raise UserError(f'{where}: "{shown(name)}" is not an IP address. {EXAMPLE}') from None
     if not (_NAME if kind == "host" else _USER).fullmatch(name):
         raise UserError(
             f'{where}: {kind} "{shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
-            f"{EXAMPLE} [host-name]"
+            f"{EXAMPLE}"
         )
     return name
 
@@ -326,27 +310,20 @@ def _gpus(where: str, token: str, value: str) -> tuple[int, ...]:
     """The numbers of GPUs in "0,2,3"."""
     if not re.fullmatch("[0-9]{1,3}(,[0-9]{1,3})*", value):
         raise UserError(
-            f'{where}: "{shown(token)}" is not a list of GPU numbers. '
-            "Example: node1 gpus=0,2,3 [hostfile-gpus]"
+            f'{where}: "{shown(token)}" is not a list of GPU numbers. Example: node1 gpus=0,2,3'
         )
     gpus = tuple(map(int, value.split(",")))
     if len(set(gpus)) < len(gpus):
-        raise UserError(
-            f'{where}: "{shown(token)}" names a GPU twice. Remove one. [hostfile-gpu-twice]'
-        )
+        raise UserError(f'{where}: "{shown(token)}" names a GPU twice. Remove one.')
     return gpus
 
 
 def _number(where: str, token: str, value: str, example: str) -> int:
     """A count as Open MPI reads it. 0 is allowed: a host with slots=0 takes no rank."""
     if not re.fullmatch("[0-9]+", value):
-        raise UserError(
-            f'{where}: "{shown(token)}" is not a positive integer. {example} [hostfile-number]'
-        )
+        raise UserError(f'{where}: "{shown(token)}" is not a positive integer. {example}')
     if len(value) > 6:
-        raise UserError(
-            f'{where}: "{shown(token)}" has more than 6 digits. {example} [hostfile-digits]'
-        )
+        raise UserError(f'{where}: "{shown(token)}" has more than 6 digits. {example}')
     return int(value)
 
 
@@ -357,12 +334,12 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
         first = seen.setdefault(host.key, host)
         if first is not host and host.line is None:
             raise UserError(
-                f"{hosts.source}: {host.name} is listed twice. Write it once: {host.name}:N [host-list-twice]"
+                f"{hosts.source}: {host.name} is listed twice. Write it once: {host.name}:N"
             )
         if first is not host:
             raise UserError(
                 f"{hosts.where(host)}: {host.name} is already on line {first.line}. "
-                "Merge them into one slots= line. [hostfile-twice]"
+                "Merge them into one slots= line."
             )
     shortened: dict[str, Host] = {}
     for host in () if keep_fqdn else hosts.hosts:
@@ -373,14 +350,10 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
         if first is not host:
             raise UserError(
                 f'{hosts.source}: {first.name} and {host.name} both shorten to "{short}". '
-                "Use IP addresses, or --keep-fqdn. [hostfile-short-names]"
+                "Use IP addresses, or --keep-fqdn."
             )
     if all(host.slots == 0 for host in hosts.hosts):
-        raise UserError(
-            f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE} [hostfile-all-zero]"
-        )
+        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
-        raise UserError(
-            f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}. [hostfile-too-many]"
-        )
+        raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts

@@ -155,12 +155,12 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     if host.gpus is not None:
         raise UserError(
             f"{hosts.where(host)}: gpus= is read by mpiddp launch alone, and {MPI_NAMES[mpi]}'s mpirun "
-            f"has no key for it. Write: {right} [check-gpus]"
+            f"has no key for it. Write: {right}"
         )
     if host.text.endswith("\r"):
         raise UserError(
             f"{hosts.where(host)}: Windows line endings, which {MPI_NAMES[mpi]}'s mpirun cannot parse. "
-            rf"Run: sed -i 's/\r$//' {shlex.quote(hosts.source)} [check-windows]"
+            rf"Run: sed -i 's/\r$//' {shlex.quote(hosts.source)}"
         )
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()
@@ -177,12 +177,12 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     if foreign:
         raise UserError(
             f'{hosts.where(host)}: "{foreign[0]}" is {theirs}\'s syntax and mpirun here is '
-            f"{MPI_NAMES[mpi]}. Write: {right} [check-syntax]"
+            f"{MPI_NAMES[mpi]}. Write: {right}"
         )
     if mpi == "mpich" and comment and written[-1].isspace():
         raise UserError(
             f"{hosts.where(host)}: a comment after a host, which MPICH cannot parse. "
-            "Give it a line of its own. [check-comment]"
+            "Give it a line of its own."
         )
 
 

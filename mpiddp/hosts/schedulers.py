@@ -45,14 +45,14 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
         raise UserError(
             f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
-            f"components are not read. {NAME_THEM} [slurm-heterogeneous]"
+            f"components are not read. {NAME_THEM}"
         )
     nodelist = env.get("SLURM_JOB_NODELIST")
     if not nodelist:
         raise UserError(
             f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
             "allocation's environment. Name the hosts with --hostfile or -H, or unset "
-            "SLURM_JOB_ID. [slurm-no-nodelist]"
+            "SLURM_JOB_ID."
         )
     names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
     counts_name, gpus = _gpus_of_slurm(env)
@@ -64,7 +64,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     if len(slots) != len(names):
         raise UserError(
             f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
-            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H. [slurm-counts]"
+            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
         )
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
@@ -104,9 +104,7 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
         reason = "it does not have a number after each host"
         if wrong:
             reason = f"{shown(wrong[0])!r} is not a number of slots"
-        raise UserError(
-            f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM} [lsf-hosts]'
-        )
+        raise UserError(f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM}')
     rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
     return replace(granted_hosts(rows, name), source=source)
 
@@ -138,11 +136,11 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
     except subprocess.CalledProcessError as error:
         said = shown((error.stderr.strip().splitlines() or ["no reason"])[-1])
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM} [flux-fails]"
+            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM}"
         ) from None
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM} [flux-unusable]"
+            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
         ) from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
@@ -154,14 +152,13 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
     if env.get("K_MPI_JOB_ROLE") == "worker":
         raise UserError(
             "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
-            "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker. "
-            "[mpijob-worker]"
+            "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
         )
     named = [name for name in MPIJOB_HOSTFILES if env.get(name)]
     if not named:
         raise UserError(
             "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
-            f"Expected one of {', '.join(MPIJOB_HOSTFILES)}. {NAME_THEM} [mpijob-no-hostfile]"
+            f"Expected one of {', '.join(MPIJOB_HOSTFILES)}. {NAME_THEM}"
         )
     return _of_file(env, named[0], f"the hostfile of {named[0]}", named[0])
 
@@ -174,7 +171,7 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
         raise UserError(
             f"this is node {shown(env['SKYPILOT_NODE_RANK'])} of a SkyPilot task, and mpiddp launch on "
             'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
-            "launch …; fi [skypilot-node]"
+            "launch …; fi"
         )
     slots = _count_in(env, "SKYPILOT_NUM_GPUS_PER_NODE")
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
@@ -187,13 +184,13 @@ def azure_batch(env: Mapping[str, str]) -> Hosts | None:
     if not rows:
         raise UserError(
             "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
-            f"nodes of this Azure Batch task are not known. {NAME_THEM} [azure-no-hosts]"
+            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
         )
     hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
     if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
         raise UserError(
             "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
-            "ranks of all nodes. Write it in the application command of the task. [azure-not-primary]"
+            "ranks of all nodes. Write it in the application command of the task."
         )
     return hosts
 
@@ -211,7 +208,7 @@ def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]],
             return None
         raise UserError(
             f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
-            f"does not list them. {instead} {NAME_THEM} [scheduler-hosts-unknown]"
+            f"does not list them. {instead} {NAME_THEM}"
         )
 
     return read
@@ -229,7 +226,7 @@ def _parsed(
     except ValueError as error:
         raise UserError(
             f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
-            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID. [slurm-syntax]"
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
         ) from None
 
 
@@ -239,7 +236,7 @@ def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Host
     if not path:
         raise UserError(
             f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
-            f"allocation's environment. {NAME_THEM} [scheduler-no-file]"
+            f"allocation's environment. {NAME_THEM}"
         )
     found = read_hostfile(path, keep_fqdn=True)
     # Without the positions in a file that the user has not written.
@@ -251,7 +248,7 @@ def _count_in(env: Mapping[str, str], name: str) -> int | None:
     try:
         return parse_whole(env.get(name) or "0", high=1000) or None
     except ValueError as error:
-        raise UserError(f'{name}="{shown(env[name])}" is not {error}. [scheduler-count]') from None
+        raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
 
 
 class Scheduler(NamedTuple):

@@ -36,8 +36,7 @@ def port_in(env: Mapping[str, str]) -> int:
         return parse_whole(text, 0, 1 << 16)
     except ValueError:
         raise UserError(
-            f'MASTER_PORT="{shown(text)}" is not a port. '
-            "Expected 1 to 65535, or leave it unset. [master-port]"
+            f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or leave it unset.'
         ) from None
 
 
@@ -53,10 +52,10 @@ def resolve(name: str) -> str:
     except (OSError, UnicodeError) as error:  # UnicodeError for an invalid name such as "a..b"
         sentence = f"{name}: cannot be resolved from {socket.gethostname()}"
         if isinstance(error, OSError) and error.errno not in _WRONG_NAME:
-            raise JobFailed(f"{sentence}: {error.strerror}. [name-unresolved]") from None
+            raise JobFailed(f"{sentence}: {error.strerror}.") from None
         raise UserError(
             f"{sentence}. Add it to DNS or /etc/hosts, "
-            "or set MASTER_ADDR to an address of the host where rank 0 runs. [master-unresolved]"
+            "or set MASTER_ADDR to an address of the host where rank 0 runs."
         ) from None
     *_, address = min(answers, key=lambda answer: answer[0])
     return str(address[0])
@@ -76,7 +75,7 @@ def resolve_own(name: str) -> str:
     if not own:
         raise UserError(
             f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
-            "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach. [master-loopback]"
+            "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
     return own[0]
 
@@ -113,20 +112,20 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
         if error.errno == errno.EADDRINUSE and not os.environ.get("MASTER_PORT"):
             raise JobFailed(
                 f"port {port}, which follows from the ids of Slurm's job and step, is in use on {hostname} "
-                f"({address}). Start it again, or set MASTER_PORT to a free port. [slurm-port-in-use]"
+                f"({address}). Start it again, or set MASTER_PORT to a free port."
             ) from None
         if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"MASTER_PORT={port} is in use on {hostname} ({address}). "
-                "Unset it to let mpiddp choose a free port. [master-port-in-use]"
+                "Unset it to let mpiddp choose a free port."
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise UserError(
                 f"{address} is not an address of {hostname}, where rank 0 runs. "
-                "Unset MASTER_ADDR, or set it to one of that host. [master-addr-foreign]"
+                "Unset MASTER_ADDR, or set it to one of that host."
             ) from None
         raise cause_of(error)(
-            f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}. [listen-failed]"
+            f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
         ) from None
     return listener
 

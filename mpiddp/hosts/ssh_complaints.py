@@ -26,51 +26,43 @@ def ssh_complaint(host: Host, errors: str) -> str:
     lines = "\n".join(errors.splitlines())
     if jump := _JUMP_FAILED.search(lines):
         why = jump[1].rstrip(".")
-        return (
-            f"ssh {name}: the jump host on the way failed ({why}). Try: {ssh_line(host)} true "
-            "[ssh-jump-host]"
-        )
+        return f"ssh {name}: the jump host on the way failed ({why}). Try: {ssh_line(host)} true"
     if (behind := _NOT_BEHIND.search(lines)) and behind[1] != "Connection refused":
         return (
             f"ssh {name}: the jump host on the way does not reach it ({behind[1].rstrip('.')}). "
-            f"Try: {ssh_line(host)} true [ssh-behind-jump-host]"
+            f"Try: {ssh_line(host)} true"
         )
     if "Could not resolve hostname" in errors:
-        return (
-            f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts. [ssh-unresolved]"
-        )
+        return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
     if "IDENTIFICATION HAS CHANGED" in errors:
         return (
             f"ssh {name}: its host key has changed. Check that it is the same host, "
-            f"then run: ssh-keygen -R {name} [ssh-host-key-changed]"
+            f"then run: ssh-keygen -R {name}"
         )
     if "Host key verification failed" in errors:
         return (
             f"ssh {name}: its host key is unknown. "
-            f"Check it, then: ssh-keyscan {_port(host)}{name} >> ~/.ssh/known_hosts [ssh-host-key-unknown]"
+            f"Check it, then: ssh-keyscan {_port(host)}{name} >> ~/.ssh/known_hosts"
         )
     if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
         return (
             f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id "
-            f"{_port(host)}{host.ssh_target} [ssh-key-refused]"
+            f"{_port(host)}{host.ssh_target}"
         )
     if "Connection refused" in errors:
         return (
             f"ssh {name}: connection refused. "
-            f"Start sshd there, or give its port in the hostfile: {name} port=N [ssh-refused]"
+            f"Start sshd there, or give its port in the hostfile: {name} port=N"
         )
     if "No route to host" in errors or "Network is unreachable" in errors:
-        return (
-            f"ssh {name}: no route from {here}. Check that the host is on and the network is "
-            "up. [ssh-unreachable]"
-        )
+        return f"ssh {name}: no route from {here}. Check that the host is on and the network is up."
     if "timed out" in errors:
         return (
             f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. "
-            "Check that the host is on and the network is up. [ssh-timed-out]"
+            "Check that the host is on and the network is up."
         )
     last = errors.strip().splitlines()[-1:] or ["no output"]
-    return f"ssh {name} failed: {last[0]}. Try: {ssh_line(host)} true [ssh-failed]"
+    return f"ssh {name} failed: {last[0]}. Try: {ssh_line(host)} true"
 
 
 def login_failed(
@@ -86,7 +78,7 @@ def login_failed(
     if exit_code == NO_PROGRAM:
         return missing
     if exit_code in (None, -signal.SIGKILL):
-        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true [ssh-no-answer]"
+        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
     return ssh_complaint(host, errors)
 
 

@@ -41,11 +41,9 @@ class Transport(NamedTuple):
         if self.is_ssh:
             hint = f". {self.hint}" if self.hint else ""
             raise UserError(
-                f"ssh is not installed here. Run: sudo apt-get install openssh-client{hint} [ssh-missing]"
+                f"ssh is not installed here. Run: sudo apt-get install openssh-client{hint}"
             )
-        raise UserError(
-            f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead} [transport-missing]"
-        )
+        raise UserError(f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}")
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")

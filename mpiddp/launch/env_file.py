@@ -37,9 +37,7 @@ def read_env_file(path: str, env: Mapping[str, str]) -> tuple[str, ...]:
     with named_by("--env-file"), Path(path).open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise UserError(
-            f"{option}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables. [env-file-size]"
-        )
+        raise UserError(f"{option}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables.")
     return tuple(parse_env_file(data, path, env))
 
 
@@ -49,12 +47,12 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{source}:{number}: not UTF-8 text. [env-file-not-text]") from None
+        raise UserError(f"{source}:{number}: not UTF-8 text.") from None
     for number, line in enumerate(text.split("\n"), start=1):
         variable = _variable(f"{source}:{number}", line.strip(" \t\r"))
         if variable and "=" not in variable and variable not in env:
             raise UserError(
-                f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE [env-file-unset]"
+                f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE"
             )
         if variable:
             yield variable
@@ -72,7 +70,7 @@ def _variable(where: str, line: str) -> str:
     except ValueError:
         raise UserError(
             f"{where}: a quote is not closed. A value is on one line, and an apostrophe or a backslash in "
-            "it stands between quotes. [env-file-quote]"
+            "it stands between quotes."
         ) from None
     found = found[1:] if found[:1] == ["export"] else found
     if not found:
@@ -81,12 +79,12 @@ def _variable(where: str, line: str) -> str:
     if len(found) > 1 or variable is None or "\0" in line:
         raise UserError(
             f"{where}: expected NAME=VALUE, a name alone, or a # comment. A value with blanks stands "
-            "between quotes. [env-file-line]"
+            "between quotes."
         )
     # Between single quotes it is no expansion.
     if "${" in (variable["value"] or "") and "${" in re.sub("'[^']*'", "", line):
         raise UserError(
             f"{where}: the value of {variable['name']} contains ${{…}}, which is not expanded here. Write "
-            f"the value itself, or put it between single quotes: {variable['name']}='…' [env-file-braces]"
+            f"the value itself, or put it between single quotes: {variable['name']}='…'"
         )
     return found[0]

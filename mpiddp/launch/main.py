@@ -83,7 +83,7 @@ def _push(hosts: Hosts, folder: str, where: Where) -> None:
 
     if not hosts.transport.is_ssh:
         raise UserError(
-            f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job. [push-without-ssh]"
+            f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
         )
     least = (where.min_hosts or 1) if where.can_shrink else len(hosts.usable) - where.spares
     wanted = push.Options(tuple(push.default_folders(folder)), min_hosts=max(1, least))
@@ -108,5 +108,5 @@ def _refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
         raise UserError(
             f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
             f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
-            f"launch, or start it once; --local starts a job on this machine alone. [launch-inside-rank]"
+            f"launch, or start it once; --local starts a job on this machine alone."
         )

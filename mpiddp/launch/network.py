@@ -58,7 +58,7 @@ def find_network(
     if not address and not dry_run:
         raise UserError(
             f"no address of this machine is known that {others[-1].name} can reach. "
-            "Name this machine's interface to it: --interface NAME [network-unknown]"
+            "Name this machine's interface to it: --interface NAME"
         )
     return JobNetwork(interface, networks, address)
 
@@ -68,9 +68,7 @@ def _own_interfaces(requested: str) -> list[Interface]:
     if found := [interface for interface in present if interface.matches(requested)]:
         return found
     names = " and ".join(f"{each.name} ({each.address})" for each in present)
-    raise UserError(
-        f'interface "{requested}" is not on {socket.gethostname()}, which has {names}. [interface-not-here]'
-    )
+    raise UserError(f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.')
 
 
 def _shared_network(

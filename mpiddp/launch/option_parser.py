@@ -265,17 +265,17 @@ def _ranks(text: str) -> str:
         return ",".join(str(parse_whole(each)) for each in text.split(","))
     except ValueError:
         raise UserError(
-            f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5. [log-ranks]"
+            f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5."
         ) from None
 
 
 def _prefix(text: str) -> str:
     if text not in ("auto", "always", "never"):
-        raise UserError(f"--prefix {shown(text)}: expected auto, always or never. [log-prefix]")
+        raise UserError(f"--prefix {shown(text)}: expected auto, always or never.")
     return text
 
 
 def _folder(text: str) -> str:
     if not text:
-        raise UserError('--log-dir "": expected a folder. [log-dir-empty]')
+        raise UserError('--log-dir "": expected a folder.')
     return text

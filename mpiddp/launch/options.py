@@ -143,7 +143,7 @@ class OutputOptions(NamedTuple):
             ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise UserError(
                 f"--log-ranks {shown(self.log_ranks)}: there is no rank {listed(missing)}; "
-                f"the job has {ranks}. [log-ranks-none]"
+                f"the job has {ranks}."
             )
 
 
@@ -204,35 +204,31 @@ def _check_where(where: Where) -> None:
     """Raise UserError for options of hosts that do nothing without the preflight."""
     if where.spares and not where.check:
         raise UserError(
-            "--spares needs the preflight, which finds the hosts that fail. Leave out "
-            "--no-check. [spares-no-check]"
+            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
         )
     if where.wait_s is not None and where.push:
         raise UserError(
-            "--push does not wait for hosts. Leave out --wait-for-hosts, or push before. [push-waits]"
+            "--push does not wait for hosts. Leave out --wait-for-hosts, or push before."
         )
     if where.wait_s is not None and not where.check:
         raise UserError(
             "--wait-for-hosts needs the preflight, which finds the hosts that answer. Leave out "
-            "--no-check. [wait-no-check]"
+            "--no-check."
         )
 
 
 def _check_growth(where: Where) -> None:
     """Raise UserError if --grow contradicts the other options."""
     if where.local:
-        raise UserError(
-            "--grow with --local: no host can join this machine alone. Leave out one. [grow-local]"
-        )
+        raise UserError("--grow with --local: no host can join this machine alone. Leave out one.")
     if not where.check:
         raise UserError(
-            "--grow needs the preflight, which finds the hosts that can join. Leave out "
-            "--no-check. [grow-no-check]"
+            "--grow needs the preflight, which finds the hosts that can join. Leave out --no-check."
         )
     if where.host_list is not None and not where.can_shrink:
         raise UserError(
             "--grow with -H: every host of the list takes part from the start, so none can join. Write the "
-            "list into a file for --hostfile, or allow missing hosts: --min-hosts H [grow-host-list]"
+            "list into a file for --hostfile, or allow missing hosts: --min-hosts H"
         )
 
 
@@ -247,13 +243,11 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
         try:
             found = shlex.split(text)
         except ValueError as error:
-            raise UserError(
-                f"--mpi-args={shown(text)}: {str(error).lower()}. [mpi-args-quote]"
-            ) from None
+            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
         if found and not found[0].startswith("-"):
             raise UserError(
                 f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
-                "start it as a program. Example: --mpi-args='--mca pml ucx' [mpi-args-program]"
+                "start it as a program. Example: --mpi-args='--mca pml ucx'"
             )
         arguments += found
     return tuple(arguments)
@@ -265,15 +259,13 @@ def _job(values: argparse.Namespace) -> RankProgram:
     is_command = not is_module and command[:1] == ["--"]
     command = command[is_command:]
     if not command:
-        raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE} [job-missing]")
+        raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE}")
     if command[0].startswith("-") and not is_command:
         raise UserError(
-            f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help [job-option]"
+            f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
         )
     if ":" in command:
-        raise UserError(
-            'an argument of the job is ":", where an mpirun begins another program. [job-colon]'
-        )
+        raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     if not is_module and not is_command:
         with named_by(""):
             _check_script(Path(command[0]))
@@ -284,11 +276,9 @@ def _check_script(script: Path) -> None:
     how = f"To start any program: mpiddp launch … -- {script}"
     if script.is_file():
         if script.suffix not in _PYTHON_FILES and not is_python(script):
-            raise UserError(f"{script} is not a Python script. {how} [script-not-python]")
+            raise UserError(f"{script} is not a Python script. {how}")
         return
     if script.exists():
-        raise UserError(
-            f"{script} is not a regular file. Expected a Python script. [script-not-regular]"
-        )
+        raise UserError(f"{script} is not a regular file. Expected a Python script.")
     hint = f" {how}" if shutil.which(script.name) and script.name == str(script) else ""
-    raise UserError(f"{script} not found (looked in {Path.cwd()}).{hint} [script-missing]")
+    raise UserError(f"{script} not found (looked in {Path.cwd()}).{hint}")

@@ -88,7 +88,7 @@ def _unknown_slots(hosts: Hosts, host: Host, dry_run: bool) -> int:
     if not dry_run:
         raise UserError(
             f"{hosts.where(host)}: {host.name} has no slot count, and without the preflight its GPUs are "
-            f"not counted. Write: {host.name} slots=N [slots-unknown]"
+            f"not counted. Write: {host.name} slots=N"
         )
     log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
     return 1
@@ -109,7 +109,7 @@ def _usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
         if missing := [number for number in host.gpus if number >= installed]:
             raise UserError(
                 f"{host.name} has {counted(installed, 'GPU')}, so there is no GPU {missing[0]} "
-                f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0. [gpu-missing]"
+                f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
             )
         return len(host.gpus)
     chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
@@ -136,13 +136,13 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
     if is_alone and backend == "nccl" and not hosts.scheduler:
         raise UserError(
             f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
-            "or leave out --backend nccl. [gpus-shared-by-slots]"
+            "or leave out --backend nccl."
         )
     if is_alone or hosts.scheduler:
         notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
         return gpus
     if backend is not None:
-        raise UserError(f"{found}: ranks would share GPUs. [gpus-shared]")
+        raise UserError(f"{found}: ranks would share GPUs.")
     notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return host.slots
 
@@ -174,7 +174,7 @@ def place(
     if placed.world_size < (where.min_ranks or 1):
         raise UserError(
             f"only {counted(placed.world_size, 'rank')} can start, but --min-ranks is "
-            f"{where.min_ranks}. [min-ranks]"
+            f"{where.min_ranks}."
         )
     return placed if kind.has_scheduler else _named_for_mpirun(placed, kind)
 
@@ -207,18 +207,18 @@ def _check_ranks(hosts: Hosts, n: int | None, npernode: int | None) -> None:
             if npernode > slots_of(hosts, host):
                 raise UserError(
                     f"--npernode {npernode} is more than the {host.slots} slots of {host.name} "
-                    f"({hosts.where(host)}). [npernode-slots]"
+                    f"({hosts.where(host)})."
                 )
         if n is not None and n > npernode * len(usable):
             raise UserError(
                 f"-n {n} is more than --npernode {npernode} allows on the "
                 f"{counted(len(usable), 'host')} of {hosts.source}: "
-                f"{counted(npernode * len(usable), 'rank')}. [ranks-npernode]"
+                f"{counted(npernode * len(usable), 'rank')}."
             )
     if n is not None and n > hosts.total_slots:
         raise UserError(
             f"-n {n} is more than the {hosts.total_slots} slots of {hosts.source} "
-            f"({listed([f'{host.name}={host.slots}' for host in hosts.hosts])}). [ranks-slots]"
+            f"({listed([f'{host.name}={host.slots}' for host in hosts.hosts])})."
         )
 
 
@@ -246,14 +246,14 @@ def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
             if ":" in host.name:
                 raise UserError(
                     f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
-                    "its first colon. Use a name that resolves to an IPv4 address. [host-ipv6]"
+                    "its first colon. Use a name that resolves to an IPv4 address."
                 )
             named.append(host)
             continue
         if here is not None:
             raise UserError(
                 f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
-                "Merge them into one. [this-host-twice]"
+                "Merge them into one."
             )
         here = host
         named.append(replace(host, name=own_name, user=None, port=None))

@@ -151,11 +151,11 @@ def exclude(hosts: Hosts, names: str) -> Hosts:
         if key not in known_keys:
             known = listed([host.name for host in hosts.hosts])
             raise UserError(
-                f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}. [exclude-unknown]'
+                f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
             )
     left = tuple(host for host in hosts.hosts if host.key not in set(keys))
     if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}. [exclude-all]")
+        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
 
 
@@ -175,12 +175,10 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
         if starter.kind.has_scheduler and is_given:
             raise UserError(
                 f"{option}: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them "
-                "over ssh instead: --mpirun PATH [slurm-srun-only]"
+                "over ssh instead: --mpirun PATH"
             )
     if options.when.grow_s is not None and not hosts.scheduler and not where.names_hosts:
-        raise UserError(
-            "--grow: no hosts are named, so none can join. Name them: --hostfile FILE [grow-no-hosts]"
-        )
+        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
     wanted_hosts(where, hosts)  # an error should not wait for the preflight
 
 
@@ -281,9 +279,7 @@ def working_folder(env: Mapping[str, str]) -> str:
     try:
         here = Path.cwd()
     except OSError as error:  # at a restart it may be gone, or its file server
-        raise cause_of(error)(
-            f"the working folder cannot be used: {error.strerror}. [working-folder-unusable]"
-        ) from None
+        raise cause_of(error)(f"the working folder cannot be used: {error.strerror}.") from None
     logical = Path(env.get("PWD", ""))
     with contextlib.suppress(OSError, ValueError):
         if logical.is_absolute() and logical.is_dir() and logical.samefile(here):

@@ -152,8 +152,7 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
     if not info.has_folder:
         return (
             f"{name}: the working folder {needs.folder} is missing. "
-            "Copy it there with mpiddp hosts push, or launch from a folder that every host has. "
-            "[host-lacks-folder]"
+            "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
         )
     for program, is_there in (
         (needs.mpirun, info.mpirun is not None),
@@ -162,18 +161,18 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
         if not is_there:
             return (
                 f"{name}: {program} is missing or does not run. "
-                "Install the same MPI at the same path on every host. [host-lacks-mpi]"
+                "Install the same MPI at the same path on every host."
             )
     if not info.has_program:
         where = "missing or not executable" if os.sep in str(needs.program) else "not on PATH"
-        return f"{name}: {needs.program} is {where}. Install it on every host. [host-lacks-program]"
+        return f"{name}: {needs.program} is {where}. Install it on every host."
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     interface = needs.interface
     if interface and not any(each.matches(interface) for each in info.interfaces):
         return (
             f'interface "{interface}" is not on {name}, '
-            f"which has {all_of([each.name for each in info.interfaces])}. [host-lacks-interface]"
+            f"which has {all_of([each.name for each in info.interfaces])}."
         )
     return None
 
@@ -185,11 +184,11 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
         reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
-            f"Where ssh is allowed, it can be used instead: {transport.instead} [transport-failed]"
+            f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     missing = (
         f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
-        "or copy it there: mpiddp hosts push [host-lacks-python]"
+        "or copy it there: mpiddp hosts push"
     )
     return login_failed(host, answer.exit_code, answer.stderr, limit_s=LOGIN_S, missing=missing)
 
@@ -214,14 +213,11 @@ def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
             found.append(
-                f"{package} differs: {by_value(versions)}. Install the same version on every "
-                "host. [versions-differ]"
+                f"{package} differs: {by_value(versions)}. Install the same version on every host."
             )
     versions = {info.host.name: info.mpirun or "" for info in infos}
     if len(set(versions.values())) > 1:
-        found.append(
-            f"{mpirun} differs: {by_value(versions)}. Install the same MPI on every host. [mpi-differs]"
-        )
+        found.append(f"{mpirun} differs: {by_value(versions)}. Install the same MPI on every host.")
     return found
 
 

@@ -14,7 +14,6 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.options import Where
 from mpiddp.launch.usable import history_files
-from mpiddp.text import without_id
 
 if TYPE_CHECKING:
     from mpiddp.hosts.history import Event
@@ -39,7 +38,7 @@ def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:
     """Write down the hosts that did not answer the preflight."""
     files = history_files(where, named)
     if files is not None:
-        files.append(_event((), {host.key: without_id(why) for host, why in silent.items()}))
+        files.append(_event((), {host.key: why for host, why in silent.items()}))
 
 
 def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> None:
@@ -54,7 +53,7 @@ def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> Non
     from mpiddp.hosts.history import STEPS
 
     used = tuple(key_of(each.name, named) for each in placed.hosts)
-    failed = {key_of(ended.host, named): without_id(ended.reason)} if ended.host else {}
+    failed = {key_of(ended.host, named): ended.reason} if ended.host else {}
     slow = {key_of(name, named): {STEPS: part} for name, part in ended.slow.items()}
     files.append(replace(_event(used, failed), slow=slow))
 

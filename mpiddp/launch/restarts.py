@@ -31,7 +31,7 @@ from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is
 from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.launch.usable import Past
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
-from mpiddp.text import all_of, before_id, counted
+from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
@@ -233,7 +233,7 @@ class _Job:
     def _stop_growing(self, why: str) -> None:
         """One growth that fails is enough: each costs a stop and a start of the job."""
         self._may_grow = False
-        log.info(before_id(why, " From now on, hosts join only at a restart.").lstrip())
+        log.info(f"{why} From now on, hosts join only at a restart.".lstrip())
 
     def _next_plan(self) -> Plan:
         """The plan for the hosts that are listed and usable now.

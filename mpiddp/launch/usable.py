@@ -104,13 +104,12 @@ def wanted_hosts(where: Where, hosts: Hosts) -> int:
     if wanted < 1:
         raise UserError(
             f"--spares {where.spares} leaves no host for the ranks: {hosts.source} has "
-            f"{counted(usable, 'host')}. [spares-all]"
+            f"{counted(usable, 'host')}."
         )
     if wanted < (where.min_hosts or 1):
         beside = f" beside {counted(where.spares, 'spare')}" if where.spares else ""
         raise UserError(
-            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is "
-            f"{where.min_hosts}. [min-hosts-given]"
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {where.min_hosts}."
         )
     return wanted
 

@@ -105,7 +105,7 @@ def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
         if chosen and host.gpus is not None:
             raise UserError(
                 f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
-                "Leave one out. [gpus-chosen-twice]"
+                "Leave one out."
             )
 
 

@@ -44,19 +44,15 @@ def parse_sizes(texts: Iterable[str]) -> dict[str, int]:
         name, equals, value = (part.strip() for part in text.partition("="))
         name = name.lower()
         if not equals or not name:
-            raise UserError(
-                f'"{shown(text)}" is not a dimension and its size. {_EXAMPLE} [mesh-syntax]'
-            )
+            raise UserError(f'"{shown(text)}" is not a dimension and its size. {_EXAMPLE}')
         _check_name(name)
         if name in sizes:
-            raise UserError(
-                f"{name} is given twice: {name}={sizes[name]} and {shown(text)}. [mesh-twice]"
-            )
+            raise UserError(f"{name} is given twice: {name}={sizes[name]} and {shown(text)}.")
         try:
             sizes[name] = REMAINING if value == str(REMAINING) else parse_whole(value, 1)
         except ValueError as error:
             raise UserError(
-                f"{shown(text)}: expected {error}, or {REMAINING} for what the others leave. [mesh-value]"
+                f"{shown(text)}: expected {error}, or {REMAINING} for what the others leave."
             ) from None
     return sizes
 
@@ -67,12 +63,10 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
     for name, size in sizes.items():
         _check_name(name)
         if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise UserError(
-                f"{name}={shown(repr(size))}: expected a whole number, {_EXPECTED}. [mesh-number]"
-            )
+            raise UserError(f"{name}={shown(repr(size))}: expected a whole number, {_EXPECTED}.")
         number = operator.index(size)  # numpy's integers too
         if number != REMAINING and not 1 <= number < _BELOW:
-            raise UserError(f"{name}={_number(number)}: expected {_EXPECTED}. [mesh-size]")
+            raise UserError(f"{name}={_number(number)}: expected {_EXPECTED}.")
         checked[name] = number
     return checked
 
@@ -81,7 +75,7 @@ def _check_name(name: str) -> None:
     if name not in DIMENSIONS:
         raise UserError(
             f'"{shown(name)}" is not a dimension.{did_you_mean(name, DIMENSIONS)} '
-            f"Expected one of: {', '.join(DIMENSIONS)}. [mesh-dimension]"
+            f"Expected one of: {', '.join(DIMENSIONS)}."
         )
 
 
@@ -113,9 +107,7 @@ def resolve(
     sizes = dict(requested)
     unknown = [name for name, size in sizes.items() if size == REMAINING]
     if len(unknown) > 1:
-        raise UserError(
-            f"only one dimension may be {REMAINING}, not {' and '.join(unknown)}. [mesh-two-free]"
-        )
+        raise UserError(f"only one dimension may be {REMAINING}, not {' and '.join(unknown)}.")
     if not unknown and not any(name in sizes for name in _DATA_PARALLEL):
         sizes["dp"] = REMAINING
     known = math.prod(size for size in sizes.values() if size != REMAINING)
@@ -123,29 +115,27 @@ def resolve(
     per_host = 0 if tp_across_hosts else math.gcd(*counts.values())
     fits = f"{size_text(_nearest(sizes, len(hosts), per_host, layers))} fits."
     if per_host and per_host % max(sizes.get("tp", 1), 1):
-        raise UserError(
-            f"{_where_tp_does_not_fit(sizes['tp'], counts, unit)}; {fits} [mesh-tp-host]"
-        )
+        raise UserError(f"{_where_tp_does_not_fit(sizes['tp'], counts, unit)}; {fits}")
     free = next((name for name, size in sizes.items() if size == REMAINING), None)
     if len(hosts) % known or (free is None and known != len(hosts)):
         needs = "" if free is None else "a multiple of "
         raise UserError(
             f"{size_text(requested)} needs {needs}{_number(known)} {unit}{'s' * (known != 1)}, but "
-            f"{cluster_text(counts, unit)}; {fits} [mesh-ranks]"
+            f"{cluster_text(counts, unit)}; {fits}"
         )
     if free is not None:
         sizes[free] = len(hosts) // known
     if free == "tp" and per_host and per_host % sizes["tp"]:
         raise UserError(
             f"{size_text(requested)} leaves tp={sizes['tp']}, which does not fit into a host: "
-            f"{cluster_text(counts, unit)}; {fits} [mesh-remainder]"
+            f"{cluster_text(counts, unit)}; {fits}"
         )
     if layers and sizes.get("pp", 1) > layers:
         is_more = f"pp={sizes['pp']} is"
         if free == "pp":
             is_more = f"{size_text(requested)} leaves pp={sizes['pp']}, which is"
         raise UserError(
-            f"{is_more} more than --layers {layers}: some stages would have no layer; {fits} [mesh-layers]"
+            f"{is_more} more than --layers {layers}: some stages would have no layer; {fits}"
         )
     return {name: sizes[name] for name in DIMENSIONS if name in sizes}
 

@@ -53,7 +53,7 @@ class Layout:
                 raise UserError(
                     f"tp={self.sizes['tp']} would form a group of ranks {ranks}, which are on "
                     f"{' and '.join(hosts)}: the ranks are not numbered host by host. Start them with "
-                    "mpiddp launch, or with mpirun --map-by slot. [mesh-numbering]"
+                    "mpiddp launch, or with mpirun --map-by slot."
                 )
 
     def _stride(self, name: str) -> int:

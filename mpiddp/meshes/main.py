@@ -72,7 +72,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         option, _, size = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and option in DIMENSIONS:
             raise UserError(
-                f"{shown(argument)}: write it without dashes: {option}={shown(size) or 'N'} [mesh-dashes]"
+                f"{shown(argument)}: write it without dashes: {option}={shown(size) or 'N'}"
             )
     return parser.parse_intermixed_args(argv)
 
@@ -162,7 +162,7 @@ def _training(options: argparse.Namespace) -> Training:
     if given and missing:
         raise UserError(
             f"--{given[0]} is given without {' and '.join(f'--{name}' for name in missing)}. The activations "
-            "have a size only with all three. [mesh-training]"
+            "have a size only with all three."
         )
     return Training(
         params=options.params,
@@ -183,7 +183,7 @@ def _hosts(options: argparse.Namespace) -> list[str]:
         if options.hosts * gpus > MAX_SLOTS:
             raise UserError(
                 f"--hosts {options.hosts} with {gpus} GPUs each are {options.hosts * gpus} GPUs; "
-                f"expected at most {MAX_SLOTS}. [mesh-too-many-gpus]"
+                f"expected at most {MAX_SLOTS}."
             )
         return [f"host{index}" for index in range(options.hosts) for _ in range(gpus)]
     named = _with_slots(_named(options), options.gpus)
@@ -199,7 +199,7 @@ def _named(options: argparse.Namespace) -> Hosts:
     granted = find_allocation(os.environ)
     if granted is None:
         raise UserError(
-            "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8 [mesh-no-hosts]"
+            "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"
         )
     return granted
 
@@ -209,13 +209,13 @@ def _with_slots(hosts: Hosts, gpus: int | None) -> Hosts:
     if gpus is not None and not hosts.without_slots:
         raise UserError(
             f"--gpus {gpus} is for hosts without a slot count, and each host of {hosts.source} "
-            "has one. [mesh-gpus-given]"
+            "has one."
         )
     if gpus is None and hosts.without_slots:
         host = hosts.without_slots[0]
         raise UserError(
             f"{hosts.where(host)}: {host.name} has no slot count. Write one, as in {host.name}:8, or give "
-            "--gpus 8 for all such hosts. [mesh-no-slots]"
+            "--gpus 8 for all such hosts."
         )
     filled = (replace(host, slots=gpus) if host.slots is None else host for host in hosts.hosts)
     return replace(hosts, hosts=tuple(filled))

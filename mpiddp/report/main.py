@@ -38,14 +38,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folders = list(dict.fromkeys(Path(each) for each in options.runs))
     if len(folders) > MAX_RUNS:
-        raise UserError(
-            f"mpiddp report: at most {MAX_RUNS} runs fit a page, not {len(folders)}. [report-too-many]"
-        )
+        raise UserError(f"mpiddp report: at most {MAX_RUNS} runs fit a page, not {len(folders)}.")
     out = Path(options.out)
     if not out.name or out.is_dir():
-        raise UserError(
-            f"--out {shown(str(out))} is a folder. Name a file: --out report.html [report-out-folder]"
-        )
+        raise UserError(f"--out {shown(str(out))} is a folder. Name a file: --out report.html")
     with named_by(""):
         runs = [read_run(each) for each in folders]
     from mpiddp.report.page import page  # needs bokeh

@@ -99,11 +99,10 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         OSError: its records cannot be read.
     """
     if not folder.exists():
-        raise UserError(f"{folder} does not exist. Expected the folder of a run. [report-missing]")
+        raise UserError(f"{folder} does not exist. Expected the folder of a run.")
     if not is_run(folder):
         raise UserError(
-            f"{folder} is not the folder of a run: it has neither metrics.jsonl nor "
-            "checkpoints/. [report-no-run]"
+            f"{folder} is not the folder of a run: it has neither metrics.jsonl nor checkpoints/."
         )
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)

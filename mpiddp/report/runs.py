@@ -44,12 +44,10 @@ def _find(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}. Expected a folder of runs. [runs-folder]")
+        raise UserError(f"{folder} {problem}. Expected a folder of runs.")
     found = sorted(each for each in folder.iterdir() if _is_run(each))
     if not found:
-        raise UserError(
-            f"{folder} contains no run. Expected a folder of runs, or of one run. [runs-empty]"
-        )
+        raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
     return found
 
 

@@ -11,7 +11,7 @@ from mpiddp.report.history import nearest_first
 from mpiddp.report.html import by_run, details, items, letter, table
 from mpiddp.report.rank_files import Failure
 from mpiddp.report.read import UNKNOWN, Run, number
-from mpiddp.text import before_id, counted, duration, listed, shares
+from mpiddp.text import counted, duration, listed, shares
 
 _MAX_ROWS = 20
 
@@ -54,7 +54,7 @@ def failures(runs: Sequence[Run]) -> str:
             also = f" and {counted(others, 'other')}" if others else ""
             when = "" if first.at is None else f", {date(first.at)}"
             why = " (another rank had ended before)" if first.is_consequence else ""
-            sentences.append(f"{_of(index, runs)}{who}{also}{when}: {before_id(sentence, why)}")
+            sentences.append(f"{_of(index, runs)}{who}{also}{when}: {sentence}{why}")
         if len(of_sentence) > _MAX_ROWS:
             sentences.append(f"{_of(index, runs)}{len(of_sentence) - _MAX_ROWS} more sentences")
     return items(sentences)

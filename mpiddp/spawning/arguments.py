@@ -88,6 +88,6 @@ def _listed(hosts: Sequence[str]) -> str:
         if not isinstance(host, str) or not host or "," in host:
             raise UserError(
                 f"mpiddp.spawn: hosts: {host!r} is not a host with its slots. "
-                'Example: ["node1:4", "node2:4"] [spawn-host]'
+                'Example: ["node1:4", "node2:4"]'
             )
     return ",".join(hosts)

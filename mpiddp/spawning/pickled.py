@@ -22,7 +22,6 @@ from typing import Any
 
 from mpiddp.errors import UserError, missing_package
 from mpiddp.protocol.payload import Payload
-from mpiddp.text import without_id
 
 _NEVER_LOOSE = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
 
@@ -50,8 +49,8 @@ def pickled_call(
         except Exception as error:
             raise UserError(
                 f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-                f"{type(error).__name__}: {without_id(str(error)).rstrip('.')}. Create it within the "
-                "function. [spawn-pickle]"
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
+                "function."
             ) from error
     facts = {
         "name": name,

@@ -28,7 +28,7 @@ from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options
 from mpiddp.spawning.launcher import Report, run_launcher
 from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
-from mpiddp.text import shown, without_id
+from mpiddp.text import shown
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -131,18 +131,18 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     if _is_child_of_multiprocessing():
         raise UserError(
             "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
-            'in the main process; in a script, below: if __name__ == "__main__": [spawn-in-worker]'
+            'in the main process; in a script, below: if __name__ == "__main__":'
         )
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
-        raise UserError(f"{how} of mpiddp. Call it once, outside of the job. [spawn-in-job]")
+        raise UserError(f"{how} of mpiddp. Call it once, outside of the job.")
     if in_slurm_terminal(env):
         return
     world = World.from_env(env)
     if world.world_size > 1:
         raise UserError(
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
-            "with python. [spawn-in-rank]"
+            "with python."
         )
 
 
@@ -164,12 +164,12 @@ def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
         if has_value:  # the launcher would read another variable
             raise UserError(
                 f'mpiddp.spawn: env: "{shown(before)}=…" is not a valid variable name. '
-                'Example: {"DEBUG": "1"} [spawn-env-name]'
+                'Example: {"DEBUG": "1"}'
             )
         if "\0" in value:
             raise UserError(
                 f"mpiddp.spawn: env: the value of {shown(name)} contains a NUL byte, where a program would "
-                "see its end. Leave it out. [spawn-env-nul]"
+                "see its end. Leave it out."
             )
     return dict(env)
 
@@ -178,13 +178,9 @@ def _run(call: Payload, cwd: str | os.PathLike[str] | None) -> Report:
     try:
         return run_launcher(call, None if cwd is None else os.fspath(cwd))
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise UserError(
-            f"mpiddp.spawn: {error.filename}: {error.strerror}. [spawn-folder]"
-        ) from None
+        raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
     except OSError as error:
-        raise JobFailed(
-            f"mpiddp.spawn cannot start a launcher: {error.strerror}. [spawn-no-launcher]"
-        ) from None
+        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
 
 
 def _raise_failure(report: Report) -> None:
@@ -193,15 +189,13 @@ def _raise_failure(report: Report) -> None:
     if outcome is None:
         raise JobFailed(
             f"the launcher ended with exit code {report.exit_code} before it reported the outcome. Its last "
-            "lines say why, unless it was killed. [spawn-launcher-ended]"
+            "lines say why, unless it was killed."
         )
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
         return
     if code == BAD_INPUT:
-        raise UserError(
-            sentence or "a rank has refused its input. Its line above says why. [spawn-refused]"
-        )
+        raise UserError(sentence or "a rank has refused its input. Its line above says why.")
     if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
         raise JobFailed(sentence)
     answer = report.answers.get(rank, Payload({"kind": "none"}))
@@ -226,6 +220,5 @@ def _result(rank: int, answer: Payload, name: str) -> Any:
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "
-            f"{without_id(str(error)).rstrip('.')}. Return plain values, or tensors on the CPU. "
-            "[spawn-result-unpickle]"
+            f"{str(error).rstrip('.')}. Return plain values, or tensors on the CPU."
         ) from error

@@ -131,13 +131,13 @@ def _refuse_changes(saved: Resumed, config: TrainConfig, data: str) -> None:
     if refused := [str(change) for change in changes if change.refusal]:
         raise UserError(
             f"the checkpoint of step {saved.step} was made with other options: {'; '.join(refused)}. "
-            f"Use the same options, {anew} [resume-other-options]"
+            f"Use the same options, {anew}"
         )
     saved_data = training.get("data") or data  # version 0.1.0 did not write it
     if saved_data != data:
         raise UserError(
             f"the checkpoint of step {saved.step} was made with other data: {saved_data}; the data is now "
-            f"{data}. Use the same --data-dir, {anew} [resume-other-data]"
+            f"{data}. Use the same --data-dir, {anew}"
         )
     if changes:
         log.info(

@@ -132,7 +132,7 @@ def resolve_defaults(
     if options.warmup_epochs is not None and options.warmup_epochs > epochs:
         raise UserError(
             f"--warmup-epochs {options.warmup_epochs:g} is more than --epochs {epochs}: "
-            "the learning rate would never reach its peak. [warmup-epochs]"
+            "the learning rate would never reach its peak."
         )
     low_res_epochs = options.low_res_epochs
     if low_res_epochs is None:
@@ -140,7 +140,7 @@ def resolve_defaults(
     if low_res_epochs > epochs:
         raise UserError(
             f"--low-res-epochs {low_res_epochs} is more than --epochs {epochs}. Use {epochs} or "
-            "less. [low-res-epochs]"
+            "less."
         )
     arch = options.arch or defaults.arch
     is_usual = not on_gpu and options.parallel == "ddp" and options.amp != "fp16"
@@ -178,7 +178,7 @@ def _resolve_batch(options: TrainOptions, world_size: int, default: int) -> tupl
         raise UserError(
             f"--global-batch-size {options.global_batch_size} gives some of {world_size} ranks "
             "fewer than two images per pass; BatchNorm needs two. Use "
-            f"{IMAGES_PER_PASS * passes} or more. [batch-two-images]"
+            f"{IMAGES_PER_PASS * passes} or more."
         )
     return batch_size + 1, options.global_batch_size
 
@@ -193,7 +193,7 @@ def _not_divisible(options: TrainOptions, batch_size: int, world_size: int) -> s
     or_uneven = ", or --uneven" if batch_size >= IMAGES_PER_PASS else ""
     return (
         f"--global-batch-size {options.global_batch_size} is not divisible by {divisor}. "
-        f"Use {' or '.join(map(str, sorted(proposals)))}{or_uneven}. [batch-not-divisible]"
+        f"Use {' or '.join(map(str, sorted(proposals)))}{or_uneven}."
     )
 
 

@@ -39,6 +39,6 @@ def find_copies(config: TrainConfig, coordinator: Coordinator) -> Copies:
         found = all_of([f"{count} on {name}" for name, count in counts.items()])
         raise UserError(
             "--parallel hsdp shards the model within a host, so every host needs the same number of "
-            f"ranks; found {found}. Give the hosts equal slots, or use --parallel fsdp. [hsdp-unequal]"
+            f"ranks; found {found}. Give the hosts equal slots, or use --parallel fsdp."
         )
     return copies

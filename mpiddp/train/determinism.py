@@ -101,8 +101,7 @@ def check_determinism(inputs: TrainInputs) -> int:
         raise JobFailed(
             f"{runs} differ: first in step {where.step}, on rank {rank} on "
             f"{coordinator.hostnames[rank]}, in {where.name} ({where.num_different} of "
-            f"{where.num_tensors} tensors of that step).{_hint(where, config, inputs.device)} "
-            "[determinism-differs]"
+            f"{where.num_tensors} tensors of that step).{_hint(where, config, inputs.device)}"
         )
 
 

@@ -45,8 +45,7 @@ def refuse_divergence(
     with coordinator.all_or_none():
         if sentence:
             raise JobFailed(
-                f"{sentence} This state is not saved; a restart resumes from the newest "
-                "checkpoint. [ranks-diverged-unsaved]"
+                f"{sentence} This state is not saved; a restart resumes from the newest checkpoint."
             )
 
 

@@ -70,7 +70,7 @@ def _check_lone_image(model: nn.Module, shape: tuple[int, int, int]) -> None:
         _, height, width = shape
         raise UserError(
             f"BatchNorm cannot normalize a pass of one {height}×{width} image. "
-            "Use --batch-size 2 or more, or --stem cifar. [batch-norm-one-image]"
+            "Use --batch-size 2 or more, or --stem cifar."
         ) from None
 
 
@@ -84,21 +84,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         weights = load_tensors(path)
     except OSError as error:
-        sentence = f"--weights {path}: {error.strerror} (looked in {Path.cwd()}). [weights-file]"
+        sentence = f"--weights {path}: {error.strerror} (looked in {Path.cwd()})."
         raise cause_of(error)(sentence) from None
     except Unreadable as error:
-        raise UserError(
-            f"--weights {path}: {error}. Expected a state_dict. [weights-unreadable]"
-        ) from None
+        raise UserError(f"--weights {path}: {error}. Expected a state_dict.") from None
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
-        raise UserError(
-            f"--weights {path}: expected a state_dict, a dict of tensors by name. [weights-no-state-dict]"
-        )
+        raise UserError(f"--weights {path}: expected a state_dict, a dict of tensors by name.")
     own = model.state_dict()
     if unknown := [key for key in weights if key not in own]:
-        raise UserError(
-            f"--weights {path}: {unknown[0]} is not part of this model. Check --arch. [weights-unknown-key]"
-        )
+        raise UserError(f"--weights {path}: {unknown[0]} is not part of this model. Check --arch.")
     body = {
         key: value
         for key, value in weights.items()
@@ -108,14 +102,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
         found, expected = (list(tensors[mismatches[0]].shape) for tensors in (body, own))
         raise UserError(
             f"--weights {path}: {mismatches[0]} has shape {found}; expected {expected}. "
-            "Check --arch and --stem. [weights-shape]"
+            "Check --arch and --stem."
         )
     optional = ("fc.weight", "fc.bias")
     for key in own:  # torchvision's oldest files have no num_batches_tracked
         if key not in weights and key not in optional and not key.endswith("num_batches_tracked"):
-            raise UserError(
-                f"--weights {path}: {key} is missing. Check --arch. [weights-missing-key]"
-            )
+            raise UserError(f"--weights {path}: {key} is missing. Check --arch.")
     model.load_state_dict(body, strict=False)
 
 

@@ -40,7 +40,7 @@ def default_data_dir() -> Path:
     except RuntimeError:  # a container's user without an entry in /etc/passwd
         raise UserError(
             "no folder for data: HOME is not set, and this user has no home folder. "
-            "Name one: --data-dir DIR, or MPIDDP_DATA=DIR. [data-no-home]"
+            "Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
         ) from None
 
 
@@ -54,7 +54,7 @@ def data_dir(config: TrainConfig) -> Path:
     if config.data_dir is None:
         if is_folder_of_images:
             raise UserError(
-                f"--dataset {config.dataset} needs --data-dir DIR, with train/ and val/. [data-dir-needed]"
+                f"--dataset {config.dataset} needs --data-dir DIR, with train/ and val/."
             )
         return default_data_dir()
     folder = Path(config.data_dir)
@@ -63,9 +63,7 @@ def data_dir(config: TrainConfig) -> Path:
             ("is not a folder", "Name a folder") if folder.exists() else ("is missing", "Create it")
         )
         rest = "." if is_folder_of_images else ", or leave the option out."
-        raise UserError(
-            f"--data-dir {folder} {problem} (looked in {Path.cwd()}). {hint}{rest} [data-dir-unusable]"
-        )
+        raise UserError(f"--data-dir {folder} {problem} (looked in {Path.cwd()}). {hint}{rest}")
     return folder
 
 
@@ -88,7 +86,7 @@ def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
     if config.image_size and spec.layouts:
         raise UserError(
             f"--image-size applies to image folders only; {config.dataset} images are "
-            f"{spec.size} pixels wide. [image-size-fixed]"
+            f"{spec.size} pixels wide."
         )
     size = config.image_size or spec.size
     if config.use_syn:
@@ -132,7 +130,7 @@ def load(spec: DatasetSpec, *folders: Path) -> tuple[ImageArrays, ImageArrays]:
             way = ", or leave --data-dir out."
         raise UserError(
             f"no {spec.title} ({names}) in {', '.join(map(str, looked))}; "
-            f"copy the files into one of them{way} [data-missing]"
+            f"copy the files into one of them{way}"
         )
     folder, layout = found
     train, test = layout.read([folder / name for name in layout.files])
@@ -146,13 +144,13 @@ def load(spec: DatasetSpec, *folders: Path) -> tuple[ImageArrays, ImageArrays]:
                 " × ".join(map(str, size)) for size in (images.shape[1:], expected)
             )
             raise UserError(
-                f"{folder}: its images have {found_size} values; expected {right_size}. [data-values]"
+                f"{folder}: its images have {found_size} values; expected {right_size}."
             )
         if not len(labels):
-            raise UserError(f"{folder}: there are no images for {purpose}. [data-empty]")
+            raise UserError(f"{folder}: there are no images for {purpose}.")
         if labels.max() >= spec.num_classes:
             raise UserError(
-                f"{folder}: label {labels.max()} is not one of 0 to {spec.num_classes - 1}. [data-label]"
+                f"{folder}: label {labels.max()} is not one of 0 to {spec.num_classes - 1}."
             )
     return train, test
 
@@ -201,7 +199,7 @@ def _image_folder(config: TrainConfig, device: torch.device, size: int) -> Data:
         one_sided = sorted({*train.classes} ^ {*test.classes})[0]
         raise UserError(
             f"{folder}: train/ and val/ contain different classes. {shown(one_sided)} is in one "
-            "of them. [classes-differ]"
+            "of them."
         )
     digest = sha256("\n".join([*train.names(), *test.names()]).encode(errors="surrogateescape"))
     return Data(

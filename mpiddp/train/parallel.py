@@ -58,12 +58,12 @@ def check_compression(config: TrainConfig, device: torch.device) -> None:
     if config.amp == "fp16":  # the error memory would keep the infinities of an overflow forever
         raise UserError(
             "--grad-compression powersgd and --amp fp16 are mutually exclusive: one overflow would "
-            "ruin the training. Use --amp bf16, or --grad-compression fp16. [powersgd-fp16]"
+            "ruin the training. Use --amp bf16, or --grad-compression fp16."
         )
     if device.type == "cpu" and torch.cuda.is_available():  # torch's hook synchronizes with any GPU
         raise UserError(
             "--grad-compression powersgd over gloo fails when torch sees a GPU. Set "
-            "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16. [powersgd-gloo]"
+            "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."
         )
 
 

@@ -54,7 +54,7 @@ def plan_training(config: TrainConfig, data: Data, coordinator: Coordinator) -> 
         raise UserError(
             f"the global batch of {order.global_batch_size} images is larger than the data set "
             f"({order.num_samples} images). Lower --batch-size, --global-batch-size or "
-            "--grad-accum-steps. [batch-too-large]"
+            "--grad-accum-steps."
         )
     return TrainPlan(
         order,

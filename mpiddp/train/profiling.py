@@ -29,12 +29,12 @@ def check_profile(config: TrainConfig, total_steps: int, world_size: int) -> Non
     if split_steps(config.profile)[0] > total_steps:
         raise UserError(
             f"--profile {config.profile}: the training has {counted(total_steps, 'step')}. "
-            "Name steps from 1 on. [profile-steps]"
+            "Name steps from 1 on."
         )
     if not any(is_shown(config.profile_ranks, rank, stream=1) for rank in range(world_size)):
         raise UserError(
             f"--profile-ranks {config.profile_ranks}: the job has {counted(world_size, 'rank')}. "
-            "Name ranks from 0 on. [profile-ranks]"
+            "Name ranks from 0 on."
         )
 
 

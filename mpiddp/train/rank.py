@@ -169,7 +169,7 @@ def _refuse_existing_run(run: RunDir, config: TrainConfig) -> None:
             if found := [path for path in files if path.exists()]:
                 raise UserError(
                     f"--resume never, but --out {run} already holds a run ({found[0].name}). "
-                    "Name another --out, or omit --resume to resume the run. [run-exists]"
+                    "Name another --out, or omit --resume to resume the run."
                 )
 
 

@@ -127,7 +127,7 @@ def check_packages(tools: str | None) -> None:
         if spec is None or spec.origin is None:  # wandb leaves a folder of its name behind
             raise UserError(
                 f"--log-to {tool} needs {tool}, which {sys.executable} does not have. "
-                f"Run: {sys.executable} -m pip install {tool} [log-to-package]"
+                f"Run: {sys.executable} -m pip install {tool}"
             )
 
 

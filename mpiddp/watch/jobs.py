@@ -52,7 +52,7 @@ class Job:
 
     def gone(self) -> UserError:
         """The error about a job that has ended meanwhile."""
-        return UserError(f"job {self.title} has ended. [job-ended]")
+        return UserError(f"job {self.title} has ended.")
 
     def _ask(self, path: Path, within_s: float) -> dict[str, Any]:
         connection = _connected(path)
@@ -61,8 +61,7 @@ class Job:
         if facts := _received(connection, within_s):
             return facts
         raise UserError(
-            f"job {self.title} does not answer: it ends or restarts now, or is suspended "
-            "(Ctrl-Z). [job-silent]"
+            f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
         )
 
 
@@ -89,17 +88,15 @@ def chosen(jobs: list[Job], name: str | None) -> Job:
     """
     if not jobs:
         raise UserError(
-            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended. [no-jobs]"
+            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
         )
     found = [job for job in jobs if name in (None, str(job.pid), job.facts.get("name"))]
     if len(found) == 1:
         return found[0]
     titles = listed([job.title for job in found or jobs])
     if found:
-        raise UserError(f"several jobs run here: {titles}. Name one by its number. [several-jobs]")
-    raise UserError(
-        f"no job of yours is called {shown(str(name))}. There are: {titles}. [unknown-job]"
-    )
+        raise UserError(f"several jobs run here: {titles}. Name one by its number.")
+    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
 
 
 def _connected(path: Path) -> socket.socket | None:

@@ -25,9 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
     job = find_job(parser.parse_args(argv).job)
     if not job.pid:
-        raise UserError(
-            f"job {job.title} runs in another container. Stop it there. [job-elsewhere]"
-        )
+        raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
         if job.is_alive:  # else another process may have its pid by now
             send(signal.SIGTERM)

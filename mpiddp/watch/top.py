@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     facts = job.now()
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))
-        raise UserError(f"--host {options.host}: the job has no such host.{hint} [job-host]")
+        raise UserError(f"--host {options.host}: the job has no such host.{hint}")
     is_terminal = os.isatty(0) and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
     if options.once or not is_terminal:
         ranks = shown_ranks(facts, options.sort, options.host)

@@ -26,15 +26,15 @@ from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
 from mpiddp.train.option_parser import flag_of, options_of
 from mpiddp.train.options import TrainOptions
+from tests.support.errors import error
 from tests.support.ranks import ROOT, run_command, run_forked
-from tests.support.sentences import error
 
 NO_SCRIPTS = {"__init__", "harness", "smoke", "slow_disk"}
 
 
 def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rendezvous.json").symlink_to("/dev/full")
-    full_disk = error("bench-out-disk", f"--out {tmp_path} ", "No space left on device")
+    full_disk = error("cannot be written", f"--out {tmp_path} ", "No space left on device")
     with pytest.raises(JobFailed, match=full_disk):
         _write(tmp_path, "rendezvous", rendezvous.BENCHMARK, {})
 
@@ -42,7 +42,7 @@ def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "open", full)
-    unwritable = error("bench-out-unwritable", f"--out {tmp_path}: ", "(No space left on device)")
+    unwritable = error("Name another folder", f"--out {tmp_path}: ", "(No space left on device)")
     with pytest.raises(JobFailed, match=unwritable):
         _check_writable(tmp_path)
 

@@ -29,9 +29,9 @@ from mpiddp.arguments import VERBS
 from mpiddp.doctor.explanations import explain, explain_all, explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Weight
 from mpiddp.hosts.processes import OomKills, group_of, kills_in
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, run_program
-from tests.support.sentences import error
 
 TEXTS = ROOT / "tests" / "data" / "failures"
 NAMES = sorted(path.stem for path in TEXTS.glob("*.txt"))
@@ -400,14 +400,14 @@ def test_stdin_is_a_log_too() -> None:
     assert done.stdout.startswith(b"-:2: Killed\n")
 
 
-NO_TEXT = ("explain-not-text", ": zcat FILE | mpiddp explain ")
+NO_TEXT = ("mpiddp explain", ": zcat FILE | mpiddp explain ")
 
 
 @pytest.mark.parametrize(
     ("make", "id", "value"),
     [
-        (lambda path: None, "explain-unreadable", "(No such file or directory)"),
-        (lambda path: path.mkdir(), "explain-unreadable", "(Is a directory)"),
+        (lambda path: None, "cannot be read", "(No such file or directory)"),
+        (lambda path: path.mkdir(), "cannot be read", "(Is a directory)"),
         (lambda path: path.write_bytes(bytes(range(256)) * 20), *NO_TEXT),
         (
             lambda path: path.write_bytes(b"\x1f\x8b\x08" + random.Random(1).randbytes(9000)),
@@ -435,7 +435,7 @@ def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -
         pytest.skip("root may read everything")
     code, out, err = command(path)
     assert (code, out) == (2, "")
-    sentence = error("explain-unreadable", f"{path} ", "(Permission denied)")
+    sentence = error("cannot be read", f"{path} ", "(Permission denied)")
     assert re.fullmatch(f"{sentence}\n", err), err
 
 
@@ -446,7 +446,6 @@ def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -
     ("page", "text"),
     [
         (troubleshooting.PAGE, troubleshooting.text),
-        (troubleshooting.MESSAGES, troubleshooting.messages),
         (troubleshooting.EVIDENCE, troubleshooting.evidence),
     ],
 )

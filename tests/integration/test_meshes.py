@@ -24,7 +24,7 @@ from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.report import bytes_text, compact, shortened
 from mpiddp.meshes.traffic import Training, traffic
-from tests.support.sentences import error
+from tests.support.errors import error
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -97,7 +97,7 @@ def test_coordinates_are_positions_in_the_groups(case: Case) -> None:
 def test_ranks_that_are_not_numbered_host_by_host(letters: str) -> None:
     layout = Layout({"dp": len(letters) // 2, "tp": 2}, tuple(letters))
     values = ("tp=2 ", "ranks 0, 1,", "a and b", "mpiddp launch", "mpirun --map-by slot")
-    assert re.fullmatch(error("mesh-numbering", *values), refusal(layout.require_tp_inside_hosts))
+    assert re.fullmatch(error("which are", *values), refusal(layout.require_tp_inside_hosts))
     Layout({"dp": len(letters), "tp": 1}, tuple(letters)).require_tp_inside_hosts()
 
 
@@ -142,7 +142,7 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         (
             "dp=32 tp=8 pp=2",
             HOSTS[:256],
-            "mesh-ranks",
+            "needs",
             [
                 "dp=32 tp=8 pp=2 ",
                 "512 GPUs",
@@ -153,44 +153,44 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         (
             "dp=32 tp=8",
             HOSTS,
-            "mesh-ranks",
+            "needs",
             ["dp=32 tp=8 ", "256 GPUs", "64 hosts × 8 GPUs = 512", "; dp=64 tp=8 fits."],
         ),
         (
             "dp=64 tp=6",
             HOSTS,
-            "mesh-tp-host",
+            ";",
             ["tp=6 ", "hosts of 8 GPUs", "; dp=64 tp=8 fits."],
         ),
         (
             "tp=6 pp=3",
             HOSTS[:16],
-            "mesh-tp-host",
+            ";",
             ["tp=6 ", "hosts of 8 GPUs", "; tp=8 pp=2 dp=1 fits."],
         ),
-        ("tp=16", HOSTS, "mesh-tp-host", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
+        ("tp=16", HOSTS, ";", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
         (
             "tp=4",
             block([4, 2]),
-            "mesh-tp-host",
+            ";",
             ["tp=4 ", "h1, ", "2 GPUs", "; tp=2 dp=3 fits."],
         ),
         (
             "tp=4",
             block([4, 2, 6]),
-            "mesh-tp-host",
+            ";",
             ["tp=4 ", "h1, ", "2 GPUs (2 hosts ", "; tp=2 dp=6 fits."],
         ),
         (
             "dp=2 tp=2",
             block([4, 2]),
-            "mesh-ranks",
+            "needs",
             ["dp=2 tp=2 ", "4 GPUs", "2 hosts (h0 4, h1 2) = 6", "; dp=3 tp=2 fits."],
         ),
         (
             "pp=3 dp=-1",
             HOSTS,
-            "mesh-ranks",
+            "needs",
             [
                 "pp=3 dp=-1 ",
                 "a multiple of 3 GPUs",
@@ -201,14 +201,14 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         (
             "tp=-1",
             HOSTS,
-            "mesh-remainder",
+            "leaves tp=",
             ["tp=-1 ", "tp=512", "64 hosts × 8 GPUs = 512", "; tp=8 dp=64 fits."],
         ),
-        ("dp=-1 tp=-1", HOSTS, "mesh-two-free", ["-1", "dp and tp"]),
+        ("dp=-1 tp=-1", HOSTS, "only one", ["-1", "dp and tp"]),
         (
             "pp=999999999 dp=999999999 tp=8",
             HOSTS,
-            "mesh-ranks",
+            "needs",
             [
                 "pp=999999999 dp=999999999 tp=8 ",
                 "7999999984000000008 GPUs",
@@ -228,17 +228,17 @@ def test_sizes_that_do_not_fit(
 @pytest.mark.parametrize(
     ("requested", "layers", "id", "values"),
     [
-        ("pp=16", 4, "mesh-layers", ["pp=16 ", "--layers 4: ", "; pp=4 dp=128 fits."]),
+        ("pp=16", 4, "some stages", ["pp=16 ", "--layers 4: ", "; pp=4 dp=128 fits."]),
         (
             "pp=-1 dp=4 tp=8",
             12,
-            "mesh-layers",
+            "some stages",
             ["pp=-1 dp=4 tp=8 ", "pp=16", "--layers 12: ", "; pp=8 dp=8 tp=8 fits."],
         ),
         (
             "pp=5 tp=8",
             3,
-            "mesh-ranks",
+            "needs",
             [
                 "pp=5 tp=8 ",
                 "a multiple of 40 GPUs",
@@ -274,7 +274,7 @@ def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], lay
         sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
         check(Layout(sizes, tuple(hosts)))
     else:
-        assert re.fullmatch(error("mesh-two-free", "-1"), sentence)
+        assert re.fullmatch(error("only one", "-1"), sentence)
 
 
 NAMES = "pp, dp_replicate, dp, dp_shard, ep, cp, tp."
@@ -283,17 +283,17 @@ NAMES = "pp, dp_replicate, dp, dp_shard, ep, cp, tp."
 @pytest.mark.parametrize(
     ("text", "id", "values"),
     [
-        ("tp", "mesh-syntax", ['"tp"', "dp=32 tp=8 pp=2"]),
-        ("=8", "mesh-syntax", ['"=8"', "dp=32 tp=8 pp=2"]),
-        ("dp_shards=8", "mesh-dimension", ['"dp_shards"', '"dp_shard"?', NAMES]),
-        ("width=8", "mesh-dimension", ['"width"', NAMES]),
-        ("tp=8 tp=4", "mesh-twice", ["tp ", "tp=8 ", "tp=4"]),
-        ("tp=0", "mesh-value", ["tp=0: ", "1 or more", "-1 "]),
-        ("tp=-2", "mesh-value", ["tp=-2: ", "1 or more", "-1 "]),
-        ("tp=two", "mesh-value", ["tp=two: ", "1 or more", "-1 "]),
+        ("tp", "dimension and", ['"tp"', "dp=32 tp=8 pp=2"]),
+        ("=8", "dimension and", ['"=8"', "dp=32 tp=8 pp=2"]),
+        ("dp_shards=8", "a dimension", ['"dp_shards"', '"dp_shard"?', NAMES]),
+        ("width=8", "a dimension", ['"width"', NAMES]),
+        ("tp=8 tp=4", "given twice", ["tp ", "tp=8 ", "tp=4"]),
+        ("tp=0", "for what", ["tp=0: ", "1 or more", "-1 "]),
+        ("tp=-2", "for what", ["tp=-2: ", "1 or more", "-1 "]),
+        ("tp=two", "for what", ["tp=two: ", "1 or more", "-1 "]),
         (
             "tp=9999999999",
-            "mesh-value",
+            "for what",
             ["tp=9999999999: ", "1 or more", "less than 1000000000", "-1 "],
         ),
     ],
@@ -305,13 +305,13 @@ def test_bad_sizes(text: str, id: str, values: list[str]) -> None:
 @pytest.mark.parametrize(
     ("size", "id", "shown"),
     [
-        (0, "mesh-size", "tp=0: "),
-        (-2, "mesh-size", "tp=-2: "),
-        (True, "mesh-number", "tp=True: "),
-        (1.0, "mesh-number", "tp=1.0: "),
-        ("2", "mesh-number", "tp='2': "),
-        (None, "mesh-number", "tp=None: "),
-        pytest.param(10**5000, "mesh-size", "tp=10^5000: ", id="huge"),
+        (0, "expected", "tp=0: "),
+        (-2, "expected", "tp=-2: "),
+        (True, "whole number", "tp=True: "),
+        (1.0, "whole number", "tp=1.0: "),
+        ("2", "whole number", "tp='2': "),
+        (None, "whole number", "tp=None: "),
+        pytest.param(10**5000, "expected", "tp=10^5000: ", id="huge"),
     ],
 )
 def test_bad_sizes_of_a_script(size: object, id: str, shown: str) -> None:
@@ -322,7 +322,7 @@ def test_bad_sizes_of_a_script(size: object, id: str, shown: str) -> None:
 
 def test_an_unknown_name_of_a_script() -> None:
     said = refusal(lambda: check_sizes({"tensor": 2}))
-    assert re.fullmatch(error("mesh-dimension", '"tensor"', NAMES), said), said
+    assert re.fullmatch(error("a dimension", '"tensor"', NAMES), said), said
 
 
 # --- traffic ---
@@ -498,44 +498,44 @@ def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("line", "id", "values"),
     [
-        ("tp=8", "mesh-no-hosts", ["mpiddp mesh: ", "--hosts 64 --gpus 8 tp=8"]),
-        ("--hosts 0", "usage-error", ["argument --hosts: ", "1 or more", "'0'"]),
-        ("--hosts 2 --gpus 0", "usage-error", ["argument --gpus: ", "1 or more", "'0'"]),
+        ("tp=8", "mpiddp mesh", ["mpiddp mesh: ", "--hosts 64 --gpus 8 tp=8"]),
+        ("--hosts 0", "--help", ["argument --hosts: ", "1 or more", "'0'"]),
+        ("--hosts 2 --gpus 0", "--help", ["argument --gpus: ", "1 or more", "'0'"]),
         (
             "--hosts 999999 --gpus 8 dp=2",
-            "mesh-too-many-gpus",
+            "GPUs each",
             ["--hosts 999999 ", "8 GPUs", "7999992 GPUs", "999999"],
         ),
-        ("-H a:0,b:0", "hostfile-all-zero", ["-H: ", "slots=0"]),
-        ("-H a:2,b", "mesh-no-slots", ["-H: b ", "b:8", "--gpus 8"]),
-        ("-H a:8 --gpus 4", "mesh-gpus-given", ["--gpus 4 ", "-H "]),
+        ("-H a:0,b:0", "has slots=0", ["-H: ", "slots=0"]),
+        ("-H a:2,b", "give --gpus", ["-H: b ", "b:8", "--gpus 8"]),
+        ("-H a:8 --gpus 4", "hosts without", ["--gpus 4 ", "-H "]),
         (
             "--hosts 2 tp=8 --params many",
-            "usage-error",
+            "--help",
             ["argument --params: ", "7e9, 7B or 350M", "'many'"],
         ),
         (
             "--hosts 2 --params 7e99",
-            "usage-error",
+            "--help",
             ["argument --params: ", "7e9, 7B or 350M", "'7e99'"],
         ),
-        ("--hosts 2 --layers 4", "mesh-training", ["--layers ", "--hidden and --seq"]),
+        ("--hosts 2 --layers 4", "The activations", ["--layers ", "--hidden and --seq"]),
         (
             "--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8",
-            "mesh-layers",
+            "some stages",
             ["pp=16 ", "--layers 4: ", "; pp=4 dp=4 fits."],
         ),
         (
             "--hosts 2 --hostfile /nonexistent",
-            "usage-error",
+            "--help",
             ["--hostfile", "not allowed with argument --hosts"],
         ),
-        ("--hostfile /nonexistent", "hostfile-missing", ["/nonexistent "]),
-        ("--hosts 2 tp=8 tp=8", "mesh-twice", ["tp ", "tp=8 ", "tp=8"]),
-        ("--hosts 2 --tp 8", "mesh-dashes", ["--tp: ", ": tp=N"]),
-        ("--hosts 2 --tp=8", "mesh-dashes", ["--tp=8: ", ": tp=8"]),
-        ("--hosts 2 tp 8", "mesh-syntax", ['"tp"', "dp=32 tp=8 pp=2"]),
-        ("--hosts 2 --tqp 8", "usage-error", ["unrecognized arguments: --tqp"]),
+        ("--hostfile /nonexistent", "Not falling", ["/nonexistent "]),
+        ("--hosts 2 tp=8 tp=8", "given twice", ["tp ", "tp=8 ", "tp=8"]),
+        ("--hosts 2 --tp 8", "it without", ["--tp: ", ": tp=N"]),
+        ("--hosts 2 --tp=8", "it without", ["--tp=8: ", ": tp=8"]),
+        ("--hosts 2 tp 8", "dimension and", ['"tp"', "dp=32 tp=8 pp=2"]),
+        ("--hosts 2 --tqp 8", "--help", ["unrecognized arguments: --tqp"]),
     ],
 )
 def test_bad_input_is_one_sentence(line: str, id: str, values: list[str]) -> None:

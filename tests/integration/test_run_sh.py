@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, find_mpirun
 from tests.support.run_sh import copy, environment, run_sh
-from tests.support.sentences import error
 
 TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
 TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
@@ -245,8 +245,8 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(
 @pytest.mark.parametrize(
     ("job", "id", "values"),
     [
-        ({"PBS_JOBID": "12"}, "scheduler-no-file", ["PBS_JOBID=12 ", "PBS_NODEFILE "]),
-        ({"LSB_MCPU_HOSTS": "a.invalid 1 b.invalid 1"}, "ssh-unresolved", ["a.invalid: "]),
+        ({"PBS_JOBID": "12"}, "not: this", ["PBS_JOBID=12 ", "PBS_NODEFILE "]),
+        ({"LSB_MCPU_HOSTS": "a.invalid 1 b.invalid 1"}, "be resolved", ["a.invalid: "]),
     ],
 )
 def test_the_job_of_a_scheduler_takes_the_place_of_the_default_hostfile(

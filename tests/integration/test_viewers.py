@@ -29,9 +29,9 @@ from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
 from mpiddp.watch import jobs, stop
 from tests.support.channels import progress
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp, run_command
-from tests.support.sentences import error
 
 PID = str(os.getpid())  # of the launcher, which is this process
 # The job is viewed.py: other tests run a train.py at the same time.
@@ -100,10 +100,10 @@ def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "id", "values"),
     [
-        (["top", PID, "--host", "bb"], "job-host", ["--host bb: ", '"b"?']),
-        (["stop", "no-such"], "unknown-job", ["no-such. ", PID]),
-        (["top", PID, "--sort", "x"], "usage-error", ["argument --sort: invalid choice: 'x'"]),
-        (["ps", "x"], "usage-error", ["mpiddp ps: unrecognized arguments: x."]),
+        (["top", PID, "--host", "bb"], "job has no", ["--host bb: ", '"b"?']),
+        (["stop", "no-such"], "There are", ["no-such. ", PID]),
+        (["top", PID, "--sort", "x"], "--help", ["argument --sort: invalid choice: 'x'"]),
+        (["ps", "x"], "--help", ["mpiddp ps: unrecognized arguments: x."]),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -128,7 +128,7 @@ def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
     assert ["-", "viewed.py", "a,b"] in [line.split()[:3] for line in listed.stdout.splitlines()]
     done = there("stop", "viewed.py")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("job-elsewhere", "job - (viewed.py) ")
+    sentence = error("in another", "job - (viewed.py) ")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
@@ -145,7 +145,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(
         for verb in ("top", "stacks"):
             assert main([verb, PID]) == 2
             said = capsys.readouterr().err
-            assert re.search(error("job-silent", f"job {PID} ", "(Ctrl-Z)"), said)
+            assert re.search(error("answer: it", f"job {PID} ", "(Ctrl-Z)"), said)
     finally:
         console.close()
     assert not folder.exists()
@@ -156,11 +156,11 @@ def test_a_job_that_has_just_ended_is_named(
 ) -> None:
     with serving(open_console("viewed.py")):
         job = jobs.find_job(PID)
-    with pytest.raises(UserError, match=error("job-ended", f"job {PID} (viewed.py) ")):
+    with pytest.raises(UserError, match=error("has ended", f"job {PID} (viewed.py) ")):
         job.now()
     monkeypatch.setattr(stop, "find_job", lambda name: job)
     assert main(["stop", PID]) == 2
-    sentence = error("job-ended", f"job {PID} (viewed.py) ")
+    sentence = error("has ended", f"job {PID} (viewed.py) ")
     said = capsys.readouterr().err
     assert re.fullmatch(f"{sentence}\n", said), said
 

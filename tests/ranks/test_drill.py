@@ -18,10 +18,10 @@ import pytest
 
 from tests.support import drills, frameworks
 from tests.support.drills import DEFECTS, RIGHT, command
+from tests.support.errors import error
 from tests.support.own_script import example
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, run_command, script
-from tests.support.sentences import error
 
 DRILL = (sys.executable, "-m", "mpiddp", "drill")
 SCRIPT = str(ROOT / drills.SCRIPT)
@@ -87,14 +87,14 @@ def test_no_false_alarm(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], error("job-missing")),
-        (["--only", "kil", SCRIPT], error("usage-error", '"kil" ', '"kill"')),
-        (["--", "ls"], error("drill-command", "mpiddp drill: ", '"--"')),
-        (["--dry-run", SCRIPT], error("drill-dry-run", "--dry-run ")),
-        (["--work", "docs", SCRIPT], error("drill-work-not-empty", f"--work {ROOT / 'docs'} ")),
+        ([], error("to launch")),
+        (["--only", "kil", SCRIPT], error("--help", '"kil" ', '"kill"')),
+        (["--", "ls"], error("drill: it", "mpiddp drill: ", '"--"')),
+        (["--dry-run", SCRIPT], error("drill: --dry-run", "--dry-run ")),
+        (["--work", "docs", SCRIPT], error("not empty", f"--work {ROOT / 'docs'} ")),
         (
             ["-n", "9", "-H", "localhost:2", SCRIPT],
-            error("ranks-slots", "-n 9 ", " 2 slots", "-H (localhost=2)"),
+            error("slots of", "-n 9 ", " 2 slots", "-H (localhost=2)"),
         ),
     ],
 )

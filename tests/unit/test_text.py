@@ -7,13 +7,11 @@ import pytest
 
 from mpiddp.text import (
     align_columns,
-    before_id,
     escaped,
     parse_duration,
     parse_whole,
     percentile,
     shown,
-    without_id,
 )
 
 
@@ -97,19 +95,3 @@ def test_characters_that_control_a_terminal_are_escaped() -> None:
     assert escaped("a\nb\rc", keep="\n") == "a\nb\\rc"
     plain = "é ü 日本 ✓ … \t 'x' \\ \N{ZERO WIDTH JOINER}"
     assert escaped(plain) == plain
-
-
-@pytest.mark.parametrize(
-    ("sentence", "without", "with_more"),
-    [
-        ("a: b. Run: c [a-b]", "a: b. Run: c", "a: b. Run: c More. [a-b]"),
-        ("a: b. [a-b-1]\na table", "a: b.\na table", "a: b. More. [a-b-1]\na table"),
-        ("a. [a-b]\nb. [c-d]", "a.\nb.", "a. [a-b]\nb. More. [c-d]"),
-        ("a: b.", "a: b.", "a: b. More."),
-        ("a: [rank-0] b [--c] [d]", "a: [rank-0] b [--c] [d]", "a: [rank-0] b [--c] [d] More."),
-        ("", "", " More."),
-    ],
-)
-def test_the_id_of_an_error(sentence: str, without: str, with_more: str) -> None:
-    assert without_id(sentence) == without
-    assert before_id(sentence, " More.") == with_more

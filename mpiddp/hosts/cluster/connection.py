@@ -25,7 +25,7 @@ import sys
 print({PROOF!r}, flush=True)
 if sys.version_info < (3, 8):
     own = '%d.%d' % sys.version_info[:2]
-    print('{{"failed": "python3 is %s there; expected 3.8 or newer. [python-too-old]"}}' % own)
+    print('{{"failed": "python3 is %s there; expected 3.8 or newer."}}' % own)
     sys.exit()
 """
 LOGIN_S = 15.0  # until the proof; what the other end is asked may take longer

@@ -23,7 +23,6 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import shell_command
 from mpiddp.hosts.ssh_complaints import login_failed
-from mpiddp.text import without_id
 
 TREE_FROM = 4  # hosts
 _PROGRESS_S = 0.2
@@ -89,11 +88,8 @@ def sentences(host: Host) -> Iterator[None]:
 def _why_lost(host: Host, lost: Lost) -> str:
     if lost.has_begun:
         last = lost.stderr.strip().splitlines()[-1:] or [f"exit code {lost.exit_code}"]
-        return (
-            f"the connection was lost ({without_id(last[0]).rstrip('.')}). Run it again: it continues. "
-            "[push-connection-lost]"
-        )
-    missing = "python3 is missing there. Install it: a push needs no more. [push-no-python]"
+        return f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues."
+    missing = "python3 is missing there. Install it: a push needs no more."
     limit_s = connection.LOGIN_S
     return login_failed(host, lost.exit_code, lost.stderr, limit_s=limit_s, missing=missing)
 

@@ -81,7 +81,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             open_logins([jump], None)
         open_logins(others, jump)
     except OSError as error:  # of the files in ~/.ssh
-        raise UserError(f"{error.filename}: {error.strerror}. [keys-file]") from None
+        raise UserError(f"{error.filename}: {error.strerror}.") from None
     for line in summary(*reached(hosts.hosts, jump)):
         print(line)
     if jump is not None:
@@ -98,7 +98,7 @@ def parse_jump(text: str) -> Host:
     if len(name.split()) != 1 or not re.fullmatch("[0-9]{0,5}", port):
         raise UserError(
             "--jump: expected one host as [user@]name[:port]. "
-            "Example: --jump me@login.example.org:2222 [keys-jump]"
+            "Example: --jump me@login.example.org:2222"
         )
     return granted_hosts([[name, *([f"port={port}"] if port else [])]], "--jump").hosts[0]
 
@@ -146,14 +146,9 @@ def _refuse(complaints: Mapping[Host, str], jump: Host | None) -> None:
     for host, text in complaints.items():
         sentence = ssh_complaint(host, text)
         if jump is not None and (why := re.search("open failed: (.*)", text)):
-            sentence = (
-                f"{host.name}: {jump.name} does not reach it ({why[1].strip()}). [keys-jump-host]"
-            )
+            sentence = f"{host.name}: {jump.name} does not reach it ({why[1].strip()})."
         elif "Permission denied" in text:
-            sentence = (
-                f"{host.name}: the key opens no login. If it has a passphrase, run: "
-                "ssh-add [keys-refused]"
-            )
+            sentence = f"{host.name}: the key opens no login. If it has a passphrase, run: ssh-add"
         sentences.append(sentence)
     if sentences:
         raise UserError("\n".join(sentences))
@@ -173,13 +168,12 @@ def _confirm(hosts: Sequence[Host], jump: Host | None) -> None:
         lines[f"{name if port == 22 else f'[{name}]:{port}'} {key}\n"] = known_hosts
     if not sys.stdin.isatty():
         raise UserError(
-            "No host was accepted: a person has to confirm these keys. Run it in a terminal. "
-            "[keys-no-terminal]"
+            "No host was accepted: a person has to confirm these keys. Run it in a terminal."
         )
     print("Compare them on each host: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub")
     print("Are these the keys of these hosts? (yes/no) ", end="", flush=True)
     if sys.stdin.readline().strip().lower() != "yes":
-        raise UserError("No host was accepted, and nothing has changed. [keys-declined]")
+        raise UserError("No host was accepted, and nothing has changed.")
     for line, known_hosts in lines.items():
         known_hosts.parent.mkdir(mode=0o700, exist_ok=True)
         with known_hosts.open("ab+") as file:
@@ -197,7 +191,7 @@ def _settings(host: Host) -> dict[str, list[str]]:
         key, _, value = line.partition(" ")
         found.setdefault(key, []).append(value)
     if "hostname" not in found:
-        raise UserError(f"ssh -G {host.ssh_target} fails. Correct ~/.ssh/config. [keys-ssh-config]")
+        raise UserError(f"ssh -G {host.ssh_target} fails. Correct ~/.ssh/config.")
     return found
 
 
@@ -208,9 +202,7 @@ def _scan(name: str, port: int, jump: Host | None) -> str:
     answer = _run(shell_command(by, line), f"{name}\n")
     kinds = dict(re.findall(r"^[^#\s]\S* (\S+) ([A-Za-z0-9+/=]+)$", answer.stdout, re.MULTILINE))
     if not (kind := next((kind for kind in _PREFERRED if kind in kinds), "")):
-        raise UserError(
-            f"{name}: it sends ssh-keyscan no key. Try: ssh-keyscan -p {port} {name} [keys-scan]"
-        )
+        raise UserError(f"{name}: it sends ssh-keyscan no key. Try: ssh-keyscan -p {port} {name}")
     return f"{kind} {kinds[kind]}"
 
 
@@ -230,7 +222,7 @@ def _public_key(host: Host) -> str:
         # mpirun's ssh can ask nobody for a passphrase.
         done = _run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own)])
         if done.returncode:
-            raise UserError(f"ssh-keygen cannot make {own}: {done.stderr.strip()} [keys-keygen]")
+            raise UserError(f"ssh-keygen cannot make {own}: {done.stderr.strip()}")
         print(f"{own} is a new key, without a passphrase")
     public = own.with_name(f"{own.name}.pub")
     if public.exists():
@@ -242,7 +234,7 @@ def _public_key(host: Host) -> str:
         key = done.stdout.strip()
     if len(key.split()) < 2:
         make = f"ssh-keygen -y -f {shlex.quote(str(own))} > {shlex.quote(str(public))}"
-        raise UserError(f"{own}: its public key cannot be read. Make it: {make} [keys-public-key]")
+        raise UserError(f"{own}: its public key cannot be read. Make it: {make}")
     return key
 
 
@@ -255,7 +247,7 @@ def _add_key(host: Host, key: str, jump: Host | None) -> None:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise UserError(
             f"{host.name}: the key could not be copied ({last[0].rstrip('.')}). "
-            f"Add this line to ~/.ssh/authorized_keys there: {key} [keys-copy]"
+            f"Add this line to ~/.ssh/authorized_keys there: {key}"
         )
 
 

@@ -42,7 +42,7 @@ def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
         if proof and answer.exit_code == 0:
             found[host.name] = json.loads(text)
             continue
-        missing = f"{host.name}: python3 is missing there. [network-no-python]"
+        missing = f"{host.name}: python3 is missing there."
         complaint = login_failed(
             host, answer.exit_code, answer.stderr, limit_s=_ANSWER_S, missing=missing
         )

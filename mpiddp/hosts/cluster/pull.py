@@ -58,12 +58,10 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     folder = Path(os.path.abspath(options.folder))  # noqa: PTH100 - a link stays one
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not above.is_dir():
-        raise UserError(f"{above} is a file; expected the folder of a run. [pull-file]")
+        raise UserError(f"{above} is a file; expected the folder of a run.")
     least = options.min_hosts or len(hosts.hosts)
     if least > len(hosts.hosts):
-        raise UserError(
-            f"--min-hosts {least}: only {counted(len(hosts.hosts), 'host')} given. [pull-min-hosts]"
-        )
+        raise UserError(f"--min-hosts {least}: only {counted(len(hosts.hosts), 'host')} given.")
     resolve_all([host.name for host in hosts.hosts])
     others = [host for host in hosts.hosts if not is_this_host(host.name)]
     sources = [Source(host, folder, connect(host)) for host in others]
@@ -74,13 +72,11 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         if len(hosts.hosts) - len(refusals) < least:
             raise UserError("\n".join(refusals))
         if not folder.exists() and not any(source.rows for source in sources):
-            raise UserError(f"{folder} is on no host. [pull-nowhere]")
+            raise UserError(f"{folder} is on no host.")
         is_here = all((folder / name).exists() for name in (_COMPLETE, _MANIFEST))
         if is_here or any(_is_checkpoint("", source.rows) for source in sources):
             # Alone it would arrive file by file, and not whole or not at all.
-            raise UserError(
-                f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}. [pull-checkpoint]"
-            )
+            raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
         for source in sources:  # one after the other: the next has less to send
             for line in (source.failure or source.bring()).splitlines():
                 print(f"{source.host.name}: {line}", flush=True)
@@ -113,9 +109,7 @@ class Source:
         self.rows = {row[PATH]: row for row in rows if row[KIND] == FILE}
         outside = [path for path in self.rows if ".." in path.split("/") or path.startswith("/")]
         if outside:
-            self.failure = (
-                f"it names a file outside of the folder: {shown(outside[0])}. [pull-outside]"
-            )
+            self.failure = f"it names a file outside of the folder: {shown(outside[0])}."
 
     def bring(self) -> str:
         """Bring what is not here. Returns what that was, or `failure`."""
@@ -233,9 +227,7 @@ class Source:
             new, here = self._arrived / place, self._folder / place
             if problem := damage(new, join=here if here.exists() else None):
                 shutil.rmtree(new)
-                problems.append(
-                    f"{place} is no complete checkpoint there: {problem}. [pull-incomplete]"
-                )
+                problems.append(f"{place} is no complete checkpoint there: {problem}.")
                 continue
             here.parent.mkdir(parents=True, exist_ok=True)
             if here.exists():

@@ -180,9 +180,7 @@ def push(hosts: Sequence[Host], options: Options) -> Pushed:
     others = [host for host in hosts if not is_this_host(host.name)]
     least = len(hosts) if options.min_hosts is None else options.min_hosts
     if least > len(hosts):
-        raise UserError(
-            f"--min-hosts {least}: only {counted(len(hosts), 'host')} given. [push-min-hosts]"
-        )
+        raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
     if not others:
         return Pushed({}, {}, 0, 0, 0.0)
     allow_open(_FILES_PER_HOST * len(others) + OPEN_BESIDES)
@@ -263,14 +261,10 @@ def read_content(options: Options) -> Content:
 def _named(folder: str, left_out: Sequence[str]) -> dict[str, Any]:
     """The folder and its entries, as the header of a push names them."""
     if not Path(folder).is_dir():
-        raise UserError(
-            f"{folder} is no folder of this host. Name the folder to push. [push-no-folder]"
-        )
+        raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
-        raise UserError(
-            f"{folder} is or holds your home folder. Name the folder of a project. [push-home]"
-        )
+        raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     with _unreadable():
         names = {path.name for path in Path(folder).iterdir()} - {*left_out, PRIVATE, COMPILED}
     return {"folder": folder, "names": sorted(names), "left_out": left_out}
@@ -281,7 +275,7 @@ def _read_tree(folder: str, left_out: Sequence[str]) -> _Tree:
     with _unreadable():
         rows = list_tree(folder, tree["names"])
     if not rows:
-        raise UserError(f"{folder} has nothing to push. [push-empty]")
+        raise UserError(f"{folder} has nothing to push.")
     return {**tree, "digest": digest(rows)}, rows
 
 
@@ -290,7 +284,7 @@ def _unreadable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cause_of(error)(f"{error.filename}: {error.strerror}. [push-unreadable]") from None
+        raise cause_of(error)(f"{error.filename}: {error.strerror}.") from None
 
 
 def _carries(tree: _Tree, folder: str) -> bool:
@@ -306,7 +300,7 @@ def _carries(tree: _Tree, folder: str) -> bool:
     if not any(row[PATH] == inside and row[KIND] == FOLDER for row in rows):
         raise UserError(
             f"{folder} leads out of {header['folder']} by a link. "
-            f"Name the folder itself: {os.path.realpath(folder)} [push-link-out]"
+            f"Name the folder itself: {os.path.realpath(folder)}"
         )
     return True
 

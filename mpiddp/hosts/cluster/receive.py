@@ -99,8 +99,7 @@ def _receive(message: dict[str, Any]) -> None:
             take_file(copy.place_of(row), row, sys.stdin.buffer)
             if os.stat(copy.place_of(row)).st_mtime_ns != row[TIME]:
                 raise Failed(
-                    f"{copy.folder} is on a file system that keeps no nanoseconds. Use another. "
-                    "[push-no-nanoseconds]"
+                    f"{copy.folder} is on a file system that keeps no nanoseconds. Use another."
                 )
     for copy in changing:
         copy.complete()
@@ -133,13 +132,13 @@ def _check_platform(header: dict[str, Any]) -> None:
     if theirs["machine"] != own["machine"]:
         raise Failed(
             f"its CPU is {own['machine']}, and the programs of the folder are for "
-            f"{theirs['machine']}. Set the folder up there by itself. [push-cpu]"
+            f"{theirs['machine']}. Set the folder up there by itself."
         )
     if own["glibc"] < theirs["glibc"]:
         here, there = (".".join(map(str, each["glibc"])) for each in (own, theirs))
         raise Failed(
             f"its glibc is {here or 'another library'}, older than {there} here. "
-            "Set the folder up on the host with the oldest system, and push from there. [push-glibc]"
+            "Set the folder up on the host with the oldest system, and push from there."
         )
 
 
@@ -161,7 +160,7 @@ def _check_needs(needs: list[list[str]]) -> None:
         more = f" ({len(missing)} such paths)" if len(missing) > 1 else ""
         raise Failed(
             f"{path} is missing there, and {user} leads to it{more}. "
-            "Install it there, push it too, or, if it is a Python, add --with-python. [push-needs]"
+            "Install it there, push it too, or, if it is a Python, add --with-python."
         )
 
 
@@ -182,7 +181,7 @@ def _check_space(copies: list[Copy], lacks: list[list[int]]) -> None:
         if size > free[device]:
             raise Failed(
                 f"{place[device]} needs {size / 1e6:.1f} MB there, and {free[device] / 1e6:.1f} "
-                "MB are free. [push-space]"
+                "MB are free."
             )
 
 
@@ -238,17 +237,15 @@ class Copy:
         """Raise Failed where the folder cannot be written, or is no copy of the sender's."""
         above = _nearest(self.folder)
         if not os.path.isdir(above):
-            raise Failed(f"{above} is a file there; expected a folder. [push-over-file]")
+            raise Failed(f"{above} is a file there; expected a folder.")
         if not os.access(above, os.W_OK | os.X_OK):
-            raise Failed(
-                f"{above} may not be written there. Give it to the user of ssh: chown. [push-unwritable]"
-            )
+            raise Failed(f"{above} may not be written there. Give it to the user of ssh: chown.")
         if above != self.folder or force or self._record.get("origin") == self._origin:
             return
         if foreign := sorted(set(os.listdir(self.folder)) - set(self._left_out)):
             other = self._record.get("origin")
             what = f"a copy of {other}" if other else f"no copy of this one (it has {foreign[0]})"
-            raise Failed(f"{self.folder} is {what}. To overwrite it: --force [push-foreign]")
+            raise Failed(f"{self.folder} is {what}. To overwrite it: --force")
 
     def check_entries(self, *, force: bool) -> None:
         """Raise Failed where what was never pushed, such as what a job has written, is in the way."""
@@ -259,7 +256,7 @@ class Copy:
             path = os.path.join(self.folder, differing[0])
             raise Failed(
                 f"{path} was never pushed and differs. Rename it there, leave it out (--leave-out "
-                f"{shlex.quote(differing[0])}), or overwrite it: --force [push-never-pushed]"
+                f"{shlex.quote(differing[0])}), or overwrite it: --force"
             )
 
     def lacks(self) -> list[int]:
@@ -288,7 +285,7 @@ class Copy:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Failed(f"another push to {self.folder} is running there. [push-busy]") from None
+            raise Failed(f"another push to {self.folder} is running there.") from None
         wanted = {row[PATH]: row for row in self.rows}
         for row in self._arrived():  # of another state of the sender, or not whole
             path, right = os.path.join(self._new, row[PATH]), wanted.get(row[PATH])
@@ -325,9 +322,7 @@ class Copy:
                 os.chmod(os.path.join(self._new, row[PATH]), row[MODE])
         arrived = [row for row in self._arrived() if row[PATH].partition("/")[0] in self._changed]
         if arrived != rows:
-            raise Failed(
-                f"{self.folder} changed there while it was pushed. Push again. [push-changed-there]"
-            )
+            raise Failed(f"{self.folder} changed there while it was pushed. Push again.")
 
     def _keep_own(self, path: str, old: str) -> None:
         """Link what no push brings: compiled files, and histories of hosts."""

@@ -60,8 +60,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """
     if not options.command:
         raise UserError(
-            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L "
-            "[hosts-run-command]"
+            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
         )
     resolve_all([host.name for host in hosts.hosts])
     outcomes = run(
@@ -106,9 +105,7 @@ def _outcome(host: Host, answer: Answer, timeout_s: float | None) -> Outcome:
             failure = "the connection was lost"
         return Outcome(stdout, answer.stderr, failure)
     if code == NO_PROGRAM:
-        return Outcome(
-            "", "", "python3 is missing. Install it there: mpiddp needs no more [hosts-run-python]"
-        )
+        return Outcome("", "", "python3 is missing. Install it there: mpiddp needs no more")
     return Outcome("", answer.stderr, ssh_complaint(host, answer.stderr))
 
 

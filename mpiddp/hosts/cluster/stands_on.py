@@ -87,7 +87,7 @@ def pythons(outside: Sequence[Sequence[str]]) -> list[str]:
             raise UserError(
                 f"--with-python: {user} leads to {real}, which belongs to the system. "
                 "Install the same Python on every host, or make the environment with one of uv "
-                "or pyenv. [push-system-python]"
+                "or pyenv."
             )
         found[prefix] = None
     return list(found)

@@ -128,7 +128,7 @@ def _send_contents(
     while left:
         content = file.read(min(left, CHUNK))
         if not content:
-            raise Failed(f"{path} has become shorter. Run it again. [push-file-shorter]")
+            raise Failed(f"{path} has become shorter. Run it again.")
         checksum.update(content)
         write(content)
         left -= len(content)
@@ -137,7 +137,7 @@ def _send_contents(
 
 
 def _cannot_be_read(path: str, error: OSError) -> Failed:
-    return Failed(f"{path} cannot be read: {error.strerror}. [push-file-unreadable]")
+    return Failed(f"{path} cannot be read: {error.strerror}.")
 
 
 def take_from(peer: Peer, path: str, row: Row) -> None:
@@ -172,7 +172,7 @@ def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
             file.write(content)
             left -= len(content)
     if stream.read(checksum.digest_size) != checksum.digest():
-        raise Failed(f"{path} arrived damaged. Run it again. [push-file-damaged]")
+        raise Failed(f"{path} arrived damaged. Run it again.")
     os.chmod(path, row[MODE])
     os.utime(path, ns=(row[TIME], row[TIME]))
 
@@ -263,4 +263,4 @@ def pass_on(program: bytes, message: dict[str, Any]) -> None:
 def sentence_of(error: OSError) -> str:
     """A full disk has no path."""
     about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-    return f"{about}{error.strerror}. [transfer-file]"
+    return f"{about}{error.strerror}."

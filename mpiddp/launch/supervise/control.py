@@ -168,7 +168,7 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         raise cause_of(error)(
             f"cannot listen on {address} of this machine ({error.strerror}). "
-            "Name another interface: --interface NAME [launcher-cannot-listen]"
+            "Name another interface: --interface NAME"
         ) from None
 
 
@@ -178,9 +178,7 @@ def _listen_here() -> tuple[socket.socket, Path]:
     try:
         path.parent.mkdir(mode=0o700)
     except OSError as error:
-        raise cause_of(error)(
-            f"cannot create a folder in /tmp ({error.strerror}). [launcher-folder]"
-        ) from None
+        raise cause_of(error)(f"cannot create a folder in /tmp ({error.strerror}).") from None
     listener = None
     try:
         listener = socket.socket(socket.AF_UNIX)
@@ -190,9 +188,7 @@ def _listen_here() -> tuple[socket.socket, Path]:
         if listener is not None:
             listener.close()
         _remove(path)
-        raise cause_of(error)(
-            f"cannot listen at {path} ({error.strerror}). [launcher-socket]"
-        ) from None
+        raise cause_of(error)(f"cannot listen at {path} ({error.strerror}).") from None
     return listener, path
 
 

@@ -75,9 +75,7 @@ class MpirunProcess:
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
-            raise cause_of(error)(
-                f"cannot start {argv[0]}: {error.strerror}. [mpirun-cannot-start]"
-            ) from None
+            raise cause_of(error)(f"cannot start {argv[0]}: {error.strerror}.") from None
         for copy in output.copies:
             copy.started()
 
@@ -209,9 +207,7 @@ def _files_of_mpirun() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cause_of(error)(
-            f"cannot write a file for mpirun: {error.strerror}. [mpirun-file]"
-        ) from None
+        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None
 
 
 def _rank_signal(starter: RankStarter, code: int) -> str | None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.monitor.ranks import EXPLAINS_S, Ranks, is_silent
 from mpiddp.protocol.server import Message
-from mpiddp.text import before_id, escaped, without_id
+from mpiddp.text import escaped
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
 # other's end at about the same time.
@@ -265,7 +265,8 @@ def _of_failure(history: History, first: Message) -> Verdict:
         return Verdict(first.facts["code"], _unprinted_error(ranks, first), failure)
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     if first.kind == "failed":
-        return Verdict(FAILED, before_id(_failed(ranks, first), others), failure)
+        sentence, newline, table = _failed(ranks, first).partition("\n")
+        return Verdict(FAILED, f"{sentence}{others}{newline}{table}", failure)
     if first.facts["silent"]:
         return Verdict(FAILED, f"{_silent_host(ranks, first)}{others}", failure)
     name, rank_signal = ranks.name(first.rank), history.mpirun.rank_signal
@@ -327,7 +328,7 @@ def _failed(ranks: Ranks, first: Message) -> str:
     if first.facts["is_verdict"]:
         return str(error)
     if not first.facts["traceback"]:
-        messages = f": {without_id(error)}" if error else ""
+        messages = f": {error}" if error else ""
         code = first.facts["code"]
         return f"{ranks.name(first.rank)} ended first, with exit code {code}{messages}."
     where = f" (its traceback: {escaped(log)})" if log else ""
@@ -361,4 +362,4 @@ def _lost_with(ranks: Ranks, first: Message) -> list[str]:
 
 
 def _first_line(error: str) -> str:
-    return without_id(error.strip().partition("\n")[0]).rstrip(".")
+    return error.strip().partition("\n")[0].rstrip(".")

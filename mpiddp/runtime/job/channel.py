@@ -301,9 +301,7 @@ class JobChannel:
             raise self._lost() from None
 
     def _lost(self) -> ChannelLost:
-        return ChannelLost(
-            f"rank {self.rank} has lost the connection to the other ranks. [channel-lost]"
-        )
+        return ChannelLost(f"rank {self.rank} has lost the connection to the other ranks.")
 
     # --- what arrives ---
 

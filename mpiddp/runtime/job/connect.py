@@ -64,7 +64,7 @@ def connect_to_launcher(
         where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach the launcher {where} ({problem}). "
-            "Check that it is running and that no firewall blocks the port. [launcher-unreachable]"
+            "Check that it is running and that no firewall blocks the port."
         ) from None
 
 

@@ -108,11 +108,11 @@ class Coordinator:
         """The error that names the ranks that did not answer."""
         names = ", ".join(map(self._name, missing))
         if self.hostnames:  # they have joined
-            return NoAnswer(f"{names} did not answer in {timeout_s:g} s. [ranks-silent]")
+            return NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
         world_size = self.world.world_size
         return NoAnswer(
             f"only {world_size - len(missing)} of {world_size} ranks joined in {timeout_s:g} s. "
-            f"Missing: {names}. [ranks-missing]"
+            f"Missing: {names}."
         )
 
     def broadcast_json(self, value: Value) -> Value:
@@ -130,7 +130,7 @@ class Coordinator:
         if len(set(values)) > 1:
             first = {value: self._name(values.index(value)) for value in values}
             shown = ", ".join(f"{value} ({name})" for value, name in first.items())
-            raise UserError(f"{what} differs: {shown}. {hint} [ranks-differ]")
+            raise UserError(f"{what} differs: {shown}. {hint}")
 
     @contextlib.contextmanager
     def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:

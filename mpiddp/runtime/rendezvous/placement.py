@@ -75,7 +75,7 @@ def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
     except ValueError:
         return (
             f'{PLACEMENT}="{shown(expected)}" is not a list of hosts such as node1:4,node2:2. '
-            "Unset it; mpiddp launch sets it. [placement-variable]"
+            "Unset it; mpiddp launch sets it."
         )
     hosts = _hosts_by_name([placement.info for placement in placements], names)
     pairs = {
@@ -90,7 +90,7 @@ def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
         return _shared_gpus(placements)
     return (
         f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
-        f"settings (environment, mca-params.conf) and the host names. [ranks-misplaced]\n"
+        f"settings (environment, mca-params.conf) and the host names.\n"
         f"{table(placements, names)}"
     )
 
@@ -105,7 +105,7 @@ def _shared_gpus(placements: Sequence[RankPlacement]) -> str:
             return (
                 f"ranks {ranks} would share GPU {gpu} of {sharing[0].info.hostname}: they see its GPUs in "
                 "different orders. Set CUDA_VISIBLE_DEVICES to the same value for all ranks of a "
-                "host. [gpus-in-other-order]\n"
+                "host.\n"
                 f"{table(placements)}"
             )
     return ""

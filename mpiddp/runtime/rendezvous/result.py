@@ -158,7 +158,6 @@ def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
             names = " and ".join(interface.name for interface in info.interfaces)
             raise UserError(
                 f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}. '
-                "[interface-missing]"
             )
 
 
@@ -192,7 +191,7 @@ class Candidates:
             f"{', '.join(self.hostnames[rank] for rank in cut_off)} cannot reach any address of "
             f"{self.hostnames[0]} ({', '.join(self.addresses)}) within {PROBE_TIMEOUT_S:g} s: "
             "a firewall blocks them, or the networks are not connected. "
-            "Name a reachable address: --master-addr ADDR [master-addr-blocked]"
+            "Name a reachable address: --master-addr ADDR"
         )
 
 
@@ -239,7 +238,7 @@ def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
         raise UserError(
             f"{infos[0].hostname} runs {len(local_ranks)} ranks with local ranks "
             f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
-            "Is one machine in the hostfile under two names? [local-ranks]"
+            "Is one machine in the hostfile under two names?"
         )
 
 
@@ -288,7 +287,7 @@ def _shared(first_of_hosts: Sequence[RankInfo], requested: str | None) -> list[t
         raise UserError(
             f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
             f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
-            "Name one: --master-addr ADDR [address-not-shared]"
+            "Name one: --master-addr ADDR"
         )
     return [(address, reason) for *_, address, reason in sorted(ranked)]
 

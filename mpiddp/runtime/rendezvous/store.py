@@ -60,12 +60,11 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
                 f"{world.master_addr} port {world.master_port} in {timeout_s:g} s. Check that rank 0 is "
-                "running and that no firewall blocks the port. [store-unreachable]"
+                "running and that no firewall blocks the port."
             ) from None
         raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
-            f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port. "
-            "[store-port-taken]"
+            f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."
         ) from None
 
 

@@ -85,7 +85,7 @@ def _start(command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool)
         return Guardian(command, env, keeps_stdin=keeps_stdin)
     except OSError as error:
         hint = " A script begins with a line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
-        sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint} [command-cannot-start]"
+        sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint}"
         raise cause_of(error)(sentence) from None
 
 

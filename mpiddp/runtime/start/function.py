@@ -24,7 +24,6 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.start.run import run_rank, script_frames, show_own_frames_only
-from mpiddp.text import without_id
 from mpiddp.world import World
 
 _MAX_TRACEBACK = 1 << 20  # characters
@@ -42,9 +41,7 @@ def main(argv: list[str]) -> int:
 
 def _run(session: Session, coordinator: Coordinator, argv: list[str]) -> int:
     if session.launcher is None or session.channel is None:
-        raise UserError(
-            "mpiddp run-function is a part of mpiddp.spawn, which starts it. [spawn-internal]"
-        )
+        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -137,7 +134,7 @@ class Caller:
             except (OSError, ValueError) as error:
                 raise JobFailed(
                     f"rank {self._world.rank} on {self._world.hostname} has lost the launcher during the "
-                    f"transfer of its {kind}: {error}. [spawn-lost-launcher]"
+                    f"transfer of its {kind}: {error}."
                 ) from None
 
 
@@ -148,7 +145,7 @@ def check_python(facts: Mapping[str, Any], hostname: str) -> None:
         raise UserError(
             f"{hostname} runs Python {own[0]}.{own[1]} ({sys.executable}), but mpiddp.spawn was called by "
             f"Python {theirs[0]}.{theirs[1]}, whose functions it cannot run. Install Python "
-            f"{theirs[0]}.{theirs[1]} there, at the same path. [spawn-python]"
+            f"{theirs[0]}.{theirs[1]} there, at the same path."
         )
 
 
@@ -177,7 +174,7 @@ def unpickled(payload: Payload, hostname: str) -> tuple[Callable[..., Any], tupl
                 "in the calling process. Install the same version."
             )
         raise UserError(
-            f"{name} cannot be unpickled on {hostname}: {_said(error)}.{hint} [spawn-unpickle]"
+            f"{name} cannot be unpickled on {hostname}: {_said(error)}.{hint}"
         ) from None
     return function, args
 
@@ -196,12 +193,12 @@ def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes
     except Exception as error:
         raise UserError(
             f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
-            f"{_said(error)}. [spawn-result-pickle]"
+            f"{_said(error)}."
         ) from None
     if len(body) > limit:
         raise UserError(
             f"{rank}: the result of {name} has {len(body)} bytes, more than max_result_bytes={limit}. "
-            "Return less, write it to a file, or raise max_result_bytes. [spawn-result-size]"
+            "Return less, write it to a file, or raise max_result_bytes."
         )
     return body
 
@@ -231,4 +228,4 @@ def _show_lines_of(sources: Mapping[str, str]) -> None:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {without_id(str(error)).rstrip('.')}"
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"

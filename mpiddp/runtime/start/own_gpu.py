@@ -35,8 +35,7 @@ def choose_gpus(world: World) -> None:
         os.environ.update(read(text, _host_number(os.environ.get(PLACEMENT, ""), world.rank)))
     except (ValueError, IndexError):
         raise UserError(
-            f'{GPUS}="{shown(text)}" does not fit {PLACEMENT}. '
-            "Unset it; mpiddp launch sets it. [gpus-variable]"
+            f'{GPUS}="{shown(text)}" does not fit {PLACEMENT}. Unset it; mpiddp launch sets it.'
         ) from None
 
 

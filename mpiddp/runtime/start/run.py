@@ -143,13 +143,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _check_command(command: list[str], *, keep_mpi: bool) -> None:
     if not command:
-        raise UserError(
-            'mpiddp run: no command follows "--". See: mpiddp run --help [run-command-missing]'
-        )
+        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
     if keep_mpi:
         raise UserError(
             "mpiddp run --keep-mpi is for a Python script. A command that uses MPI itself is started by "
-            f"mpirun: mpirun … {shown(command[0])} [run-keep-mpi]"
+            f"mpirun: mpirun … {shown(command[0])}"
         )
 
 
@@ -175,15 +173,14 @@ def _run_script(
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
     with named_by(""):
         if not Path(path).exists():
-            raise UserError(f"{path} not found (looked in {Path.cwd()}). [rank-script-missing]")
+            raise UserError(f"{path} not found (looked in {Path.cwd()}).")
         if Path(path).is_dir():
             raise UserError(
-                f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE [script-is-folder]"
+                f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE"
             )
         if not Path(path).is_file():
             raise UserError(
-                f"{path} is no regular file, and each rank reads its script from the disk. "
-                "[rank-script-not-regular]"
+                f"{path} is no regular file, and each rank reads its script from the disk."
             )
         source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link
@@ -207,8 +204,7 @@ def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     code = loader.get_code(spec.name) if spec and isinstance(loader, InspectLoader) else None
     if spec is None or spec.origin is None or code is None:
         raise UserError(
-            f"module {name} not found (looked in {Path.cwd()} and in the installed packages). "
-            "[module-not-found]"
+            f"module {name} not found (looked in {Path.cwd()} and in the installed packages)."
         )
     main_module = _main_module(spec.origin)
     main_module.__spec__, main_module.__loader__ = spec, loader

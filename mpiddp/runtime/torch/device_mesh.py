@@ -59,7 +59,7 @@ def mesh(
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "mpiddp.mesh needs a process group. Call mpiddp.init() or "
-            "torch.distributed.init_process_group before it. [mesh-no-group]"
+            "torch.distributed.init_process_group before it."
         )
     own: dict[str, Any] = {"host": _own_host(), "hostname": socket.gethostname(), "problem": ""}
     try:
@@ -141,7 +141,7 @@ def _sizes(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         raise UserError(
             f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with the same "
-            "arguments on all ranks. [mesh-calls-differ]"
+            "arguments on all ranks."
         )
     hosts = _labels([(answer["host"], answer["hostname"]) for answer in answers])
     across = answers[0]["tp_across_hosts"]
@@ -187,7 +187,7 @@ def _device_type(requested: str | None) -> str:
             return torch.device(requested).type
         except (RuntimeError, TypeError):
             raise UserError(
-                f"device_type={requested!r}: expected a type of device such as cuda or cpu. [mesh-device]"
+                f"device_type={requested!r}: expected a type of device such as cuda or cpu."
             ) from None
     gpu = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if gpu is None or dist.get_backend() == "gloo" else gpu.type

@@ -60,7 +60,7 @@ def check_divergence(
         current().wait_for_saves()
         device = next(model.parameters()).device
         _all_gather(0, device, group)  # the first rank to exit ends the others
-        raise JobFailed(f"{sentence} [ranks-diverged]")
+        raise JobFailed(f"{sentence}")
 
 
 def find_divergence(
@@ -78,7 +78,7 @@ def find_divergence(
         raise UserError(
             "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
             "compare. Name the ranks that hold the same shards with group=, or leave the call "
-            "out. [divergence-shards]"
+            "out."
         )
     device = next(iter(tensors.values())).device
     digests = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
@@ -192,7 +192,7 @@ def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
     if World.from_env().world_size > 1:
         raise UserError(
             "mpiddp.check_divergence needs a process group of the ranks. Call "
-            "torch.distributed.init_process_group or mpiddp.init before it. [divergence-no-group]"
+            "torch.distributed.init_process_group or mpiddp.init before it."
         )
     return False
 

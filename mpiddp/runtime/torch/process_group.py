@@ -149,13 +149,11 @@ def choose_backend(requested: str | None) -> str:
     gpu = torch.accelerator.current_accelerator(check_available=True)
     of_gpu = dist.get_default_backend_for_device(gpu) if gpu else None
     if requested not in (None, "nccl", of_gpu):
-        raise UserError(
-            f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}. [backend-unknown]"
-        )
+        raise UserError(f"backend {requested!r}: expected gloo or {of_gpu or 'nccl'}.")
     if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
         raise UserError(
             f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
-            f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there. [nccl-no-gpu]"
+            f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
         )
     return requested or of_gpu or "gloo"
 
@@ -180,5 +178,5 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
         "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "
-        "(CUDA_VISIBLE_DEVICES), or use --backend gloo. [gpus-shared-by-ranks]"
+        "(CUDA_VISIBLE_DEVICES), or use --backend gloo."
     )

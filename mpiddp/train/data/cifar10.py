@@ -71,14 +71,12 @@ def _verified(file: Path, sha256: Mapping[str, str]) -> bytes:
     try:
         content = read_limited(file, _MAX_BYTES)
     except OSError as error:
-        raise cause_of(error)(
-            f"{file}: {error.strerror}; {_hint(file)} [cifar10-unreadable]"
-        ) from None
+        raise cause_of(error)(f"{file}: {error.strerror}; {_hint(file)}") from None
     digest = hashlib.sha256(content).hexdigest()
     if digest != sha256[file.name]:
         raise UserError(
             f"{file} is not CIFAR-10's: its SHA-256 is {digest} instead of {sha256[file.name]}; "
-            f"{_hint(file)} [cifar10-checksum]"
+            f"{_hint(file)}"
         )
     return content
 

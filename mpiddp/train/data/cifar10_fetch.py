@@ -101,7 +101,7 @@ def fetch(
         if free < _NEEDED_BYTES:
             raise JobFailed(
                 f"{folder}: no space left for CIFAR-10: the download needs "
-                f"{_NEEDED_BYTES / 1e9:.1f} GB, {free / 1e9:.1f} GB are free [cifar10-space]"
+                f"{_NEEDED_BYTES / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
             )
         with tempfile.TemporaryDirectory(
             prefix=_SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True
@@ -111,7 +111,7 @@ def fetch(
             )
             rename_batches(batches, folder / BIN_FOLDER)
     except OSError as error:
-        sentence = f"{folder}: cannot store CIFAR-10 there: {error.strerror} [cifar10-unwritable]"
+        sentence = f"{folder}: cannot store CIFAR-10 there: {error.strerror}"
         raise cause_of(error)(sentence) from None
 
 
@@ -140,7 +140,7 @@ def _download_from_first(
     raise (JobFailed if is_outage else UserError)(
         f"CIFAR-10 cannot be downloaded ({reasons}). Copy it into {folder} yourself, "
         f"as {BIN_FOLDER} (data_batch_1.bin to data_batch_5.bin, test_batch.bin) or "
-        f"{PY_FOLDER} (the same names without .bin). [cifar10-download]"
+        f"{PY_FOLDER} (the same names without .bin)."
     )
 
 
@@ -168,7 +168,7 @@ def rename_batches(batches: Path, target: Path) -> None:
             raise
         if not any((target / name).exists() for name in BIN):
             raise UserError(
-                f"{target} exists but contains no CIFAR-10 batches. Remove it. [cifar10-folder]"
+                f"{target} exists but contains no CIFAR-10 batches. Remove it."
             ) from None
 
 

@@ -35,7 +35,7 @@ def _read_pair(images_file: Path, labels_file: Path) -> ImageArrays:
     if len(images) != len(labels):
         raise UserError(
             f"{labels_file} has {len(labels):,} labels for the {len(images):,} images "
-            f"of {images_file.name}. [idx-pair]"
+            f"of {images_file.name}."
         )
     return ImageArrays(images[..., np.newaxis], labels.astype(np.int64))
 
@@ -48,26 +48,24 @@ def _read_array(file: Path, dimensions: int) -> NDArray[np.uint8]:
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, OSError) and error.errno:
             raise read_error(str(file), error) from None
-        raise UserError(
-            f"{file}: not a readable gzip file ({error}). Download it again. [idx-gzip]"
-        ) from None
+        raise UserError(f"{file}: not a readable gzip file ({error}). Download it again.") from None
 
     header = struct.Struct(f">HBB{dimensions}I")
     if len(content) < header.size:
         raise UserError(
-            f"{file}: {len(content)} bytes, too short for an IDX file. Download it again. [idx-short]"
+            f"{file}: {len(content)} bytes, too short for an IDX file. Download it again."
         )
     zero, kind, found_dimensions, *shape = header.unpack_from(content)
     if (zero, kind, found_dimensions) != (0, _UNSIGNED_BYTES, dimensions):
         raise UserError(
             f"{file}: starts with {content[:4].hex()} instead of 000008{dimensions:02x}, so it is "
-            f"not an IDX file of unsigned bytes in {dimensions} dimensions. Download it again. [idx-magic]"
+            f"not an IDX file of unsigned bytes in {dimensions} dimensions. Download it again."
         )
     values = np.frombuffer(content, np.uint8, offset=header.size)
     if values.size != np.prod(shape, dtype=object):
         raise UserError(
             f"{file}: its header announces {' × '.join(map(str, shape))} bytes and "
-            f"{values.size:,} follow. Download it again. [idx-length]"
+            f"{values.size:,} follow. Download it again."
         )
     array: NDArray[np.uint8] = values.reshape(shape).copy()  # a view of bytes is read-only
     return array

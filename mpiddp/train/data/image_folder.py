@@ -61,7 +61,7 @@ class ImageFolder:
         if empty := [name for label, name in enumerate(self.classes) if label not in filled]:
             raise UserError(
                 f"{folder}: the folder {shown(empty[0])} contains no images ({', '.join(sorted(FORMATS))}). "
-                "Each folder there is a class. [images-empty-class]"
+                "Each folder there is a class."
             )
         self.num_images = len(self.samples)
         self.device = device
@@ -127,12 +127,10 @@ class ImageFolder:
             if broken is not None:
                 path, reason, is_failure = broken
                 if is_failure:
-                    raise JobFailed(
-                        escaped(f"{path} cannot be read ({reason}). [image-unreadable]")
-                    )
+                    raise JobFailed(escaped(f"{path} cannot be read ({reason})."))
                 raise UserError(
                     escaped(f"{path}: Pillow cannot read this image ({reason}). ")
-                    + "Replace or remove it. [image-broken]"
+                    + "Replace or remove it."
                 )
             yield images, labels
 
@@ -169,13 +167,10 @@ def class_names(folder: Path) -> tuple[str, ...]:
     """
     if not folder.is_dir():
         raise UserError(
-            f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, "
-            "val/CLASS/*.jpg. [images-layout]"
+            f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
         )
     entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     names = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
     if not names:
-        raise UserError(
-            f"{folder} contains no folders. Expected one folder of images per class. [images-no-classes]"
-        )
+        raise UserError(f"{folder} contains no folders. Expected one folder of images per class.")
     return names

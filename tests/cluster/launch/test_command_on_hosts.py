@@ -15,10 +15,10 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
-from tests.support.sentences import error
 from tests.support.stopping import LONG_GRACE
 
 MPIS = ("openmpi5", *PACKAGES)
@@ -92,5 +92,5 @@ def test_a_program_that_is_missing_on_one_host(hosts: Cluster, program: str, lac
     env = {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = hosts["node0"].run([*LAUNCH, *HOSTS, "--", program], cwd="/run/job", env=env)
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("host-lacks-program", f"node1: {program} ", lacks)
+    sentence = error("Install it on", f"node1: {program} ", lacks)
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.gpu_tools import NVIDIA, PRINT_GPUS, tool
 from tests.support.ranks import LAUNCH, ROOT
-from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -55,5 +55,5 @@ def test_a_gpu_that_a_host_lacks_starts_nothing(hosts: Cluster) -> None:
     command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
     done = hosts["node0"].run(command, cwd=ROOT, env={"PATH": path, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("gpu-missing", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)")
+    sentence = error("They are", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -25,9 +25,9 @@ from tests.jobs import elastic
 from tests.jobs.elastic import GLOBAL_BATCH, Step
 from tests.support import cluster
 from tests.support.cluster import Cluster, Program
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
-from tests.support.sentences import error
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic.py")
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -202,7 +202,7 @@ def test_without_grow_the_list_counts_at_the_next_restart(hosts: Cluster, tmp_pa
         others = ("ended first", "leftover process")
         broken, *rest = [line for line in own if not any(other in line for other in others)]
         where = f"mpiddp: {UNUSABLE}{run.folder}/hosts.txt:2: "
-        assert re.fullmatch(error("hostfile-number", where, '"slots="', "node1 slots=4"), broken)
+        assert re.fullmatch(error("a positive", where, '"slots="', "node1 slots=4"), broken)
         assert rest == [
             "mpiddp: restarting on node0 and node1 (restart 1 of 3).",
             "mpiddp: restarting on node0, node1 and node2 (restart 2 of 3).",
@@ -220,7 +220,7 @@ def test_an_added_host_that_cannot_be_used_prevents_no_restart(
         run.list_hosts("node0 slots=1\nnowhere slots=1\nnode1 slots=1\n")
         (run.folder / "fail").touch()
         run.wait_for_ranks(2, restarts=1)
-        left_out = error("ssh-unresolved", "mpiddp: leaving out a host: nowhere: ")
+        left_out = error("be resolved", "mpiddp: leaving out a host: nowhere: ")
         assert re.search(left_out, run.stderr), run.stderr
         run.finish()
 
@@ -238,7 +238,7 @@ def test_a_broken_list_is_one_warning_and_max_ranks_is_a_limit(
         run.wait_for_ranks(3, restarts=2)
         run.finish(grown=(1, 2))
         assert run.stderr.count(UNUSABLE) == 1
-        unusable = error("hostfile-empty", f"mpiddp: {UNUSABLE}{run.folder}/hosts.txt ")
+        unusable = error("lists no", f"mpiddp: {UNUSABLE}{run.folder}/hosts.txt ")
         assert re.search(unusable, run.stderr), run.stderr
         assert f"mpiddp: node0 has more slots{STOPPING}" in run.stderr
         assert f"mpiddp: node1 and node2 can join{STOPPING}" in run.stderr

@@ -20,9 +20,9 @@ from mpiddp.hosts.cluster.keys import parse_jump, summary
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout, faults, ssh
 from tests.support.cluster.host import Host
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 PASSWORD = "a password"
@@ -108,13 +108,13 @@ def test_from_questions_to_none(hosts: Cluster) -> None:
     expected = f"node1  {fingerprint(node1)} (ED25519)\nnode2  {fingerprint(node2)} (ED25519)\n"
     done = keys(hosts)
     assert (done.returncode, done.stdout) == (2, expected)
-    sentence = error("keys-no-terminal", "terminal")
+    sentence = error("accepted: a", "terminal")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not folder.exists()
     code, shown = at_terminal(hosts, {"(yes/no)": "y"})
     assert code == 2
     assert shown.startswith(expected)
-    assert re.fullmatch(error("keys-declined"), shown.splitlines()[-1]), shown
+    assert re.fullmatch(error("accepted, and"), shown.splitlines()[-1]), shown
     assert not folder.exists()
 
     authorized = node1.path("/root/.ssh/authorized_keys")
@@ -181,7 +181,7 @@ def test_through_a_jump_host(hosts: Cluster) -> None:
 
     (hosts.shared / "ghost").write_text("ghost\n")
     sentence = refusal(keys(hosts, "--jump", "node1", file="ghost"))
-    assert re.fullmatch(error("keys-jump-host", "ghost: node1 "), sentence), sentence
+    assert re.fullmatch(error("not reach it", "ghost: node1 "), sentence), sentence
 
 
 def test_bad_input(hosts: Cluster) -> None:
@@ -189,37 +189,37 @@ def test_bad_input(hosts: Cluster) -> None:
     (hosts.shared / "none").write_text("node9\n")
     (hosts.shared / "port").write_text("node1 port=7\n")
     for file, arguments, sentence in (
-        ("dash", (), error("host-dash", "dash:1: ", '"-oProxyCommand=x"')),
+        ("dash", (), error("and would", "dash:1: ", '"-oProxyCommand=x"')),
         (
             "hosts",
             ("--jump=-oProxyCommand=x",),
-            error("host-dash", '--jump: host "-oProxyCommand=x"'),
+            error("and would", '--jump: host "-oProxyCommand=x"'),
         ),
-        ("hosts", ("--jump", "node9"), error("ssh-unresolved", "node9: ", "node0")),
-        ("hosts", ("--jump", "node1:7"), error("ssh-refused", "ssh node1: ")),
-        ("hosts", ("--jump", ""), error("keys-jump", "--jump: ")),
-        ("none", (), error("ssh-unresolved", "node9: ", "node0")),
-        ("port", (), error("ssh-refused", "ssh node1: ")),
+        ("hosts", ("--jump", "node9"), error("be resolved", "node9: ", "node0")),
+        ("hosts", ("--jump", "node1:7"), error("connection refused", "ssh node1: ")),
+        ("hosts", ("--jump", ""), error("--jump: expected", "--jump: ")),
+        ("none", (), error("be resolved", "node9: ", "node0")),
+        ("port", (), error("connection refused", "ssh node1: ")),
     ):
         assert re.fullmatch(sentence, refusal(keys(hosts, *arguments, file=file))), sentence
     hosts["node0"].path("/root/.ssh").write_text("a file")
     code, shown = at_terminal(hosts, {"(yes/no)": "yes"})
     assert code == 2
-    assert re.fullmatch(error("keys-file", "/root/.ssh: File exists"), shown.splitlines()[-1])
+    assert re.fullmatch(error(":", "/root/.ssh: File exists"), shown.splitlines()[-1])
     hosts["node0"].path("/root/.ssh").unlink()
     with faults.no_sshd(hosts["node2"]):
-        assert re.fullmatch(error("ssh-refused", "ssh node2: "), refusal(keys(hosts)))
+        assert re.fullmatch(error("connection refused", "ssh node2: "), refusal(keys(hosts)))
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", error("keys-jump", "--jump: ")),
-        ("a b", error("keys-jump", "--jump: ")),
-        ("-x", error("host-dash", "--jump: ", '"-x"')),
-        ("user@-x", error("host-dash", "--jump: ", '"-x"')),
-        ("node1:x", error("keys-jump", "--jump: ", "name[:port]")),
-        ("node1:99999", error("hostfile-port", "--jump: ", "port=99999")),
+        ("", error("--jump: expected", "--jump: ")),
+        ("a b", error("--jump: expected", "--jump: ")),
+        ("-x", error("and would", "--jump: ", '"-x"')),
+        ("user@-x", error("and would", "--jump: ", '"-x"')),
+        ("node1:x", error("--jump: expected", "--jump: ", "name[:port]")),
+        ("node1:99999", error("to 65535", "--jump: ", "port=99999")),
     ],
 )
 def test_jump_hosts_that_are_none(text: str, sentence: str) -> None:

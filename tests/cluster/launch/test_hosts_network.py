@@ -11,8 +11,8 @@ import sys
 
 from tests.support import cluster
 from tests.support.cluster import Layout, faults
+from tests.support.errors import error
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 CHECK = [sys.executable, "-m", "mpiddp", "hosts", "check", "--network"]
 
@@ -43,4 +43,4 @@ def test_links_of_the_hosts() -> None:
         with faults.no_sshd(hosts["node2"]):
             done = hosts["node0"].run([*CHECK, str(file)], cwd=ROOT)
         assert done.returncode == 2
-        assert re.match(error("ssh-refused", "ssh node2: "), done.stderr), done.stderr
+        assert re.match(error("connection refused", "ssh node2: "), done.stderr), done.stderr

@@ -21,10 +21,10 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from tests.support.cluster import Cluster, faults, links
+from tests.support.errors import error
 from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,7 @@ def test_broken_checkpoints_are_left_there(hosts: Cluster, run: Path) -> None:
     done = pull(hosts, run)
     assert (done.returncode, done.stderr) == (1, "")
     broken = [
-        error(
-            "pull-incomplete", f"node1: checkpoints/step_0000000{step} ", ": model.pt ", "SHA-256"
-        )
+        error("no complete", f"node1: checkpoints/step_0000000{step} ", ": model.pt ", "SHA-256")
         for step in (2, 3)
     ]
     assert re.fullmatch("\n".join([*broken, "node2: nothing new\n"]), done.stdout), done.stdout
@@ -191,13 +189,13 @@ def test_bad_input(hosts: Cluster, run: Path) -> None:
     (hosts.shared / "dash").write_text("-oProxyCommand=x\n")
     log = run / "logs/rank_00000.log"
     for arguments, file, sentence in (
-        ((run,), "dash", error("host-dash", "dash:1: ", '"-oProxyCommand=x"')),
-        ((log,), "hosts", error("pull-file", f"{log} ")),
-        ((log / "x",), "hosts", error("pull-file", f"{log} ")),
-        ((run / "none",), "hosts", error("pull-nowhere", f"{run}/none ")),
-        (("--", "-x"), "hosts", error("pull-nowhere", f"{ROOT}/-x ")),
-        ((run, "--min-hosts", "0"), "hosts", error("usage-error", "--min-hosts", "'0'")),
-        ((run, "--min-hosts", "4"), "hosts", error("pull-min-hosts", "--min-hosts 4: ", "3 hosts")),
+        ((run,), "dash", error("and would", "dash:1: ", '"-oProxyCommand=x"')),
+        ((log,), "hosts", error("file; expected", f"{log} ")),
+        ((log / "x",), "hosts", error("file; expected", f"{log} ")),
+        ((run / "none",), "hosts", error("is on no", f"{run}/none ")),
+        (("--", "-x"), "hosts", error("is on no", f"{ROOT}/-x ")),
+        ((run, "--min-hosts", "0"), "hosts", error("--help", "--min-hosts", "'0'")),
+        ((run, "--min-hosts", "4"), "hosts", error("--min-hosts", "--min-hosts 4: ", "3 hosts")),
     ):
         done = pull(hosts, *arguments, file=file)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
@@ -206,7 +204,7 @@ def test_bad_input(hosts: Cluster, run: Path) -> None:
     with faults.no_sshd(hosts["node2"]):
         done = pull(hosts, run)
         assert (done.returncode, done.stdout) == (2, "")
-        refused = error("ssh-refused", "node2: ssh node2: ")
+        refused = error("connection refused", "node2: ssh node2: ")
         assert re.match(refused, done.stderr), done.stderr
         assert not (run / "new.log").exists()
         done = pull(hosts, run, "--min-hosts", "2")
@@ -217,5 +215,5 @@ def test_bad_input(hosts: Cluster, run: Path) -> None:
     hosts["node2"].path(run).write_text("a file")
     done = pull(hosts, run)
     assert done.returncode == 2
-    sentence = error("transfer-file", f"node2: {run}: Not a directory")
+    sentence = error(".", f"node2: {run}: Not a directory")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -22,10 +22,10 @@ from mpiddp.hosts.cluster.tree import PRIVATE
 from tests.support import cluster
 from tests.support.cluster import USER, Cluster, Layout, links
 from tests.support.cluster.host import Host
+from tests.support.errors import error
 from tests.support.hosts_verb import HOSTS, on_node0
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -211,27 +211,27 @@ def test_hosts_that_cannot_take_it(hosts: Cluster, folder: Path) -> None:
     there = node1.path(folder)
     there.parent.mkdir(parents=True)
     there.write_text("a file")
-    sentence = error("push-over-file", f"node1: {folder} ")
+    sentence = error("file there", f"node1: {folder} ")
     assert re.fullmatch(sentence, refusal(push(hosts, folder, file="3hosts")))
     assert not hosts["node2"].path(folder).exists()
     done = push(hosts, folder, "--min-hosts", "2", file="3hosts")
     assert done.returncode == 0
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert done.stdout.startswith("node2: 256.0 kB sent\n")
-    too_many = error("push-min-hosts", "--min-hosts 9: ", "3 hosts")
+    too_many = error("--min-hosts", "--min-hosts 9: ", "3 hosts")
     done = push(hosts, folder, "--min-hosts", "9", file="3hosts")
     assert re.fullmatch(too_many, refusal(done))
 
     there.unlink()
     there.mkdir()
     (there / "other.py").write_text("another project")
-    foreign = error("push-foreign", f"node1: {folder} ", "other.py", ": --force")
+    foreign = error("To overwrite", f"node1: {folder} ", "other.py", ": --force")
     assert re.fullmatch(foreign, refusal(push(hosts, folder)))
     (there / "other.py").unlink()
     (there / PRIVATE).mkdir()
     (there / PRIVATE / "copy.json").write_text(json.dumps({"origin": "node7:/x", "names": ["y"]}))
     (there / "y").write_text("")
-    foreign = error("push-foreign", f"node1: {folder} ", "node7:/x", ": --force")
+    foreign = error("To overwrite", f"node1: {folder} ", "node7:/x", ": --force")
     assert re.fullmatch(foreign, refusal(push(hosts, folder)))
     assert push(hosts, folder, "--force").returncode == 0
     assert contents(there) == expected(folder)
@@ -242,7 +242,7 @@ def test_a_host_without_space(hosts: Cluster, folder: Path) -> None:
     node1.path(folder).mkdir(parents=True)
     node1.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], check=True)
     sentence = refusal(push(hosts, folder))
-    assert re.fullmatch(error("push-space", f"node1: {folder} ", "0.3 MB", "0.2 MB"), sentence)
+    assert re.fullmatch(error("MB there", f"node1: {folder} ", "0.3 MB", "0.2 MB"), sentence)
     assert list(node1.path(folder).iterdir()) == []
     node1.run(["umount", str(folder)], check=True)
 
@@ -253,7 +253,7 @@ def test_a_host_without_python(hosts: Cluster, folder: Path) -> None:
         sentence = refusal(push(hosts, folder))
     finally:
         hosts["node1"].run(["umount", "/usr/bin/python3"], check=True)
-    assert re.fullmatch(error("push-no-python", "node1: python3 "), sentence), sentence
+    assert re.fullmatch(error("there. Install", "node1: python3 "), sentence), sentence
 
 
 def claim(host: Host, source: str) -> None:
@@ -273,11 +273,11 @@ def claim(host: Host, source: str) -> None:
     [
         (
             "import os, types; os.uname = lambda: types.SimpleNamespace(machine='aarch64')",
-            error("push-cpu", "node1: ", "aarch64", "x86_64"),
+            error("the programs", "node1: ", "aarch64", "x86_64"),
         ),
         (
             "import os; os.confstr = lambda name: 'glibc 2.17'",
-            error("push-glibc", "node1: ", "2.17", "2.36"),
+            error("its glibc", "node1: ", "2.17", "2.36"),
         ),
         (
             "import sys; sys.version_info = (3, 6)",
@@ -307,7 +307,7 @@ def test_links_out_of_an_environment(hosts: Cluster, folder: Path, tmp_path: Pat
     (environment / "pyvenv.cfg").write_text(f"home = {python.parent}\nexecutable = {python}\n")
     sentence = refusal(push(hosts, folder))
     link = f"{environment}/bin/python "
-    assert re.fullmatch(error("push-needs", f"node1: {python} ", link, "--with-python"), sentence)
+    assert re.fullmatch(error("there, push", f"node1: {python} ", link, "--with-python"), sentence)
     assert not hosts["node1"].path(folder).exists()
     assert push(hosts, folder, "--with-python").returncode == 0
     done = hosts["node1"].run([environment / "bin" / "python"])
@@ -320,7 +320,7 @@ def test_links_out_of_an_environment(hosts: Cluster, folder: Path, tmp_path: Pat
     site = environment / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
     (site / "borrowed.pth").write_text(f"{elsewhere}\n")
-    missing = error("push-needs", f"node1: {elsewhere} ", f"{site}/borrowed.pth ")
+    missing = error("there, push", f"node1: {elsewhere} ", f"{site}/borrowed.pth ")
     assert re.fullmatch(missing, refusal(push(hosts, folder)))
     assert push(hosts, folder, elsewhere).returncode == 0
     (environment / "bin" / "python3").symlink_to("/usr/bin/python3")  # which is there
@@ -331,22 +331,22 @@ def test_an_interpreter_of_the_system(hosts: Cluster, folder: Path) -> None:
     (folder / "python").symlink_to("/usr/bin/python3.11")
     sentence = refusal(push(hosts, folder, "--with-python"))
     values = ("--with-python: ", f"{folder}/python ", "/usr/bin/python3.11")
-    assert re.fullmatch(error("push-system-python", *values), sentence), sentence
+    assert re.fullmatch(error("which belongs", *values), sentence), sentence
 
 
 def test_bad_input(hosts: Cluster, folder: Path) -> None:
     for arguments, sentence in (
-        ((folder / "none",), error("push-no-folder", f"{folder}/none ")),
-        ((folder / "train.py",), error("push-no-folder", f"{folder}/train.py ")),
-        (("/",), error("push-home", "/ ")),
-        (("/root",), error("push-home", "/root ")),
-        ((folder / "empty",), error("push-empty", f"{folder}/empty ")),
-        (("--min-hosts", "0"), error("usage-error", "--min-hosts", "'0'")),
-        (("--", "-x"), error("push-no-folder", f"{ROOT}/-x ")),
+        ((folder / "none",), error("this host", f"{folder}/none ")),
+        ((folder / "train.py",), error("this host", f"{folder}/train.py ")),
+        (("/",), error("or holds", "/ ")),
+        (("/root",), error("or holds", "/root ")),
+        ((folder / "empty",), error("nothing to push", f"{folder}/empty ")),
+        (("--min-hosts", "0"), error("--help", "--min-hosts", "'0'")),
+        (("--", "-x"), error("this host", f"{ROOT}/-x ")),
     ):
         assert re.fullmatch(sentence, refusal(push(hosts, *arguments))), sentence
     (hosts.shared / "none").write_text("node9\n")
-    unresolved = error("ssh-unresolved", "node9: node9: ")
+    unresolved = error("be resolved", "node9: node9: ")
     assert re.fullmatch(unresolved, refusal(push(hosts, folder, file="none")))
     (hosts.shared / "alone").write_text("node0\n")
     done = push(hosts, folder, file="alone")
@@ -366,7 +366,7 @@ def test_a_folder_that_may_not_be_written(hosts: Cluster, folder: Path) -> None:
     own = hosts["node1"].path("/root/.ssh/authorized_keys").read_text()
     authorized.write_text(authorized.read_text() + own)
     done = push(hosts, "/run/closed/project", file="other_user")
-    assert re.fullmatch(error("push-unwritable", "node1: /run/closed ", "chown"), refusal(done))
+    assert re.fullmatch(error("written there", "node1: /run/closed ", "chown"), refusal(done))
 
 
 def test_a_push_while_another_runs(hosts: Cluster, folder: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_push_while_another_runs(hosts: Cluster, folder: Path) -> None:
         done = push(hosts, folder)
         first.wait(PATIENCE_S)
     assert (done.returncode, done.stdout) == (1, "")
-    busy = error("push-busy", "node1: ", f"{folder} ")
+    busy = error("another push", "node1: ", f"{folder} ")
     assert re.fullmatch(f"{busy}\n", done.stderr), done.stderr
     assert first.returncode == 0
     assert contents(hosts["node1"].path(folder)) == expected(folder)

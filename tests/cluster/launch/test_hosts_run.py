@@ -17,10 +17,10 @@ import pytest
 from mpiddp.hosts.slurm import compress_names, expand_nodelist
 from tests.support.cluster import Cluster
 from tests.support.cluster.host import Process
+from tests.support.errors import error
 from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_the_own_line_of_ssh(hosts: Cluster) -> None:
     assert (done.returncode, done.stdout) == (1, "node0: here\n")
     first, second = done.stderr.splitlines()
     assert first == "node1: ssh: connect to host node1 port 7: Connection refused"
-    assert re.fullmatch(error("ssh-refused", "node1: ssh node1: ", "sshd"), second), second
+    assert re.fullmatch(error("connection refused", "node1: ssh node1: ", "sshd"), second), second
 
 
 def test_a_host_without_python(hosts: Cluster) -> None:
@@ -83,16 +83,16 @@ def test_a_host_without_python(hosts: Cluster) -> None:
     finally:
         hosts["node1"].run(["umount", "/usr/bin/python3"], check=True)
     assert done.stdout == "node[0,2]: here\n"
-    sentence = error("hosts-run-python", "node1: python3 ")
+    sentence = error("mpiddp needs", "node1: python3 ")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_bad_input(hosts: Cluster) -> None:
     for arguments, sentence in (
-        ((), error("hosts-run-command", "FILE -- nvidia-smi -L")),
-        (("--",), error("hosts-run-command", "FILE -- nvidia-smi -L")),
-        (("--parallel", "0", "--", "true"), error("usage-error", "--parallel", "'0'")),
-        (("--timeout", "soon", "--", "true"), error("usage-error", "--timeout", "'soon'")),
+        ((), error("hosts run", "FILE -- nvidia-smi -L")),
+        (("--",), error("hosts run", "FILE -- nvidia-smi -L")),
+        (("--parallel", "0", "--", "true"), error("--help", "--parallel", "'0'")),
+        (("--timeout", "soon", "--", "true"), error("--help", "--timeout", "'soon'")),
     ):
         done = run(hosts, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
@@ -100,7 +100,7 @@ def test_bad_input(hosts: Cluster) -> None:
     (hosts.shared / "dash").write_text("-oProxyCommand=x\n")
     done = run(hosts, "--", "true", file="dash")
     assert done.returncode == 2
-    assert re.search(error("host-dash", "dash:1: ", '"-oProxyCommand=x"'), done.stderr)
+    assert re.search(error("and would", "dash:1: ", '"-oProxyCommand=x"'), done.stderr)
 
 
 def sleepers(hosts: Cluster) -> list[list[Process]]:

@@ -18,10 +18,10 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, needs, slurm
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 # Puts the folder `trouble` first on rank 1's sys.path. Its modules hang, like a disk that does not answer.
 SITECUSTOMIZE = """
@@ -118,7 +118,9 @@ def test_a_rank_stopped_by_sigstop(hosts: Cluster, trouble: Path) -> None:
 def test_the_ranks_report_a_rendezvous_over_mpi_that_hangs(hosts: Cluster, trouble: Path) -> None:
     (trouble / "mpi4py.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "15")
-    late = [error("mpi-timeout", f"rank {n} on node{n}: ", "30 s", "--timeout 300") for n in (0, 1)]
+    late = [
+        error("rendezvous over", f"rank {n} on node{n}: ", "30 s", "--timeout 300") for n in (0, 1)
+    ]
     assert re.search("|".join(late), done.stderr), done.stderr
     assert "joined" not in "".join(sentences(done.stderr))
     assert done.returncode == 1

@@ -17,10 +17,10 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT
-from tests.support.sentences import error
 
 MPIS = ("openmpi5", *PACKAGES)
 # Print a short line: mpirun splits long ones, and mixes the pieces of several ranks.
@@ -114,8 +114,8 @@ def processes_left(hosts: Cluster) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ((), error("ranks-slots", "-n 4 ", "3 slots", "-H (node1=2, node0=1)")),
-        (("--no-check",), error("slots-unknown", "-H: node1 ", "Write: node1 slots=N")),
+        ((), error("slots of", "-n 4 ", "3 slots", "-H (node1=2, node0=1)")),
+        (("--no-check",), error("and without", "-H: node1 ", "Write: node1 slots=N")),
     ],
 )
 def test_the_preflight_counts_a_bare_hosts_gpus(

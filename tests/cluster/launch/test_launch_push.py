@@ -15,8 +15,8 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout
+from tests.support.errors import error
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 MPIDDP = [sys.executable, "-m", "mpiddp"]
 LEFT_OUT = (
@@ -47,7 +47,7 @@ def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) 
 
     done = node0.run([*launch, *train], cwd=project)
     assert done.returncode == 2
-    assert re.search(error("host-lacks-python", "node1: ", "mpiddp hosts push"), done.stderr)
+    assert re.search(error("Install it at", "node1: ", "mpiddp hosts push"), done.stderr)
 
     # The environment leads to the repository (an editable install) and to its interpreter.
     leave_out = [option for name in LEFT_OUT for option in ("--leave-out", name)]
@@ -76,9 +76,9 @@ def test_launch_pushes_first(hosts: Cluster) -> None:
     launch = [*MPIDDP, "launch", "-H", "node0:1,node1:1", "--push"]
     done = hosts["node0"].run([*launch, "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    foreign = error("push-foreign", f"node1: {folder} ", "other.py", ": --force")
+    foreign = error("To overwrite", f"node1: {folder} ", "other.py", ": --force")
     assert re.fullmatch(f"{foreign}\n", done.stderr), done.stderr
     done = hosts["node0"].run([*launch, "--wait-for-hosts", "1m", "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    waits = error("push-waits", "--push ", "--wait-for-hosts")
+    waits = error("--push does", "--push ", "--wait-for-hosts")
     assert re.fullmatch(f"{waits}\n", done.stderr), done.stderr

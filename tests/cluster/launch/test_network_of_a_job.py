@@ -19,9 +19,9 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import USER, Cluster, Layout
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import ROOT, find_mpirun
-from tests.support.sentences import error
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 SHOW = (
@@ -162,7 +162,7 @@ def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
     command = [MPIDDP, "launch", "--interface", "eth0", "-H", "node0:1,node1:1", str(script)]
     done = odd_hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 2
-    sentence = error("host-lacks-interface", '"eth0"', "node1", "lo")
+    sentence = error("interface", '"eth0"', "node1", "lo")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 

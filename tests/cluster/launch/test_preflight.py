@@ -20,8 +20,8 @@ import pytest
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.host import Host
+from tests.support.errors import error
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 BIN = Path(sys.executable).parent
 
@@ -60,11 +60,11 @@ def test_hosts_are_checked_in_parallel(hosts: Cluster) -> None:
             command = f"cd {shlex.quote(str(logins))}; touch {here}; {wait}"
             stack.enter_context(faults.slow_login(hosts[here], command))
         done = launch(hosts, "-H", "node0:1,node1:9,node2:1", "-n", "99")  # refused after the check
-    assert re.search(error("ranks-slots", "-n 99 ", "11 slots"), refusal(done))
+    assert re.search(error("slots of", "-n 99 ", "11 slots"), refusal(done))
     assert sorted(path.name for path in logins.iterdir()) == ["node1", "node2"]
 
 
-NO_KEY = error("ssh-key-refused", "ssh node1: ", "(publickey)", "Run: ssh-copy-id node1 ")
+NO_KEY = error("Run: ssh-copy-id", "ssh node1: ", "(publickey)", "Run: ssh-copy-id node1 ")
 
 
 def test_a_refused_ssh_key(hosts: Cluster) -> None:
@@ -77,21 +77,21 @@ def test_an_unknown_host_key(hosts: Cluster) -> None:
     with faults.unknown_key(hosts, hosts["node2"]):
         sentence = refusal(launch(hosts, "-H", "node0:1,node2:1"))
     mend = "ssh-keyscan node2 >> ~/.ssh/known_hosts"
-    assert re.fullmatch(error("ssh-host-key-unknown", "ssh node2: ", mend), sentence), sentence
+    assert re.fullmatch(error(">> ~/.ssh/known_hosts", "ssh node2: ", mend), sentence), sentence
 
 
 def test_every_broken_host_is_named_at_once(hosts: Cluster) -> None:
     with faults.key_refused(hosts["node1"]), faults.no_sshd(hosts["node2"]):
         sentences = refusal(launch(hosts, "-H", "node0:1,node1:1,node2:1,nowhere:1"))
-    no_sshd = error("ssh-refused", "ssh node2: ", "sshd", "node2 port=N")
-    no_name = error("ssh-unresolved", "nowhere: ", "node0", "/etc/hosts")
+    no_sshd = error("connection refused", "ssh node2: ", "sshd", "node2 port=N")
+    no_name = error("be resolved", "nowhere: ", "node0", "/etc/hosts")
     assert re.fullmatch("\n".join([NO_KEY, no_sshd, no_name]), sentences), sentences
 
 
 def test_a_login_that_ends_at_once(hosts: Cluster) -> None:
     with faults.login_fails(hosts["node1"]):
         sentence = refusal(launch(hosts, "-H", "node0:1,node1:1"))
-    assert re.fullmatch(error("ssh-failed", "ssh node1 ", "ssh node1 true "), sentence), sentence
+    assert re.fullmatch(error("failed:", "ssh node1 ", "ssh node1 true "), sentence), sentence
 
 
 def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
@@ -99,7 +99,7 @@ def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
     hosts["node0"].run(["mkdir", "-p", str(folder)], check=True)
     sentence = refusal(launch(hosts, "-H", "node0:1,node1:1", cwd=folder))
     values = ("node1: ", f"{folder} ", "mpiddp hosts push")
-    assert re.fullmatch(error("host-lacks-folder", *values), sentence), sentence
+    assert re.fullmatch(error("missing. Copy", *values), sentence), sentence
 
 
 def test_more_slots_than_gpus(hosts: Cluster) -> None:
@@ -113,7 +113,7 @@ def test_more_slots_than_gpus(hosts: Cluster) -> None:
     where = ("-H", "node0:2,node1:4", "-n", "1")
     train = [str(BIN / "python"), "-m", "mpiddp", "launch", *where, "-m", "mpiddp", "train"]
     done = hosts["node0"].run(train, cwd=ROOT, env=env)
-    assert re.fullmatch(error("gpus-shared", "node1 ", "2 GPUs", "4 slots"), refusal(done))
+    assert re.fullmatch(error("share GPUs", "node1 ", "2 GPUs", "4 slots"), refusal(done))
     done = launch(hosts, *where, env=env)
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
     assert done.stderr.startswith(
@@ -149,7 +149,7 @@ def test_gpus_that_take_long_to_wake_are_waited_for(hosts: Cluster) -> None:
     """Longer than a login may take, as without persistence mode on a machine with many GPUs."""
     env = gpu_tool(hosts, '[ "$(hostname)" = node0 ] || sleep 16\necho "GPU 0: A"')
     done = launch(hosts, "-H", "node0:1,node1:1", "-n", "99", env=env)  # refused after the check
-    too_many = error("ranks-slots", "-n 99 ", "2 slots", "-H (node0=1, node1=1)")
+    too_many = error("slots of", "-n 99 ", "2 slots", "-H (node0=1, node1=1)")
     assert re.fullmatch(too_many, refusal(done))
 
 
@@ -180,7 +180,7 @@ def test_an_interpreter_that_one_host_lacks(hosts: Cluster, linked_environment: 
         launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
     )
     values = ("node1: ", "/run/env/bin/python ", ": mpiddp hosts push")
-    assert re.fullmatch(error("host-lacks-python", *values), sentence), sentence
+    assert re.fullmatch(error("Install it at", *values), sentence), sentence
 
 
 def give_own_python(host: Host, wrapper: str) -> None:
@@ -204,7 +204,7 @@ def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
     )
     here = importlib.metadata.version("torch")
     values = ("torch ", f"{here} on node0", "2.12.1 on node1")
-    assert re.fullmatch(error("versions-differ", *values), sentence), sentence
+    assert re.fullmatch(error("same version", *values), sentence), sentence
 
 
 def test_a_host_whose_python_has_only_the_standard_library(
@@ -218,7 +218,7 @@ def test_a_host_whose_python_has_only_the_standard_library(
     torch, mpi4py = (importlib.metadata.version(name) for name in ("torch", "mpi4py"))
     sentences = refusal(launch(hosts, "-H", "node0:1,node1:1", python=python))
     expected = [
-        error("versions-differ", f"{name} ", f"{version} on node0", "missing on node1")
+        error("same version", f"{name} ", f"{version} on node0", "missing on node1")
         for name, version in (("torch", torch), ("mpi4py", mpi4py))
     ]
     assert re.fullmatch("\n".join(expected), sentences), sentences

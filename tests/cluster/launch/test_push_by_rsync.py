@@ -21,10 +21,10 @@ from mpiddp.hosts.cluster.tree import PRIVATE
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout, links
 from tests.support.cluster.host import Host
+from tests.support.errors import error
 from tests.support.hosts_verb import HOSTS
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 SIZE = 20_000_000
 LEAST = 1_000_000  # which rsync brings
@@ -169,7 +169,7 @@ def test_a_file_that_broke_off_continues(hosts: Cluster, folder: Path, number: i
         _, stderr = running.communicate(timeout=PATIENCE_S)
         if number is None:
             assert running.returncode == 1
-            assert re.fullmatch(error("push-connection-lost", "node1: ") + "\n", stderr), stderr
+            assert re.fullmatch(error("connection was", "node1: ") + "\n", stderr), stderr
         elif number == signal.SIGINT:
             assert (running.returncode, stderr) == (130, "interrupted\n")
         while [

@@ -16,13 +16,13 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
-from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
-SILENT = ("ssh-timed-out", "ssh-no-answer")  # whichever notices it first
-UNRESOLVED = error("ssh-unresolved", "nowhere: ", "node0")
+SILENT = ("s. Check that the", "no answer in")  # whichever notices it first
+UNRESOLVED = error("be resolved", "nowhere: ", "node0")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import USER, Cluster, faults
+from tests.support.errors import error
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.ranks import LAUNCH, ROOT
-from tests.support.sentences import error
 
 PORT = 2222
 WHO = """
@@ -48,10 +48,12 @@ def test_a_job_reaches_a_host_as_its_user_at_its_port(hosts: Cluster, mpi: str) 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (f"node1 user={USER}", error("ssh-refused", "ssh node1: ", "node1 port=N")),
+        (f"node1 user={USER}", error("connection refused", "ssh node1: ", "node1 port=N")),
         (
             f"node1 port={PORT}",
-            error("ssh-key-refused", "ssh node1: ", "(publickey)", f"ssh-copy-id -p {PORT} node1 "),
+            error(
+                "Run: ssh-copy-id", "ssh node1: ", "(publickey)", f"ssh-copy-id -p {PORT} node1 "
+            ),
         ),
     ],
 )

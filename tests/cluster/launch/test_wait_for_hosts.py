@@ -18,9 +18,9 @@ import pytest
 from tests.support import cluster
 from tests.support.cluster import Cluster, Program
 from tests.support.cluster.ssh import start_sshd, stop_sshd
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 SHOW = "import os; print('shown', os.environ['RANK'], os.environ['GROUP_RANK'], flush=True)"
@@ -78,8 +78,8 @@ def test_the_preflight_explains_the_hosts_that_never_answer(late: Cluster) -> No
     stdout, stderr = job.communicate(timeout=PATIENCE_S)
     *progress, first, second = stderr.splitlines()
     assert progress
-    assert re.fullmatch(error("ssh-unresolved", "node1: ", "node0", "/etc/hosts"), first), first
-    assert re.fullmatch(error("ssh-refused", "ssh node2: "), second), second
+    assert re.fullmatch(error("be resolved", "node1: ", "node0", "/etc/hosts"), first), first
+    assert re.fullmatch(error("connection refused", "ssh node2: "), second), second
     assert (job.returncode, stdout) == (2, "")
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 from tests.support.stand_ins import two_hosts_with
 
 BLAUNCH = """\
@@ -63,4 +63,4 @@ def test_a_blaunch_that_fails_is_one_sentence(hosts: Cluster) -> None:
     done = hosts["node0"].run(command, env=env, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     values = ("blaunch node1 ", "blaunch: not within a job", ": --hostfile $LSB_DJOB_HOSTFILE")
-    assert re.fullmatch(error("transport-failed", *values), done.stderr.splitlines()[-1])
+    assert re.fullmatch(error("Where ssh", *values), done.stderr.splitlines()[-1])

@@ -20,10 +20,10 @@ from tests.support import cluster
 from tests.support.cluster import USER, Cluster, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.ssh import stop_sshd
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 SHOW = """
@@ -154,7 +154,7 @@ def test_a_parallel_environment_that_starts_nothing_on_other_hosts(batch: GridEn
     sentences = [line for line in done.stdout.splitlines() if "failed" in line]
     assert len(sentences) == 1, done.stdout
     values = ("qrsh -inherit node", ": --hostfile $PE_HOSTFILE")
-    assert re.fullmatch(error("transport-failed", *values), sentences[0]), sentences
+    assert re.fullmatch(error("Where ssh", *values), sentences[0]), sentences
 
 
 def test_the_hosts_of_a_pe_hostfile_over_ssh(batch: GridEngine) -> None:
@@ -162,4 +162,4 @@ def test_the_hosts_of_a_pe_hostfile_over_ssh(batch: GridEngine) -> None:
     done = batch.qsub(script, "-pe", "spread", "2", cwd=ROOT, env=ENV)
     assert done.returncode == 2, done.stdout
     (sentence,) = done.stdout.splitlines()
-    assert re.fullmatch(error("ssh-refused", "ssh node"), sentence), sentence
+    assert re.fullmatch(error("connection refused", "ssh node"), sentence), sentence

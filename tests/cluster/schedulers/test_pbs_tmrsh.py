@@ -17,9 +17,9 @@ import pytest
 
 from mpiddp.hosts.transport import SSH_IN_PBS
 from tests.support.cluster import Cluster
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 from tests.support.stand_ins import two_hosts_with
 
 PBS_TMRSH = f"""\
@@ -97,6 +97,6 @@ def test_mpiddp_launch_needs_ssh(hosts: Cluster) -> None:
     done = hosts["node0"].run(command, env=variables(hosts), cwd=ROOT)
     assert done.returncode == 2, done.stderr
     first, hint = done.stderr.splitlines()
-    assert re.fullmatch(error("ssh-failed", "ssh node1 ", "ssh is not allowed here"), first), first
+    assert re.fullmatch(error("failed:", "ssh node1 ", "ssh is not allowed here"), first), first
     assert hint == SSH_IN_PBS.hint
     assert hint.endswith("start the ranks: mpirun python -m mpiddp run …")

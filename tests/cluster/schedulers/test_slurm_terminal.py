@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.support.errors import error
 from tests.support.ranks import launch
-from tests.support.sentences import error
 
 SCRIPT = "examples/message_passing.py"
 
@@ -56,5 +56,5 @@ def test_only_the_shell_of_srun_pty_may_launch(task_pids: dict[str, str]) -> Non
     ):
         refused = launch("-n", "1", "--dry-run", SCRIPT, **others)
         task = f"SLURM_PROCID={others['SLURM_PROCID']} "
-        assert re.search(error("launch-inside-rank", task, "2 ranks"), refused.stderr)
+        assert re.search(error("launch starts", task, "2 ranks"), refused.stderr)
         assert refused.returncode == 2

@@ -19,9 +19,9 @@ import pytest
 from mpiddp.checkpoints import directory
 from tests.support import cluster
 from tests.support.cluster import Host
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 OUT = "/run/run-of-a-test"
 SAVES = f"{OUT}/checkpoints"  # on its own disk, so that only this one is full
@@ -71,7 +71,7 @@ def test_a_full_disk(host: Host) -> None:
         left = ("2.2 MB", f"{free:.1f} MB", "step_00000002 ")
         assert 0.9 < free < 1.9
         assert ran.returncode == 1
-        full = error("save-no-space", f"{SAVES}: step 3 ", *left)
+        full = error(": step", f"{SAVES}: step 3 ", *left)
         assert re.fullmatch(f"{full}\n", ran.stderr), ran.stderr
         assert valid(host) == ["step_00000001", "step_00000002"]
         assert len(list(host.path(SAVES).iterdir())) == 2, "an incomplete checkpoint was left"
@@ -82,7 +82,7 @@ def test_a_full_disk(host: Host) -> None:
         assert "epoch 1/1  step 5/5" in ran.stdout
         lines = ran.stderr.splitlines()
         assert re.fullmatch(f"warning: node0: {full}", lines[0]), lines
-        assert re.fullmatch(error("save-no-space", f"{SAVES}: step 5 ", *left), lines[-1]), lines
+        assert re.fullmatch(error(": step", f"{SAVES}: step 5 ", *left), lines[-1]), lines
         assert lines[-2] == "warning: 3 of 3 saves failed."
         assert len(lines) == 4
         assert valid(host) == ["step_00000001", "step_00000002"]
@@ -103,7 +103,7 @@ def test_full_disk_ends_all_ranks_with_on_save_error_stop(host: Host) -> None:
         assert ran.returncode == 1, ran.stderr
         others = "no older checkpoint. The other ranks were stopped."
         values = ("rank 0 on node0: ", f"{SAVES}: step 1 ", "2.2 MB", "1.2 MB", others)
-        assert re.search(error("save-no-space", *values), ran.stderr), ran.stderr
+        assert re.search(error(": step", *values), ran.stderr), ran.stderr
         assert valid(host) == []
 
 
@@ -123,7 +123,7 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             if "cannot remove old checkpoints" in line:  # it became read-only just after a save
                 line = program.stderr.readline()
             values = (f"warning: node0: {SAVES}: ", ": Read-only file system", f"{before[-1]} ")
-            failed = error("save-failed", *values)
+            failed = error("", *values)
             assert re.fullmatch(f"{failed}\n", line), line
             assert valid(host) == before
             host.run(["mount", "-o", "remount,rw", SAVES], check=True)
@@ -148,7 +148,7 @@ def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
                 warned.append(program.stderr.readline())
                 assert warned[-1], warned
             assert warned[-1] == f"warning: {OUT}/metrics.jsonl: No space left on device.\n"
-            full = error("save-no-space", f"{SAVES}: step ")
+            full = error(": step", f"{SAVES}: step ")
             assert all(re.search(full, line) for line in warned[:-1]), warned
             recorded = len(host.path(f"{OUT}/metrics.jsonl").read_text().splitlines())
             host.run(["rm", f"{OUT}/filler"], check=True)
@@ -174,16 +174,16 @@ def test_a_disk_that_is_read_only_when_a_run_resumes(host: Host) -> None:
         back = [*command, f"--resume={SAVES}/step_00000001"]
         ran = host.run(back, env=ENV, cwd=ROOT)
         assert ran.returncode == 1
-        sentence = error("run-rename", f"{SAVES}: ", ": Read-only file system")
+        sentence = error("cannot rename", f"{SAVES}: ", ": Read-only file system")
         assert re.fullmatch(f"{sentence}\n", ran.stderr), ran.stderr
         host.run(["mount", "-o", "remount,ro", OUT], check=True)
         ran = host.run(command, env=ENV, cwd=ROOT)
         assert ran.returncode == 1
-        sentence = error("run-disk", f"{OUT} ", ": Read-only file system")
+        sentence = error("cannot be written", f"{OUT} ", ": Read-only file system")
         assert re.fullmatch(f"{sentence}\n", ran.stderr), ran.stderr
         ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
         assert ran.returncode == 2, ran.stderr
-        sentence = error("run-unwritable", f"{OUT}/new ", ": Read-only file system")
+        sentence = error("Name another folder", f"{OUT}/new ", ": Read-only file system")
         assert re.search(sentence, ran.stderr), ran.stderr
 
 

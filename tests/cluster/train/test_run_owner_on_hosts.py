@@ -14,9 +14,9 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, Program
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
 
@@ -37,7 +37,7 @@ def test_two_hosts_with_a_shared_folder(hosts: Cluster) -> None:
         second = hosts["node1"].run(command, cwd=ROOT, env=env)
         assert second.returncode == 2, second.stderr
         assert "watching for 60 s" in second.stdout
-        assert re.search(error("run-in-use", f"{out}: ", " on node0 (process "), second.stderr)
+        assert re.search(error("Wait for", f"{out}: ", " on node0 (process "), second.stderr)
         assert first.poll() is None
         first.end()
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as again:

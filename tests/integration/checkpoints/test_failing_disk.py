@@ -36,7 +36,7 @@ from mpiddp.train.data.datasets import DATASETS, MNIST_FILES
 from mpiddp.train.engine import load_weights
 from mpiddp.train.opening import load
 from mpiddp.world import World
-from tests.support.sentences import error
+from tests.support.errors import error
 
 BAD_SECTOR = Path("/proc/self/mem")
 EIO = os.strerror(errno.EIO)
@@ -69,14 +69,14 @@ def _read(folder: Path, broken: str) -> object:
 @pytest.mark.parametrize(
     ("id", "file", "reads"),
     [
-        ("file-unreadable", "state.json", lambda folder: _read(folder, "state.json")),
-        ("file-unreadable", "model.pt", lambda folder: _read(folder, "model.pt")),
-        ("file-unreadable", "ranks.pt", lambda folder: _read(folder, "ranks.pt")),
-        ("file-unreadable", "shards.json", lambda folder: _read(folder, "shards.json")),
-        ("file-unreadable", "model.pt", lambda folder: read_tensors(folder / "model.pt")),
-        ("file-unreadable", SHARD, _shards),
+        ("cannot be read", "state.json", lambda folder: _read(folder, "state.json")),
+        ("cannot be read", "model.pt", lambda folder: _read(folder, "model.pt")),
+        ("cannot be read", "ranks.pt", lambda folder: _read(folder, "ranks.pt")),
+        ("cannot be read", "shards.json", lambda folder: _read(folder, "shards.json")),
+        ("cannot be read", "model.pt", lambda folder: read_tensors(folder / "model.pt")),
+        ("cannot be read", SHARD, _shards),
         (
-            "weights-file",
+            "--weights",
             "weights",
             lambda folder: load_weights(nn.Linear(1, 1), folder / "weights"),
         ),
@@ -97,7 +97,7 @@ def test_a_file_on_a_disk_that_fails_is_no_bad_input(
 def test_data_on_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
     for name in (*MNIST_FILES, *cifar10_files.PY):
         (tmp_path / name).symlink_to(BAD_SECTOR)
-    for dataset, id in (("fashion-mnist", "file-unreadable"), ("cifar10", "cifar10-unreadable")):
+    for dataset, id in (("fashion-mnist", "cannot be read"), ("cifar10", ":")):
         with pytest.raises(JobFailed, match=error(id, f"{tmp_path}/", EIO)):
             load(DATASETS[dataset], tmp_path)
 
@@ -112,12 +112,12 @@ def test_a_disk_that_becomes_read_only_under_a_run_is_no_wrong_path(
         assert isinstance(refused, kind)
         assert re.fullmatch(error(id, f"{run} ", os.strerror(errno.EROFS)), str(refused))
 
-    check(UserError, "run-unwritable")
+    check(UserError, "Name another folder")
     monkeypatch.setenv(RESTART_COUNT, "1")
-    check(JobFailed, "run-disk")
+    check(JobFailed, "cannot be written")
     monkeypatch.delenv(RESTART_COUNT)
     run.metrics.touch()
-    check(JobFailed, "run-disk")
+    check(JobFailed, "cannot be written")
 
 
 # Exports, and what a verified checkpoint lists
@@ -142,7 +142,7 @@ def test_an_export_from_a_disk_that_fails(saved: Path, tmp_path: Path) -> None:
 def test_an_export_to_where_no_folder_can_be(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "file" / "whole"
     out.parent.touch()
-    sentence = error("export-unwritable", f"{out} ", os.strerror(errno.EEXIST))
+    sentence = error("cannot be written", f"{out} ", os.strerror(errno.EEXIST))
     with pytest.raises(UserError, match=rf"^{sentence}$"):
         export(saved, out)
 
@@ -156,7 +156,7 @@ def test_an_export_of_a_run_whose_checkpoints_are_all_broken(
     out = tmp_path / "whole"
     assert main(["checkpoints", "export", str(tmp_path), str(out)]) == 2
     printed = capsys.readouterr()
-    sentence = error("export-no-checkpoint", f"{tmp_path} ")
+    sentence = error("no verified", f"{tmp_path} ")
     assert (printed.out, bool(re.fullmatch(f"{sentence}\n", printed.err))) == ("", True), printed
     assert not out.exists()
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_no_version(tmp_path: Path, facts: str, files: list[str]
     (tmp_path / "state.json").write_text(facts)
     for name in files:
         torch.save([], tmp_path / name)
-    sentence = error("checkpoint-other-contents", f"{tmp_path} ")
+    sentence = error("files have", f"{tmp_path} ")
     with pytest.raises(UserError, match=rf"^{sentence}$"):
         read({path.name: path for path in tmp_path.iterdir()})
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_no_version(tmp_path: Path, facts: str, files: list[str]
 @pytest.mark.parametrize("facts", ["", "{", "[]", "1"])
 def test_a_checkpoint_of_another_program(tmp_path: Path, facts: str) -> None:
     (tmp_path / "state.json").write_text(facts)
-    with pytest.raises(UserError, match=error("checkpoint-foreign", f"{tmp_path} ", "state.json ")):
+    with pytest.raises(UserError, match=error("or foreign", f"{tmp_path} ", "state.json ")):
         read({"state.json": tmp_path / "state.json"})
 
 

@@ -21,10 +21,10 @@ import pytest
 from mpiddp.checkpoints.run import _Record, own
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed, UserError
+from tests.support.errors import error
 from tests.support.owners import owning
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.sentences import error
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_second_run_is_refused_with_owner_host_and_age(run: RunDir) -> None:
         other.stdin.close()
         assert other.wait(timeout=PATIENCE_S) == 0
     values = (f"{run}: ", "first ", os.uname().nodename, f"(process {other.pid})")
-    assert re.fullmatch(error("run-in-use", *values), str(refused.value))
+    assert re.fullmatch(error("Wait for", *values), str(refused.value))
     own(run, "second", on_wait=refuse_to_wait).release()  # the first has given it up
     assert list(run.path.iterdir()) == []
 
@@ -106,7 +106,7 @@ def test_an_owner_elsewhere_that_renews_its_file_is_alive(run: RunDir) -> None:
     thread = threading.Thread(target=renew)
     thread.start()
     values = (f"{run}: ", "first ", "node7 ", "(process 4711)")
-    with pytest.raises(UserError, match=error("run-in-use", *values)):
+    with pytest.raises(UserError, match=error("Wait for", *values)):
         own(run, "second", on_wait=lambda sentence: is_watched.set())
     thread.join()
     assert run.owner.read_bytes() == elsewhere()
@@ -161,7 +161,7 @@ def test_an_owner_that_lost_the_folder_notices_and_leaves_the_file_alone(run: Ru
     other.write_bytes(elsewhere())
     other.replace(run.owner)  # it is read every 0.05 s
     held._thread.join(PATIENCE_S)
-    with pytest.raises(JobFailed, match=error("run-taken-over", f"{run} ", "first ", "node7 ")):
+    with pytest.raises(JobFailed, match=error("was taken", f"{run} ", "first ", "node7 ")):
         held.check()
     held.release()
     assert run.owner.read_bytes() == elsewhere()
@@ -193,7 +193,7 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
         thread.join(PATIENCE_S)
     assert (len(owners), len(refusals)) == (1, 7)
     # A thread that comes late finds this process as the owner, the others find a change.
-    either = (error("run-open-here", f"{run} "), error("run-in-use", f"{run}: "))
+    either = (error("process. Close", f"{run} "), error("Wait for", f"{run}: "))
     assert all(re.fullmatch("|".join(either), each) for each in refusals), refusals
     owners[0].release()
     assert [path.name for path in run.path.iterdir()] == []

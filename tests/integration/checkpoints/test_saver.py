@@ -32,9 +32,9 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 from tests.support.channels import member, serving
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.sentences import error
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
 
 def test_a_full_quota_is_not_the_free_space_of_the_file_system(tmp_path: Path) -> None:
     used_up = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    sentence = error("save-no-space", f"{tmp_path}: step 3 ", "5.0 MB", "disk quota", "no older ")
+    sentence = error(": step", f"{tmp_path}: step 3 ", "5.0 MB", "disk quota", "no older ")
     assert re.fullmatch(sentence, _save_error(used_up, tmp_path, 3, 5_000_000))
 
 
@@ -130,7 +130,7 @@ def test_a_save_is_given_up_when_another_rank_fails() -> None:
         exchange = Exchange(first, PATIENCE_S)
         exchange.begin(7)
         assert second.claim_first_failure()
-        with pytest.raises(NotSaved, match=error("step-not-saved", "step 7 ", "another rank ")):
+        with pytest.raises(NotSaved, match=error("was not saved", "step 7 ", "another rank ")):
             exchange.get("written", 1)
 
 
@@ -139,7 +139,7 @@ def test_a_save_is_given_up_when_the_job_ends() -> None:
         first, _ = coordinators(server)
         exchange = Exchange(first, PATIENCE_S)
         exchange.begin(7)
-    with pytest.raises(NotSaved, match=error("step-not-saved", "step 7 ", "the job has ended")):
+    with pytest.raises(NotSaved, match=error("was not saved", "step 7 ", "the job has ended")):
         exchange.get("written", 1)
 
 
@@ -161,7 +161,7 @@ def test_a_shard_that_a_file_server_does_not_show_whole_yet(tmp_path: Path) -> N
             thread.submit(second.write, 7, {}, write_files)
 
         values = (f"{roots[0]}: ", "shard_00001.pt ", "step 7 ")
-        with pytest.raises(NotSaved, match=error("shard-incomplete", *values)):
+        with pytest.raises(NotSaved, match=error("is incomplete", *values)):
             first.write(7, {}, write_files)
     assert list(roots[0].iterdir()) == []
     (written,) = roots[1].rglob("shard_00001.pt")

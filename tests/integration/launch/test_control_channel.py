@@ -36,10 +36,10 @@ from mpiddp.protocol.channel import encode, member_proof
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.sentences import error
 
 RANK = """
 import os, sys, time
@@ -253,7 +253,7 @@ def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
     with launcher.rank("pass") as rank:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
     where = (f"rank 1 on {socket.gethostname()} ", f"at {host} port 1 ")
-    assert re.search(error("launcher-unreachable", *where), stderr.splitlines()[-1])
+    assert re.search(error("reach the launcher", *where), stderr.splitlines()[-1])
 
 
 IMPATIENT = """
@@ -278,7 +278,7 @@ def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> Non
         assert launcher.selector.select(PATIENCE_S)
         launcher.server.close()  # as by the end of a launcher that is stopped
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    assert re.search(error("launcher-unreachable", "rank 1 on "), stderr), stderr
+    assert re.search(error("reach the launcher", "rank 1 on "), stderr), stderr
 
 
 def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
@@ -286,7 +286,7 @@ def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
     launcher.server.settings[ADDRESS] = "127.0.0.1:99999"
     with launcher.rank("pass") as rank:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = error("launcher-unreachable", "at 127.0.0.1 port 99999 ")
+    where = error("reach the launcher", "at 127.0.0.1 port 99999 ")
     assert re.search(where, stderr.splitlines()[-1])
 
 
@@ -434,9 +434,9 @@ NO_FILE = os.strerror(errno.EMFILE)
     [
         (
             "127.0.0.1",
-            error("launcher-cannot-listen", "127.0.0.1 ", NO_FILE, "--interface NAME"),
+            error("another interface", "127.0.0.1 ", NO_FILE, "--interface NAME"),
         ),
-        (None, error("launcher-socket", "/tmp/mpiddp-", NO_FILE)),
+        (None, error("listen at", "/tmp/mpiddp-", NO_FILE)),
     ],
 )
 def test_a_machine_without_files_is_no_bad_input(address: str | None, sentence: str) -> None:
@@ -454,7 +454,7 @@ def test_a_folder_that_cannot_be_created(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "mkdir", fail)
-    sentence = error("launcher-folder", "/tmp ", f"({os.strerror(number)})")
+    sentence = error("cannot create", "/tmp ", f"({os.strerror(number)})")
     with AwakeSelector() as selector, pytest.raises(kind, match=sentence):
         ControlServer(None, 2, selector)
 
@@ -464,11 +464,11 @@ def test_an_mpirun_that_cannot_be_started() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     outputs = JobOutput("default", 1)
     starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
-    no_file = error("mpirun-cannot-start", "mpirun: ", NO_FILE)
+    no_file = error("cannot start", "mpirun: ", NO_FILE)
     with files_left(1), pytest.raises(JobFailed, match=no_file):
         MpirunProcess(["mpirun"], {}, outputs, starter)
     for argv in (["/nowhere/mpirun"], ["true", "x" * (1 << 18)]):
-        with pytest.raises(UserError, match=error("mpirun-cannot-start", f"{argv[0]}: ")):
+        with pytest.raises(UserError, match=error("cannot start", f"{argv[0]}: ")):
             MpirunProcess(argv, os.environ, outputs, starter)
     outputs.discard()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -19,7 +19,7 @@ from mpiddp.launch import restarts
 from mpiddp.launch.main import main
 from mpiddp.launch.starters import table
 from mpiddp.launch.starters.command import Command, RankStarter, Request, StarterKind, flag
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def compose(starter: RankStarter, request: Request) -> Command:
@@ -91,7 +91,7 @@ def test_a_dry_run_starts_nothing(jobs: Jobs) -> None:
 
 
 def test_an_argument_that_contradicts_the_starter_is_refused(jobs: Jobs) -> None:
-    sentence = error("mpi-args-contradict", "--mpi-args: --loud ", " this test.")
+    sentence = error("would contradict", "--mpi-args: --loud ", " this test.")
     with pytest.raises(UserError, match=f"^{sentence}$"):
         jobs.run("", "--mpi-args=--loud")
 
@@ -212,7 +212,7 @@ def test_inside_a_rank_of_another_launcher(jobs: Jobs, monkeypatch: pytest.Monke
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     inside = ("OMPI_COMM_WORLD_RANK=1 ", "4 ranks", " mpiddp run ", "--local")
-    with pytest.raises(UserError, match=error("launch-inside-rank", *inside)):
+    with pytest.raises(UserError, match=error("launch starts", *inside)):
         main(jobs.options(""))
     assert main([*jobs.options("", "--local", "--dry-run")]) == 0
     assert main([*jobs.options("", "-H", "localhost", "--dry-run")]) == 0

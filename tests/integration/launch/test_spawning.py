@@ -40,11 +40,11 @@ from mpiddp.spawning.spawn import (
     _refuse_within_a_job,
     _result,
 )
+from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 from tests.support.ranks import mpiddp as mpiddp_command
-from tests.support.sentences import error
 
 NONE: dict[str, Any] = {"hosts": None, "hostfile": None, "ranks": None, "ranks_per_host": None}
 KEY = "0123456789abcdef" * 2
@@ -96,7 +96,7 @@ def test_wrong_keywords_are_type_errors(others: dict[str, Any], error: str) -> N
 
 @pytest.mark.parametrize("listed", [["node1,node2"], [""], [4]])
 def test_a_host_of_a_list_is_one_host(listed: list[Any]) -> None:
-    with pytest.raises(UserError, match=error("spawn-host", "hosts: ", f"{listed[0]!r} ")):
+    with pytest.raises(UserError, match=error("mpiddp.spawn: hosts", "hosts: ", f"{listed[0]!r} ")):
         launch_options(**{**NONE, "hosts": listed}, others={})
 
 
@@ -130,26 +130,26 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("env", "id", "values"),
     [
-        ({"MPIDDP_JOB": "ab"}, "spawn-in-job", ["mpiddp.spawn "]),
+        ({"MPIDDP_JOB": "ab"}, "mpiddp. Call", ["mpiddp.spawn "]),
         (
             {"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"},
-            "spawn-in-job",
+            "mpiddp. Call",
             ["mpiddp.spawn "],
         ),
         (
             {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
             | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
-            "spawn-in-rank",
+            "script once",
             ["mpiddp.spawn ", "rank 1 of 2 (openmpi)", "python"],
         ),
         (
             {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            "pmix-alone",
+            "launcher has",
             ["PMIX_RANK=1 ", "srun --mpi=none"],
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2"},
-            "variables-partial",
+            "only some",
             ["openmpi", "OMPI_COMM_WORLD_SIZE=2,", "OMPI_COMM_WORLD_RANK"],
         ),
     ],
@@ -179,7 +179,7 @@ def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
     child = context.Process(target=_sentence, args=(theirs,))
     child.start()
     assert ours.poll(PATIENCE_S)
-    assert re.fullmatch(error("spawn-in-worker", ': if __name__ == "__main__": '), ours.recv())
+    assert re.fullmatch(error("mpiddp.spawn is", ': if __name__ == "__main__": '), ours.recv())
     child.join(PATIENCE_S)
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
         (print, (1, lock), " print, "),
         (functools.partial(uses_a_lock), (), " uses_a_lock, "),
     ):
-        sentence = error("spawn-pickle", name, ": TypeError: ", "object. ")
+        sentence = error("Create it", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
             pickled_call(function, args, MAX_RESULT_BYTES)
 
@@ -239,9 +239,9 @@ def test_without_cloudpickle_the_sentence_has_the_pip_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     values = ("cloudpickle", f"Run: {sys.executable} -m pip install 'mpiddp[spawn]' ")
-    with pytest.raises(UserError, match=error("package-missing", "mpiddp.spawn ", *values)):
+    with pytest.raises(UserError, match=error("have. Run", "mpiddp.spawn ", *values)):
         pickled_call(print, (), MAX_RESULT_BYTES)
-    on_node1 = error("package-missing", "mpiddp.spawn on node1 ", *values)
+    on_node1 = error("have. Run", "mpiddp.spawn on node1 ", *values)
     with pytest.raises(UserError, match=on_node1):
         run_function.unpickled(Payload({"name": "work"}), "node1")
 
@@ -250,7 +250,7 @@ def test_another_python_is_refused() -> None:
     run_function.check_python({"python": list(sys.version_info[:2])}, "node1")
     own = f"Python 3.{sys.version_info[1]} ({sys.executable})"
     values = ("node1 ", own, "Python 3.9, ", "Python 3.9 ")
-    with pytest.raises(UserError, match=error("spawn-python", *values)):
+    with pytest.raises(UserError, match=error("but mpiddp.spawn", *values)):
         run_function.check_python({"python": [3, 9]}, "node1")
 
 
@@ -260,11 +260,11 @@ def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
     missing = Payload(facts, body.replace(b"subprocess", b"subprocesz"))
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
     values = ("work ", "node1: ", lacks, "Install subprocesz ")
-    sentence = error("spawn-unpickle", *values)
+    sentence = error("unpickled on", *values)
     with pytest.raises(UserError, match=f"^{sentence}$"):
         run_function.unpickled(missing, "node1")
     values = ("work ", "node1: ", cloudpickle.__version__, "and 0 in the calling process")
-    with pytest.raises(UserError, match=error("spawn-unpickle", *values)):
+    with pytest.raises(UserError, match=error("unpickled on", *values)):
         run_function.unpickled(Payload(facts, b"no pickle"), "node1")
 
 
@@ -272,10 +272,10 @@ def test_a_result_is_pickled_within_the_limit() -> None:
     facts = {"name": "work", "max_result_bytes": 100}
     assert pickle.loads(run_function.pickled_result([1, 2], facts, "rank 1 on node1")) == [1, 2]
     values = ("rank 1 on node1: ", " work ", " bytes", "max_result_bytes=100.", "max_result_bytes")
-    with pytest.raises(UserError, match=error("spawn-result-size", *values)):
+    with pytest.raises(UserError, match=error("Return less", *values)):
         run_function.pickled_result(bytes(101), facts, "rank 1 on node1")
     values = ("rank 1 on node1: work ", "generator ", ": TypeError: ")
-    with pytest.raises(UserError, match=error("spawn-result-pickle", *values)):
+    with pytest.raises(UserError, match=error("has returned", *values)):
         run_function.pickled_result((x for x in [1]), facts, "rank 1 on node1")
 
 
@@ -406,11 +406,11 @@ def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     as_a_user(monkeypatch)
-    no_folder = error("spawn-folder", "mpiddp.spawn: /no/folder: ", "No such file or directory")
+    no_folder = error("mpiddp.spawn", "mpiddp.spawn: /no/folder: ", "No such file or directory")
     with pytest.raises(UserError, match=no_folder):
         mpiddp.spawn(len, "ab", cwd="/no/folder")
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(mpiddp.JobFailed, match=error("spawn-launcher-ended", "exit code 1 ")):
+    with pytest.raises(mpiddp.JobFailed, match=error("launcher ended", "exit code 1 ")):
         mpiddp.spawn(len, "ab", hosts="localhost:1")
 
 
@@ -419,7 +419,7 @@ def test_a_machine_without_files_is_no_bad_input(
     left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_a_user(monkeypatch)
-    sentence = error("spawn-no-launcher", "mpiddp.spawn ", "Too many open files")
+    sentence = error("mpiddp.spawn cannot start", "mpiddp.spawn ", "Too many open files")
     with files_left(left), pytest.raises(mpiddp.JobFailed, match=sentence):
         mpiddp.spawn(len, "ab", hosts="localhost:1")
 
@@ -427,7 +427,7 @@ def test_a_machine_without_files_is_no_bad_input(
 def test_a_result_whose_module_is_missing_here() -> None:
     body = pickle.dumps(subprocess.run).replace(b"subprocess", b"subprocesz")
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
-    sentence = error("spawn-result-unpickle", " work ", "rank 2 ", lacks)
+    sentence = error("Return plain", " work ", "rank 2 ", lacks)
     with pytest.raises(UserError, match=f"^{sentence}$"):
         _result(2, Payload({"kind": "result"}, body), "work")
 
@@ -448,24 +448,24 @@ def test_a_rank_that_has_said_itself_why_it_refuses() -> None:
 def test_a_rank_of_spawn_by_hand() -> None:
     done = mpiddp_command("run-function", "work")
     assert (done.returncode, done.stdout) == (2, "")
-    internal = error("spawn-internal", "mpiddp run-function ", "mpiddp.spawn")
+    internal = error("mpiddp run-function", "mpiddp run-function ", "mpiddp.spawn")
     assert re.fullmatch(f"{internal}\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
     ("keywords", "id", "values"),
     [
-        ({"hostfile": "/no/hosts"}, "hostfile-missing", ["/no/hosts "]),
-        ({"hosts": "node1:x"}, "hostfile-number", ["node1:x"]),
-        ({"hosts": []}, "host-list-empty", ["-H "]),
-        ({"ranks": 0}, "usage-error", ["argument -n: ", "1 or more", "'0'"]),
-        ({"timeout": "soon"}, "usage-error", ["argument --timeout: ", "'soon'", "90"]),
-        ({"hosts": "localhost:1", "env": {"A B": "1"}}, "variable-name", ['"A B"']),
-        ({"hosts": "localhost:1", "env": {"A=B": "1"}}, "spawn-env-name", ['"A=…"']),
-        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "spawn-env-nul", ["env: ", " A "]),
+        ({"hostfile": "/no/hosts"}, "Not falling", ["/no/hosts "]),
+        ({"hosts": "node1:x"}, "a positive", ["node1:x"]),
+        ({"hosts": []}, "-H lists", ["-H "]),
+        ({"ranks": 0}, "--help", ["argument -n: ", "1 or more", "'0'"]),
+        ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
+        ({"hosts": "localhost:1", "env": {"A B": "1"}}, "Example: -x", ['"A B"']),
+        ({"hosts": "localhost:1", "env": {"A=B": "1"}}, "not a valid", ['"A=…"']),
+        ({"hosts": "localhost:1", "env": {"A": "x\0y"}}, "contains a", ["env: ", " A "]),
         (
             {"hosts": "localhost:1", "log_ranks": "3"},
-            "log-ranks-none",
+            "is no rank",
             ["--log-ranks 3: ", "rank 3", "rank 0"],
         ),
     ],

@@ -16,9 +16,9 @@ import pytest
 from mpiddp import cli
 from tests.support import chromium
 from tests.support.chromium import Browser
+from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
-from tests.support.sentences import error
 
 pytest.importorskip("bokeh", reason="mpiddp report needs it: pip install bokeh")
 
@@ -203,18 +203,18 @@ def test_bad_input_is_one_sentence(
         assert re.fullmatch(f"{sentence}\n", said), said
 
     for runs, sentence in {
-        ("nothing",): error("report-missing", "nothing "),
-        (".",): error("report-no-run", ". ", "metrics.jsonl", "checkpoints/"),
-        tuple("abcdefghi"): error("report-too-many", "8 runs ", "9"),
+        ("nothing",): error("exist. Expected", "nothing "),
+        (".",): error("has neither", ". ", "metrics.jsonl", "checkpoints/"),
+        tuple("abcdefghi"): error("mpiddp report", "8 runs ", "9"),
     }.items():
         assert report(out, *map(Path, runs)) == 2
         check(sentence)
         assert not out.exists()
     for given, named in (("a", "a"), ("", "."), ("a/", "a")):
         assert cli.main(["report", str(run), "--out", given]) == 2
-        check(error("report-out-folder", f"--out {named} ", ": --out report.html"))
+        check(error("file: --out", f"--out {named} ", ": --out report.html"))
     assert report(tmp_path / "no/page.html", run) == 2
-    check(error("file-error", "--out ", "no/", "No such file or directory"))
+    check(error(":", "--out ", "no/", "No such file or directory"))
     (run / "metrics.jsonl").write_text('{"step": 1, "lr": 1}\n{"st')
     assert report(out, run, run) == 0
     said = capsys.readouterr()

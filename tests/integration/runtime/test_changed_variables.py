@@ -12,7 +12,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.rendezvous.meet import meet_as_child
 from mpiddp.world import World
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_a_child_of_a_rank_with_changed_variables(
     }
     for name, value in (env | change).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=error("child-variables", *change)):
+    with pytest.raises(UserError, match=error("MASTER_ADDR, MASTER_PORT", *change)):
         meet_as_child(World(0, 1, 0, 1), Session())

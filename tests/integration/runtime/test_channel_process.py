@@ -26,9 +26,9 @@ from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.rendezvous.meet import _channel_process
 from mpiddp.world import World
 from tests.support.channels import member
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.sentences import error
 
 KEY = "a key of the job"
 RANK_0 = """
@@ -165,7 +165,5 @@ def test_a_machine_that_can_start_no_process_is_no_bad_input(
 
     monkeypatch.setattr(subprocess, "Popen", full)
     world = World(0, 2, 0, 2)
-    with pytest.raises(
-        JobFailed, match=error("channel-process", f"rank 0 on {world.hostname} ", why)
-    ):
+    with pytest.raises(JobFailed, match=error("the process", f"rank 0 on {world.hostname} ", why)):
         _channel_process(world, Session())

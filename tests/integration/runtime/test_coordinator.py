@@ -24,8 +24,8 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.address import rendezvous_over_channel
 from mpiddp.world import World
 from tests.support.channels import member, serving
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 SENTENCE = "hosts.txt:3: one sentence."
 
@@ -110,11 +110,11 @@ def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
         except NoAnswer as no_answer:
             print(no_answer, file=sys.stderr)
 
-    silent = error("ranks-silent", "rank 2 on node1, rank 3 on node1 ", "0.3 s")
+    silent = error("did not answer", "rank 2 on node1, rank 3 on node1 ", "0.3 s")
     both = ranks(4, body, absent=(2, 3))
     assert len(both) == 2
     assert all(re.fullmatch(f"{silent}\n", each.stderr) for each in both), both
-    missing = error("ranks-missing", "1 of 2 ranks ", "0.3 s", ": rank 1.")
+    missing = error("ranks joined", "1 of 2 ranks ", "0.3 s", ": rank 1.")
     first, *_ = ranks(2, body, absent=(1,))
     assert re.fullmatch(f"{missing}\n", first.stderr), first
 
@@ -195,7 +195,7 @@ def test_a_requested_interface_overrides_the_one_towards_rank_0(
         rendezvous_over_channel(coordinator, None, 60)
 
     first, second = ranks(2, body)
-    sentence = error("interface-missing", '"ib0"', "host0, ", "lo")
+    sentence = error("interface", '"ib0"', "host0, ", "lo")
     assert re.fullmatch(f"{sentence}\n", first.stderr), first.stderr
     assert (first.code, second) == (2, End(2, ""))
 

@@ -51,9 +51,9 @@ from mpiddp.runtime.job.channel import (
 from mpiddp.runtime.job.connect import CONNECT_TIMEOUT_S, AnotherScript, Server
 from mpiddp.world import World
 from tests.support.channels import progress
+from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 KEY = "a key of the job"
 RANKS = 3
@@ -323,7 +323,7 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     job.close()
     assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
     for ask in (lambda: first.claim_first_failure(STAY), lambda: first.gather("b", 0, timeout_s=1)):
-        with pytest.raises(ChannelLost, match=error("channel-lost", "rank 0 ")):
+        with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
             ask()
 
 
@@ -489,7 +489,7 @@ def test_a_server_of_another_job_is_not_believed() -> None:
         port = listener.getsockname()[1]
         server = Server(f"127.0.0.1:{port}", KEY)
         where = ("rank 0 on ", f"127.0.0.1 port {port} ", "(it is not the server of this job)")
-        with pytest.raises(JobFailed, match=error("launcher-unreachable", *where)):
+        with pytest.raises(JobFailed, match=error("reach the launcher", *where)):
             connect(server, World(0, 1, 0, 1), SimpleQueue())
         listener.shutdown(socket.SHUT_RDWR)
 

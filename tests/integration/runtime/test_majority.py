@@ -11,7 +11,7 @@ import torch
 
 import mpiddp
 from mpiddp.runtime.torch.divergence import bare_names, differing_ranks
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.mark.parametrize(
@@ -71,5 +71,5 @@ def test_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     values = ("mpiddp.check_divergence ", "torch.distributed.init_process_group", "mpiddp.init")
-    with pytest.raises(mpiddp.UserError, match=error("divergence-no-group", *values)):
+    with pytest.raises(mpiddp.UserError, match=error("mpiddp.check_divergence needs", *values)):
         mpiddp.check_divergence(torch.nn.Linear(2, 2))

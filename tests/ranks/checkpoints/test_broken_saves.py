@@ -22,9 +22,9 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.jobs.broken_save import SILENCE_S
 from tests.support.channels import member, serving
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import launch, mpirun, own_lines, script
-from tests.support.sentences import error
 
 JOB = "tests.jobs.broken_save"
 HOST = gethostname()
@@ -53,7 +53,7 @@ def test_a_job_with_a_silent_rank_is_restarted(
     )
     assert done.returncode == 0, done.stderr
     values = (f"mpiddp: {where}rank {rank} on {HOST} ", f" {SILENCE_S:g} s", OTHERS)
-    assert re.search(error("ranks-silent", *values) + "\n", done.stderr), done.stderr
+    assert re.search(error("did not answer", *values) + "\n", done.stderr), done.stderr
     both = ["step_00000001", "step_00000002"]
     assert checkpoints(tmp_path) == {"host0": both, "host1": both}
 
@@ -62,8 +62,8 @@ def test_without_restarts_the_exit_code_is_1(tmp_path: Path) -> None:
     done = launch("-H", "localhost:2", "-m", JOB, str(tmp_path), "sharded", "silent", "1")
     assert done.returncode == 1
     values = (f"mpiddp: {OF_SAVE}rank 1 on {HOST} ", f" {SILENCE_S:g} s", OTHERS)
-    assert re.search(error("ranks-silent", *values) + r"\n\Z", done.stderr), done.stderr
-    assert done.stderr.count("[ranks-silent]") == 1
+    assert re.search(error("did not answer", *values) + r"\n\Z", done.stderr), done.stderr
+    assert done.stderr.count("") == 1
     assert checkpoints(tmp_path) == {"host0": [], "host1": []}
 
 
@@ -100,7 +100,7 @@ def test_no_rank_waits_for_one_that_cannot_open_a_copy(tmp_path: Path, rank: str
     root = tmp_path / f"host{rank}" / "checkpoints"
     first, last = own_lines(ran.stderr)
     values = (f"warning: {HOST}: {root}: ", "step 1", "Is a directory")
-    assert re.fullmatch(error("shard-not-written", *values), first), first
+    assert re.fullmatch(error("write the", *values), first), first
     assert last == "warning: 1 of 2 saves failed."
     assert checkpoints(tmp_path) == {"host0": ["step_00000002"], "host1": ["step_00000002"]}
     for host in ("host0", "host1"):
@@ -118,7 +118,7 @@ def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
     root = tmp_path / f"host{rank}" / "checkpoints"
     first, last = own_lines(ran.stderr)
     values = (f"warning: {HOST}: {root}: ", "step 1", os.strerror(errno.ENAMETOOLONG))
-    assert re.fullmatch(error("save-folder-gone", *values), first), first
+    assert re.fullmatch(error("", *values), first), first
     assert last == "warning: 1 of 2 saves failed."
     kept = {f"host{each}": ["step_00000002"] for each in (0, 1)}
     if form == "whole":
@@ -184,7 +184,7 @@ def test_no_rank_waits_for_one_that_cannot_keep_the_checkpoint(tmp_path: Path) -
     ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
     assert ran.returncode == 1
     where = f"rank 1 on {HOST}: {runs[1].checkpoints}/step_00000001: "
-    assert re.search(error("resume-cannot-keep", where), ran.stderr), ran.stderr
+    assert re.search(error("cannot keep", where), ran.stderr), ran.stderr
 
 
 LOOKS = """
@@ -212,6 +212,6 @@ def test_no_rank_waits_for_one_whose_file_server_is_gone(tmp_path: Path) -> None
     ran = mpirun(2, program, str(tmp_path / "run"), str(PATIENCE_S))
     assert ran.returncode == 0, ran.stderr
     values = (f"rank 0 on {HOST}: {tmp_path}/run ", os.strerror(errno.ESTALE))
-    sentence = error("run-disk", *values)
+    sentence = error("cannot be written", *values)
     assert re.fullmatch(f"({sentence}\n){{2}}", ran.stdout), ran.stdout
     assert list((tmp_path / "run").iterdir()) == []

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 
 from mpiddp.checkpoints.run_dir import RunDir
+from tests.support.errors import error
 from tests.support.owners import owning
 from tests.support.ranks import mpiddp
-from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
 
@@ -21,7 +21,7 @@ def test_a_training_into_the_folder_of_a_running_one_is_refused(tmp_path: Path) 
     with owning(RunDir(tmp_path), "first"):
         done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
     assert done.returncode == 2, done.stderr
-    in_use = error("run-in-use", f"{tmp_path}: ", "the run first on ")
+    in_use = error("Wait for", f"{tmp_path}: ", "the run first on ")
     assert re.search(in_use, done.stderr), done.stderr
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
 
@@ -31,6 +31,6 @@ def test_a_training_that_is_refused_gives_the_folder_up(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
     assert done.returncode == 2
-    sentence = error("run-unwritable", f"{tmp_path} ", "Is a directory")
+    sentence = error("Name another folder", f"{tmp_path} ", "Is a directory")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not (tmp_path / "owner.json").exists()

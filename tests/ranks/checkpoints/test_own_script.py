@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from mpiddp.hosts.sockets import bind
+from tests.support.errors import error
 from tests.support.own_script import DIES, STEPS, example, launch, model, steps_kept
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, clean_env, mpirun_command, own_lines, run_command, script
-from tests.support.sentences import error
 from tests.support.training import unequal
 
 SLOW = """
@@ -170,7 +170,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = sorted(done.stdout.splitlines())
     for rank, line in zip(range(2), lines, strict=True):
-        assert re.fullmatch(error("run-unwritable", f"{rank}: ", "file "), line), line
+        assert re.fullmatch(error("Name another folder", f"{rank}: ", "file "), line), line
 
 
 def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
     ]
     done = run_command(command, tmp_path)
     assert done.returncode == 2, done.stderr
-    sentence = error("run-other-config", "width 1, now 2. ")
+    sentence = error("same config", "width 1, now 2. ")
     assert len(re.findall(sentence, done.stderr)) == 1, done.stderr
     assert "restart" not in done.stderr
     assert steps_kept(tmp_path / "run") == [1]
@@ -215,7 +215,7 @@ def test_a_job_that_loses_its_last_save_fails(tmp_path: Path, launcher: str) -> 
     job = script(tmp_path, LOST)
     done = run_command([*LAUNCHERS[launcher], job, str(tmp_path / "run")], tmp_path)
     assert done.returncode == 1, done.stderr
-    sentence = error("save-no-space", f"{tmp_path}/run/checkpoints: step 1 ")
+    sentence = error(": step", f"{tmp_path}/run/checkpoints: step 1 ")
     assert re.search(sentence, done.stderr), done.stderr
 
 
@@ -231,7 +231,7 @@ def test_several_ranks_need_a_process_group(tmp_path: Path) -> None:
     done = run_command([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     values = ("2 ranks", "torch.distributed.init_process_group")
-    assert re.match(error("checkpoints-no-group", *values), done.stderr), done.stderr
+    assert re.match(error("mpiddp.Checkpoints needs", *values), done.stderr), done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -279,7 +279,7 @@ def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -
         env=clean_env(variables), capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    late = error("checkpoints-late", "init_process_group", "mpiddp run or torchrun")
+    late = error("create mpiddp.Checkpoints", "init_process_group", "mpiddp run or torchrun")
     assert bool(re.search(late, done.stderr)) == bool(code)
     assert (tmp_path / "run/checkpoints/step_00000001").exists() != bool(code)
 

@@ -18,8 +18,8 @@ import torch
 from mpiddp.checkpoints import directory
 from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
 from tests.support.data_cache import fetched_cifar10
+from tests.support.errors import error
 from tests.support.ranks import clean_env, mpiddp
-from tests.support.sentences import error
 from tests.support.tiny_data import two_epochs
 from tests.support.training import (
     Command,
@@ -129,7 +129,7 @@ def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, po
     rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
     assert rates[0] == rates[1]
     seed = "--seed 0, now 7 (its steps have taken another order of images)"
-    sentence = error("resume-other-options", seed, "--out OTHER --weights ")
+    sentence = error("same options", seed, "--out OTHER --weights ")
     assert re.search(sentence, ran[3].stderr), ran[3].stderr
 
 

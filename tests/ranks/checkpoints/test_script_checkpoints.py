@@ -28,9 +28,9 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.contents import Resumed, facts_of
 from mpiddp.checkpoints.state import write_tensors
 from mpiddp.runtime.job.session import current
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
-from tests.support.sentences import error
 from tests.support.training import unequal
 
 Open = Callable[..., mpiddp.Checkpoints]
@@ -370,7 +370,7 @@ def test_keep(create: Open, tmp_path: Path) -> None:
 
 def test_two_of_one_folder_are_refused(create: Open) -> None:
     saved_by(create, 7)
-    with pytest.raises(mpiddp.UserError, match=error("run-open-here", "/run ")):
+    with pytest.raises(mpiddp.UserError, match=error("process. Close", "/run ")):
         create().resume()
 
 
@@ -388,9 +388,7 @@ def test_a_save_without_resume_refuses_older_checkpoints(create: Open, tmp_path:
     first = create()
     first.save(7, {})
     first.close()
-    with pytest.raises(
-        mpiddp.UserError, match=error("run-not-resumed", "step_00000007", "resume()")
-    ):
+    with pytest.raises(mpiddp.UserError, match=error("an earlier", "step_00000007", "resume()")):
         create().save(1, {})
     assert [each.name for each in directory.list_steps(tmp_path / "run/checkpoints")] == [
         "step_00000007"
@@ -433,7 +431,7 @@ def test_another_config_is_refused(create: Open) -> None:
     first = create(config={"width": 3, "sizes": (1, 2)})
     first.save(1, {})
     first.close()
-    sentence = error("run-other-config", ": depth None, now 2; width 3, now 4. ")
+    sentence = error("same config", ": depth None, now 2; width 3, now 4. ")
     with pytest.raises(mpiddp.UserError, match=sentence):
         create(config={"width": 4, "sizes": [1, 2], "depth": 2}).resume()
     assert create(config={"sizes": (1, 2), "width": 3}).resume() is not None
@@ -442,11 +440,11 @@ def test_another_config_is_refused(create: Open) -> None:
 def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
     resumed = saved_by(create, 4, model=torch.nn.Linear(2, 3).state_dict())
     with pytest.raises(
-        mpiddp.UserError, match=error("checkpoint-object", "step 4 ", "model: ", "size mismatch")
+        mpiddp.UserError, match=error("before, or", "step 4 ", "model: ", "size mismatch")
     ):
         resumed.load_into(model=torch.nn.Linear(3, 3))
     with pytest.raises(
-        mpiddp.UserError, match=error("checkpoint-key", "step 4 ", "'optimizer'", "'model'")
+        mpiddp.UserError, match=error("the checkpoint of", "step 4 ", "'optimizer'", "'model'")
     ):
         resumed.load_into(optimizer=torch.nn.Linear(3, 3))
 
@@ -461,7 +459,7 @@ def test_a_check_refuses_a_checkpoint_before_anything_changes(create: Open, tmp_
     run = tmp_path / "run"
     before, numbers = contents(run), random.getstate()
     model = torch.nn.Linear(3, 3)
-    with pytest.raises(mpiddp.UserError, match=error("checkpoint-object", "model: ")):
+    with pytest.raises(mpiddp.UserError, match=error("before, or", "model: ")):
         create().resume(
             run / "checkpoints/step_00000001", check=lambda saved: saved.load_into(model=model)
         )
@@ -496,7 +494,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -> None:
     theirs = Path(__file__).parents[2] / "data/run_of_0.1.0"
-    sentence = error("run-other-config", ": program 'mpiddp train', now None. ")
+    sentence = error("same config", ": program 'mpiddp train', now None. ")
     with pytest.raises(mpiddp.UserError, match=sentence):
         create().resume(theirs)
     assert not (tmp_path / "run").exists()
@@ -514,7 +512,7 @@ def test_foreign_states_of_random_number_generators_are_refused(
         return write_tensors(folder, {"ranks": ranks})
 
     directory.write(tmp_path / "run/checkpoints", 1, write_files)
-    with pytest.raises(mpiddp.UserError, match=error("checkpoint-rng")):
+    with pytest.raises(mpiddp.UserError, match=error("checkpoint was")):
         create().resume()
 
 
@@ -523,14 +521,14 @@ def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) ->
     (tmp_path / "run/metrics.jsonl").write_text("mine\n")
     with pytest.raises(mpiddp.UserError) as refused:
         create().resume()
-    sentence = error("run-foreign", f"{tmp_path}/run ", "metrics.jsonl")
+    sentence = error("of another", f"{tmp_path}/run ", "metrics.jsonl")
     assert re.fullmatch(sentence, str(refused.value))
     assert (tmp_path / "run/metrics.jsonl").read_text() == "mine\n"
 
 
 def test_an_unwritable_folder(create: Open, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    sentence = error("run-unwritable", "file/run ", "Not a directory")
+    sentence = error("Name another folder", "file/run ", "Not a directory")
     with pytest.raises(mpiddp.UserError, match=sentence):
         create("file/run").resume()
 
@@ -587,10 +585,10 @@ def test_a_path_of_another_run_counts_until_this_run_has_a_checkpoint(
 
 
 def test_a_path_without_a_checkpoint(create: Open, tmp_path: Path) -> None:
-    sentence = error("resume-missing", "none ", str(Path.cwd()))
+    sentence = error("not found", "none ", str(Path.cwd()))
     with pytest.raises(mpiddp.UserError, match=sentence):
         create().resume(tmp_path / "none")
-    with pytest.raises(mpiddp.UserError, match=error("resume-none", f"{tmp_path}: ")):
+    with pytest.raises(mpiddp.UserError, match=error("contains no checkpoint", f"{tmp_path}: ")):
         create().resume(tmp_path)
 
 
@@ -625,7 +623,7 @@ def test_a_restart_whose_folder_stays_away_fails(
     monkeypatch.setattr("mpiddp.checkpoints.run.RUN_AWAY_S", 0.0)
     with pytest.raises(mpiddp.JobFailed) as failed:
         create().resume()
-    sentence = error("run-lost", f"{tmp_path}/run ", "checkpoints")
+    sentence = error("not there", f"{tmp_path}/run ", "checkpoints")
     assert re.fullmatch(sentence, str(failed.value))
     assert not (tmp_path / "run").exists()
 
@@ -670,7 +668,7 @@ def test_a_number_that_json_does_not_have_is_null(create: Open, tmp_path: Path) 
 
 
 def test_records_need_a_run(create: Open) -> None:
-    sentence = error("metrics-no-run", "mpiddp.Checkpoints('runs/a')")
+    sentence = error("yet. Create", "mpiddp.Checkpoints('runs/a')")
     with pytest.raises(mpiddp.UserError, match=sentence):
         mpiddp.run_dir()
     with pytest.raises(mpiddp.UserError, match=sentence):
@@ -678,7 +676,7 @@ def test_records_need_a_run(create: Open) -> None:
     checkpoints = create()
     with pytest.raises(mpiddp.UserError) as refused:
         mpiddp.log_metrics(1, loss=2)
-    sentence = error("metrics-before-resume", "Checkpoints.resume()")
+    sentence = error("mpiddp.log_metrics: call", "Checkpoints.resume()")
     assert re.fullmatch(sentence, str(refused.value))
     checkpoints.resume()
     with pytest.raises(TypeError, match=r"loss: expected a number or a string, not list"):
@@ -749,7 +747,7 @@ def test_a_last_save_that_fails_is_a_failure_also_at_an_exit_within_the_body(
         env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 1
-    assert re.search(error("save-no-space", "step 1 "), done.stderr), done.stderr
+    assert re.search(error(": step", "step 1 "), done.stderr), done.stderr
 
 
 def test_a_step_whose_save_did_not_begin_may_be_saved_again(tmp_path: Path) -> None:
@@ -782,7 +780,7 @@ def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None
     code, stdout, stderr = end_of(tmp_path, "full")
     assert (code, stdout) == (1, "ends\n")
     values = (f"{tmp_path}/run/checkpoints: step 2 ", "step_00000001")
-    sentence = error("save-no-space", *values)
+    sentence = error(": step", *values)
     assert re.fullmatch(rf"warning: 1 of 2 saves failed\.\n{sentence}\n", stderr), stderr
 
 
@@ -790,7 +788,7 @@ def test_a_last_save_into_a_folder_that_can_no_longer_be_read_fails(tmp_path: Pa
     code, stdout, stderr = end_of(tmp_path, "gone")
     assert (code, stdout) == (1, "ends\n")
     values = (f"{tmp_path}/run/checkpoints: ", "step 2", "File name too long")
-    sentence = error("save-folder-gone", *values)
+    sentence = error("", *values)
     assert re.fullmatch(rf"warning: 1 of 2 saves failed\.\n{sentence}\n", stderr), stderr
 
 

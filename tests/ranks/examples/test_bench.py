@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
 from tests.support.running import running
-from tests.support.sentences import error
 
 pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
 
@@ -177,65 +177,65 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         (
             ["speed"],
             error(
-                "bench-unknown", '"speed"', "scaling, allreduce, launch, step, loader, rendezvous"
+                "bench: unknown", '"speed"', "scaling, allreduce, launch, step, loader, rendezvous"
             ),
         ),
         (
             ["scaling", "--rounds", "0"],
             error(
-                *("usage-error", "mpiddp bench scaling: ", "--rounds: ", "'0'"),
+                *("--help", "mpiddp bench scaling: ", "--rounds: ", "'0'"),
                 "mpiddp bench scaling --help",
             ),
         ),
         (
             ["allreduce", "--max-size", "huge"],
             error(
-                *("usage-error", "mpiddp bench allreduce: ", "--max-size: ", "'huge'"),
+                *("--help", "mpiddp bench allreduce: ", "--max-size: ", "'huge'"),
                 "mpiddp bench allreduce --help",
             ),
         ),
         (
             ["step", "--resume", "runs/one"],
-            error("bench-option", "--resume ", "mpiddp bench step"),
+            error("which runs", "--resume ", "mpiddp bench step"),
         ),
         (
             ["step", "--parallel", "fsdp"],
-            error("bench-parallel", "--parallel fsdp ", "mpiddp bench step"),
+            error("which measures", "--parallel fsdp ", "mpiddp bench step"),
         ),
         (
             ["step", "-H", "localhost:2", "--grad-accum-steps", "2"],
-            error("bench-grad-accum", "mpiddp bench step ", "--grad-accum-steps"),
+            error("bench step", "mpiddp bench step ", "--grad-accum-steps"),
         ),
         (
             ["loader", "-H", "localhost:2", "--use-syn"],
-            error("bench-loader-synthetic", "mpiddp bench loader ", "--use-syn"),
+            error("bench loader", "mpiddp bench loader ", "--use-syn"),
         ),
         (
             ["step", "--ark", "resnet18"],
-            error(
-                "usage-error", "mpiddp train: ", "--ark resnet18", '"--arch"', "mpiddp train --help"
-            ),
+            error("--help", "mpiddp train: ", "--ark resnet18", '"--arch"', "mpiddp train --help"),
         ),
         (
             ["scaling", "-H", "localhost:2", "--ranks", "2,3"],
-            error("bench-ranks", "--ranks 3 ", " 2 "),
+            error("available", "--ranks 3 ", " 2 "),
         ),
         (
             ["scaling", "-H", "localhost:2", "--strong"],
-            error("bench-strong", "--strong ", "--global-batch-size 512"),
+            error("--strong needs", "--strong ", "--global-batch-size 512"),
         ),
         (
             ["scaling", "-H", "localhost:2", "--global-batch-size", "8"],
-            error("bench-weak", "--global-batch-size ", "--strong", "--batch-size"),
+            error(
+                "--global-batch-size applies", "--global-batch-size ", "--strong", "--batch-size"
+            ),
         ),
         (
             ["allreduce", "-H", "localhost:1"],
-            error("bench-one-rank", " 2 ranks", "-H localhost:2"),
+            error("an all-reduce", " 2 ranks", "-H localhost:2"),
         ),
         (
             ["launch", "--out", "setup.py/bench"],
             error(
-                *("bench-out-unwritable", "--out setup.py/bench: "),
+                *("Name another folder", "--out setup.py/bench: "),
                 *(f"{ROOT}/setup.py ", "(Not a directory)"),
             ),
         ),
@@ -256,7 +256,7 @@ def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -
     done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (2, "")
     values = ("(hidden by a test)", f"{sys.executable} -m pip install 'mpiddp[bench]'")
-    sentence = error("bench-matplotlib", *values)
+    sentence = error("bench needs", *values)
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not out.exists()
 
@@ -267,7 +267,7 @@ def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Pat
     done = bench(*options, "--out", str(out))
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
-    sentence = error("weights-file", "--weights nowhere.pt: No such file or directory ")
+    sentence = error("--weights", "--weights nowhere.pt: No such file or directory ")
     assert re.fullmatch(sentence, first), first
     assert last == "mpiddp: bench scaling stopped: a job failed with exit code 2."
     assert not out.exists()

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.checkpoints import directory
+from tests.support.errors import error
 from tests.support.gpt import BAD_INPUT, STEPS, TINY, bad_texts, run, weights
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import (
@@ -30,7 +31,6 @@ from tests.support.ranks import (
     own_lines,
     run_forked,
 )
-from tests.support.sentences import error
 from tests.support.training import records, unequal
 
 SCRIPT = str(ROOT / "examples/gpt/train.py")
@@ -171,12 +171,12 @@ def test_a_run_with_other_options_or_another_text_is_refused(whole: Path, tmp_pa
     folder = without_last_checkpoint(whole, tmp_path)
     done = run(command([sys.executable], "--lr=0.1"), folder)
     assert done.returncode == 2, done.stderr
-    sentence = error("run-other-config", ": lr 0.004, now 0.1. ")
+    sentence = error("same config", ": lr 0.004, now 0.1. ")
     assert re.search(sentence, done.stderr), done.stderr
     (folder / "text").write_text(TEXT + "x")
     done = run(command([sys.executable]), folder)
     assert done.returncode == 2, done.stderr
-    assert re.search(error("run-other-config", ": text "), done.stderr), done.stderr
+    assert re.search(error("same config", ": text "), done.stderr), done.stderr
 
 
 def test_bad_input_is_one_sentence_and_code_2(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, own_lines, run_command, run_forked
-from tests.support.sentences import error
 from tests.support.series import SERIES, losses, run, start
 
 STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")

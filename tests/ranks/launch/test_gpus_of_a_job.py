@@ -11,9 +11,9 @@ import re
 import socket
 from pathlib import Path
 
+from tests.support.errors import error
 from tests.support.gpu_tools import NVIDIA, PRINT_GPUS, tool
 from tests.support.ranks import launch, script
-from tests.support.sentences import error
 
 HOST = socket.gethostname()
 
@@ -37,4 +37,4 @@ def test_a_job_without_gpus_leaves_the_hostfiles_numbers_alone(tmp_path: Path) -
     assert sorted(done.stdout.splitlines()) == [f"0 {HOST} ", f"1 {HOST} "]
     refused = launch("--hostfile", str(hostfile), job, PATH=path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert re.search(error("gpu-missing", " GPU 9 (gpus=0,9)"), refused.stderr), refused.stderr
+    assert re.search(error("They are", " GPU 9 (gpus=0,9)"), refused.stderr), refused.stderr

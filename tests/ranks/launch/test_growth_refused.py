@@ -15,24 +15,24 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import elastic
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch
-from tests.support.sentences import error
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--local",), error("grow-local", "--grow ", "--local")),
+        (("--local",), error("with --local", "--grow ", "--local")),
         (
             ("-H", "localhost:1,far.invalid:1"),
-            error("grow-host-list", "--grow with -H: ", "--hostfile", "--min-hosts H"),
+            error("-H: every", "--grow with -H: ", "--hostfile", "--min-hosts H"),
         ),
         (
             ("-H", "localhost:1", "--min-hosts", "1", "--no-check"),
-            error("grow-no-check", "--grow ", "--no-check"),
+            error("--grow needs", "--grow ", "--no-check"),
         ),
-        ((), error("grow-no-hosts", "--grow: ", "--hostfile FILE")),
+        ((), error("--grow: no", "--grow: ", "--hostfile FILE")),
     ],
 )
 def test_a_job_that_can_never_grow(options: tuple[str, ...], sentence: str) -> None:

@@ -23,12 +23,12 @@ import pytest
 
 from mpiddp.checks import main
 from mpiddp.checks.report import FAIL
+from tests.support.errors import error
 from tests.support.first_jobs import PRINT_IDENTITY, SLEEP, started
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 from tests.support.running import running
-from tests.support.sentences import error
 
 
 def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
     done = launch_on_some("-n", str(cores + 1))
     assert (done.returncode, done.stdout) == (2, "")
     values = (f"-n {cores + 1} ", f" {cores} slots", f"this machine (localhost={cores})")
-    assert re.fullmatch(error("ranks-slots", *values), done.stderr.splitlines()[-1]), done.stderr
+    assert re.fullmatch(error("slots of", *values), done.stderr.splitlines()[-1]), done.stderr
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter also needs a file
@@ -118,7 +118,7 @@ def test_each_mpirun_has_a_session_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_missing_script_is_reported_before_anything_starts() -> None:
     done = launch("-H", "localhost:2", "nowhere.py")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("script-missing", "nowhere.py ", f" {ROOT})")
+    sentence = error("not found", "nowhere.py ", f" {ROOT})")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
@@ -226,7 +226,7 @@ def test_help_and_bad_options_of_train_start_no_job() -> None:
     assert done.stdout.startswith("usage: mpiddp train")
     done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--epochs=0")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("usage-error", "mpiddp train: ", "--epochs: ", "'0'", "mpiddp train --help")
+    sentence = error("--help", "mpiddp train: ", "--epochs: ", "'0'", "mpiddp train --help")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import error
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.ranks import launch, script
-from tests.support.sentences import error
 
 
 def test_a_contradiction_starts_nothing(tmp_path: Path) -> None:
     done = launch("--mpi-args=-np 9", "-n", "1", script(tmp_path, "print('started')"))
     assert (done.returncode, done.stdout) == (2, "")
     values = ("--mpi-args: -np ", "mpiddp launch -n N or --npernode K")
-    sentence = error("mpi-args-contradict", *values)
+    sentence = error("would contradict", *values)
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from mpiddp.protocol.messages import OUTPUT_PROCESS
+from tests.support.errors import error
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.printing import LAST_WORDS, PARTS, PRINTS, TALKS, check
 from tests.support.ranks import LAUNCH, launch, script
-from tests.support.sentences import error
 from tests.support.stopping import piped
 
 MPIS = ("openmpi5", *PACKAGES)
@@ -113,7 +113,7 @@ def test_a_log_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     done = launch("-H", "localhost:1", "--log-dir", str(folder), script(tmp_path, TALKS))
     assert done.returncode == 2
     assert done.stdout == ""
-    sentence = error("file-error", f"--log-dir {folder}: Not a directory")
+    sentence = error(":", f"--log-dir {folder}: Not a directory")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
@@ -122,10 +122,10 @@ def test_a_log_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     [
         (
             ["--log-ranks", "0,7"],
-            error("log-ranks-none", "--log-ranks 0,7: ", "rank 7", "ranks 0 to 1"),
+            error("is no rank", "--log-ranks 0,7: ", "rank 7", "ranks 0 to 1"),
         ),
-        (["--log-ranks", "x"], error("log-ranks", "--log-ranks x: ", "0,5")),
-        (["--prefix", "x"], error("log-prefix", "--prefix x: ", "auto, always or never")),
+        (["--log-ranks", "x"], error("expected all", "--log-ranks x: ", "0,5")),
+        (["--prefix", "x"], error("--prefix", "--prefix x: ", "auto, always or never")),
     ],
 )
 def test_a_wrong_option_is_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:

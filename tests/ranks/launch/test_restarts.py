@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, script
-from tests.support.sentences import error
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
 FAILS_ONCE = """
@@ -125,9 +125,9 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
     ("failing", "sentence"),
     [
-        (("mkdir", "3"), error("launcher-folder", "mpiddp: ", "/tmp (Cannot allocate memory)")),
-        (("mkdir", "4"), error("mpirun-file", "mpiddp: ", "Cannot allocate memory")),
-        (("mpirun", "2"), error("mpirun-cannot-start", "mpiddp: ", "Cannot allocate memory")),
+        (("mkdir", "3"), error("cannot create", "mpiddp: ", "/tmp (Cannot allocate memory)")),
+        (("mkdir", "4"), error("for mpirun", "mpiddp: ", "Cannot allocate memory")),
+        (("mpirun", "2"), error("cannot start", "mpiddp: ", "Cannot allocate memory")),
     ],
 )
 def test_a_later_start_that_fails_is_a_failed_attempt(
@@ -170,7 +170,7 @@ def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout) == (2, "3 []\n"), done.stderr
-    sentence = error("mpirun-cannot-start", "mpirun: Argument list too long")
+    sentence = error("cannot start", "mpirun: Argument list too long")
     assert re.search(rf"{sentence}\n\Z", done.stderr), done.stderr
 
 
@@ -200,7 +200,7 @@ def test_a_restart_survives_a_command_whose_file_server_is_away(tmp_path: Path) 
         command, env=clean_env(), cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as launcher:
         assert launcher.stderr is not None
-        stale = error("file-error", f"mpiddp: {job}: Stale file handle")
+        stale = error(":", f"mpiddp: {job}: Stale file handle")
         assert any(re.fullmatch(f"{stale}\n", line) for line in iter(launcher.stderr.readline, ""))
         away.unlink()
         rest = launcher.stderr.read()
@@ -244,14 +244,14 @@ def test_bad_input_causes_no_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--spares", "2"), error("spares-all", "--spares 2 ", "-H has 2 hosts")),
+        (("--spares", "2"), error("host for", "--spares 2 ", "-H has 2 hosts")),
         (
             ("--spares", "1", "--min-hosts", "2"),
-            error("min-hosts-given", "1 host ", "1 spare", "--min-hosts is 2"),
+            error("but --min-hosts", "1 host ", "1 spare", "--min-hosts is 2"),
         ),
         (
             ("--spares", "1", "--no-check"),
-            error("spares-no-check", "--spares ", "--no-check"),
+            error("--spares needs", "--spares ", "--no-check"),
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_dry_run_leaves_out_the_spares() -> None:
 def test_min_hosts_above_the_number_of_hosts_is_an_error() -> None:
     done = launch("--min-hosts", "3", "-H", "localhost:2", "-m", "platform")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("min-hosts-given", "1 host ", "--min-hosts is 3")
+    sentence = error("but --min-hosts", "1 host ", "--min-hosts is 3")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 

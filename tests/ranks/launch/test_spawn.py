@@ -28,10 +28,10 @@ from mpiddp import spawn
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, RankFailed, UserError
 from mpiddp.hosts.processes import descendants
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env, script
-from tests.support.sentences import error
 
 HERE = socket.gethostname()
 TWO: dict[str, Any] = {"hosts": "localhost:2"}
@@ -166,11 +166,11 @@ def test_a_rank_that_ends_without_a_pickled_exception(
     [
         (
             lambda: bytes(1000),
-            error("spawn-result-size", "<lambda> ", " bytes", "max_result_bytes=900"),
+            error("Return less", "<lambda> ", " bytes", "max_result_bytes=900"),
         ),
-        (lambda: (x for x in [1]), error("spawn-result-pickle", "<lambda> ", " generator ")),
-        (lambda: spawn(len, "ab", ranks=2), error("spawn-in-job", "mpiddp.spawn")),
-        (lambda: mpiddp.init(backend="nccl"), error("nccl-no-gpu", "--backend nccl ")),
+        (lambda: (x for x in [1]), error("has returned", "<lambda> ", " generator ")),
+        (lambda: spawn(len, "ab", ranks=2), error("mpiddp. Call", "mpiddp.spawn")),
+        (lambda: mpiddp.init(backend="nccl"), error("Use --backend", "--backend nccl ")),
     ],
 )
 def test_a_refusal_of_a_rank_is_a_user_error(function: Callable[[], Any], refusal: str) -> None:
@@ -185,7 +185,7 @@ def test_a_rank_without_cloudpickle(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         spawn(len, "ab", **ONE, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
     values = ("cloudpickle", f"{sys.executable} ", "-m pip install 'mpiddp[spawn]'")
-    sentence = error("package-missing", f"mpiddp.spawn on {HERE} ", *values)
+    sentence = error("have. Run", f"mpiddp.spawn on {HERE} ", *values)
     assert re.fullmatch(sentence, str(raised.value))
 
 
@@ -258,7 +258,7 @@ def checkpoint_of(folder: str) -> Path:
 
 
 def test_a_refused_result_does_not_lose_the_last_save(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=error("spawn-result-pickle", "TypeError: saved: True")):
+    with pytest.raises(UserError, match=error("has returned", "TypeError: saved: True")):
         spawn(saves_and_returns_what_cannot_be_pickled, str(tmp_path), **TWO)
     directory.verify(checkpoint_of(str(tmp_path)))
 
@@ -298,7 +298,7 @@ if __name__ == "__main__":
     done = run(script(tmp_path, text))
     result, refusal = sorted(line for line in done.stdout.splitlines() if line)
     assert result == "[[4]]", done.stderr
-    sentence = error("spawn-in-worker", "mpiddp.spawn ", 'if __name__ == "__main__":')
+    sentence = error("mpiddp.spawn is", "mpiddp.spawn ", 'if __name__ == "__main__":')
     assert re.fullmatch(sentence, refusal), refusal
 
 
@@ -346,7 +346,7 @@ def test_the_end_of_the_caller_ends_the_job(tmp_path: Path, number: signal.Signa
 
 
 def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with pytest.raises(JobFailed, match=error("spawn-launcher-ended", "-9")):
+    with pytest.raises(JobFailed, match=error("launcher ended", "-9")):
         spawn(kills_its_launcher, **ONE)
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.errors import error
 from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, launch, mpirun, own_lines
-from tests.support.sentences import error
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 
@@ -40,19 +40,19 @@ def test_a_mesh_on_one_host() -> None:
     [
         (
             ["dp=3", "tp=1"],
-            "mesh-ranks",
+            "needs",
             ["dp=3 tp=1 ", "3 ranks", "1 host × 2 ranks = 2", "dp=2 tp=1 fits"],
         ),
-        (["tp=1", "pp=RANK"], "mesh-size", ["rank 0: pp=0: ", "1 to 999999999, or -1"]),
+        (["tp=1", "pp=RANK"], "expected", ["rank 0: pp=0: ", "1 to 999999999, or -1"]),
         (
             ["tp=1RANK"],
-            "mesh-calls-differ",
+            "the calls",
             [
                 "mesh(tp=10, device_type='cpu') on rank 0",
                 "mesh(tp=11, device_type='cpu') on rank 1",
             ],
         ),
-        (["tp=2", "device_type=gpu0"], "mesh-device", ["device_type='gpu0': ", "cuda or cpu"]),
+        (["tp=2", "device_type=gpu0"], "of device", ["device_type='gpu0': ", "cuda or cpu"]),
     ],
 )
 def test_bad_input_is_one_sentence(sizes: list[str], id: str, values: list[str]) -> None:
@@ -67,7 +67,7 @@ def test_bad_input_under_a_plain_mpirun() -> None:
     done = mpirun(2, JOB, "init", "dp=3")
     assert done.returncode == 2, done.stderr
     values = ("mpiddp.mesh: dp=3 ", "3 ranks", "1 host × 2 ranks = 2", "dp=2 fits")
-    sentence = error("mesh-ranks", *values)
+    sentence = error("needs", *values)
     assert re.fullmatch(sentence, own_lines(done.stderr)[0]), done.stderr
     assert len(re.findall(sentence, done.stderr)) == 1
 
@@ -77,7 +77,7 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     script.write_text("import mpiddp\nmpiddp.mesh(tp=2)\n")
     done = launch("-H", "localhost:2", str(script))
     assert done.returncode == 2, done.stderr
-    sentence = error("mesh-no-group", "mpiddp.mesh ", "mpiddp.init()")
+    sentence = error("mpiddp.mesh needs", "mpiddp.mesh ", "mpiddp.init()")
     assert len(re.findall(sentence, done.stderr)) == 1, done.stderr
 
 

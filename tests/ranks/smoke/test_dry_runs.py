@@ -14,9 +14,9 @@ import pytest
 
 from mpiddp.launch.starters.table import identify
 from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
+from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch
-from tests.support.sentences import error
 from tests.unit.launch.test_starters import MPIS
 
 SCRIPT = "examples/message_passing.py"
@@ -75,22 +75,22 @@ def test_local_starts_on_this_machine_alone() -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"PBS_JOBID": "12"}, error("scheduler-no-file", "PBS_JOBID=12 ", "PBS_NODEFILE ")),
+        ({"PBS_JOBID": "12"}, error("not: this", "PBS_JOBID=12 ", "PBS_NODEFILE ")),
         (
             {"RANK": "1", "WORLD_SIZE": "4"},
-            error("launch-inside-rank", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "--local"),
+            error("launch starts", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "--local"),
         ),
         (
             {"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"},
-            error("slurm-no-nodelist", "SLURM_JOB_ID=1 ", "SLURM_JOB_NODELIST "),
+            error("but SLURM_JOB_NODELIST", "SLURM_JOB_ID=1 ", "SLURM_JOB_NODELIST "),
         ),
         # prterun, or a launcher whose variables say no number of ranks
         (
             {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            error("pmix-alone", "PMIX_RANK=1 ", "mpiddp launch"),
+            error("launcher has", "PMIX_RANK=1 ", "mpiddp launch"),
         ),
-        ({"FLUX_TASK_RANK": "1"}, error("variables-partial", "flux's ", "FLUX_TASK_RANK=1")),
-        ({"PALS_RANKID": "1"}, error("variables-partial", "pals's ", "PALS_RANKID=1")),
+        ({"FLUX_TASK_RANK": "1"}, error("only some", "flux's ", "FLUX_TASK_RANK=1")),
+        ({"PALS_RANKID": "1"}, error("only some", "pals's ", "PALS_RANKID=1")),
     ],
 )
 def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
@@ -107,5 +107,5 @@ def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
     done = launch(SCRIPT, **pbs, PATH="/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     commands = ("sudo apt-get install openssh-client", "mpirun python -m mpiddp run …")
-    sentence = error("ssh-missing", commands[0], "PBS", commands[1])
+    sentence = error("not installed", commands[0], "PBS", commands[1])
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr

@@ -10,8 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from tests.support.errors import error
 from tests.support.ranks import launch, script
-from tests.support.sentences import error
 
 
 def test_variables_of_a_file_and_of_a_pattern_reach_the_ranks(tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_a_bad_line_of_the_file_starts_nothing(tmp_path: Path) -> None:
     job = script(tmp_path, f"open({str(started)!r}, w)")
     done = launch("--env-file", str(file), "-n", "1", job)
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("env-file-line", f"{file}:2: ", "NAME=VALUE")
+    sentence = error("expected NAME=VALUE", f"{file}:2: ", "NAME=VALUE")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not started.exists()

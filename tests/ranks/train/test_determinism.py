@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_data
+from tests.support.errors import error
 from tests.support.ranks import mpiddp
-from tests.support.sentences import error
 from tests.support.training import Command, Ranks, waiting_ranks
 
 SYNTHETIC = ["--use-syn", "--arch=resnet20", "--batch-size=2", "--amp=off", "--epochs=2"]
@@ -92,7 +92,7 @@ def test_the_first_difference_names_its_cause(
     assert (ran.code, ran.stdout) == (1, "")
     counts = f" of {TENSORS} tensors "
     values = (" 4 steps ", f" step {step}, ", f" rank {rank} on ", f" {first} (", counts)
-    assert re.fullmatch(error("determinism-differs", *values) + "\n", ran.stderr), ran.stderr
+    assert re.fullmatch(error("differ: first", *values) + "\n", ran.stderr), ran.stderr
     found = re.search(rf"\((\d+){counts}.*?\)\.(.*) \[", ran.stderr)
     assert found, ran.stderr
     num_different, hint = int(found[1]), found[2]

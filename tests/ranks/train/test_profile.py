@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.train.sinks import SINKS
-from tests.support.sentences import error
+from tests.support.errors import error
 from tests.support.tiny_data import two_epochs
 from tests.support.training import Ranks, contents, unequal, waiting_ranks
 
@@ -84,10 +84,10 @@ def test_a_run_that_ends_earlier_profiles_what_there_was(runs: Path, pool: Ranks
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--profile=7:9"], error("profile-steps", "--profile 7:9: ", "6 steps")),
+        (["--profile=7:9"], error("Name steps", "--profile 7:9: ", "6 steps")),
         (
             ["--profile=1:2", "--profile-ranks=2,5"],
-            error("profile-ranks", "--profile-ranks 2,5: ", "2 ranks"),
+            error("Name ranks", "--profile-ranks 2,5: ", "2 ranks"),
         ),
     ],
 )
@@ -121,5 +121,5 @@ def test_a_package_that_is_missing_is_named_before_anything_is_written(
     (refused,) = pool.run(2, runs, [options])
     assert refused.code == 2
     values = (f"--log-to {missing} ", f"{missing}, ", f"-m pip install {missing}")
-    assert re.search(error("log-to-package", *values), refused.stderr), refused.stderr
+    assert re.search(error("--log-to", *values), refused.stderr), refused.stderr
     assert not (runs / "c").exists()

@@ -13,8 +13,8 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.cli import main
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 
 def write_files(folder: Path) -> None:
@@ -113,15 +113,15 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
     empty.mkdir()
     one = run / "checkpoints" / "step_00000100"
     for arguments, sentence in (
-        (("list", str(empty)), error("checkpoints-folder", f"{empty} contains no checkpoints")),
-        (("verify", str(run / "x")), error("checkpoints-folder", f"{run}/x does not exist")),
-        (("list", "x" * 300), error("file-error", f"{'x' * 300}/checkpoints: File name too long")),
-        (("prune", str(empty)), error("prune-folder", f"{empty} contains no checkpoints")),
-        (("prune", str(one)), error("prune-folder", f"{one} is a single checkpoint")),
+        (("list", str(empty)), error("folder, a", f"{empty} contains no checkpoints")),
+        (("verify", str(run / "x")), error("folder, a", f"{run}/x does not exist")),
+        (("list", "x" * 300), error(":", f"{'x' * 300}/checkpoints: File name too long")),
+        (("prune", str(empty)), error("folder or", f"{empty} contains no checkpoints")),
+        (("prune", str(one)), error("folder or", f"{one} is a single checkpoint")),
         (
             ("prune", str(run), "--keep", "0"),
             error(
-                "usage-error",
+                "--help",
                 "mpiddp checkpoints prune: ",
                 *(" --keep: ", "'0'", "See: mpiddp checkpoints prune --help "),
             ),
@@ -129,7 +129,7 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
         (
             ("list",),
             error(
-                "usage-error",
+                "--help",
                 "mpiddp checkpoints list: ",
                 *(": DIR.", "See: mpiddp checkpoints list --help "),
             ),

@@ -21,8 +21,8 @@ from mpiddp.checks.hosts import agent_program
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
 from tests.support.an_mpirun import an_mpirun
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 GPU = {
     "index": "0",
@@ -450,11 +450,9 @@ def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
 
     usual = ["-H", "localhost", "--mpirun", an_mpirun(tmp_path)]
     with pytest.raises(
-        UserError, match=error("doctor-script", "--script nowhere.py ", f" {Path.cwd()})")
+        UserError, match=error("--script", "--script nowhere.py ", f" {Path.cwd()})")
     ):
         main([*usual, "--script", "nowhere.py"])
     long = f"/{'x' * 300}"
-    with pytest.raises(
-        UserError, match=error("file-error", f"--script {long}: File name too long")
-    ):
+    with pytest.raises(UserError, match=error(":", f"--script {long}: File name too long")):
         main([*usual, "--script", long])

@@ -15,7 +15,7 @@ import pytest
 
 from mpiddp.drill.main import _limit_s, _new_folder
 from mpiddp.errors import UserError
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_a_place_for_the_folder_that_cannot_be_written(
     """No folder can be made in /proc, not even by root."""
     monkeypatch.chdir("/proc" if has_hosts else tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path) if has_hosts else "/proc")
-    with pytest.raises(UserError, match=error("drill-work-unwritable", "/proc ", ": --work DIR ")):
+    with pytest.raises(UserError, match=error("folder: --work", "/proc ", ": --work DIR ")):
         _new_folder(None, has_hosts=has_hosts)

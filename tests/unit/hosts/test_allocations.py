@@ -33,7 +33,7 @@ from tests.support.allocations import (
     documented_dry_runs,
     enter_folder,
 )
-from tests.support.sentences import error
+from tests.support.errors import error
 
 # Slurm, "Heterogeneous Job Support", "Environment Variables"
 # (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
@@ -142,7 +142,7 @@ def test_a_flux_that_fails_in_bytes_that_are_no_text(tmp_path: Path) -> None:
     flux.chmod(0o755)
     env = FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     said = "no \N{REPLACEMENT CHARACTER} broker"
-    sentence = error("flux-fails", "FLUX_URI", "flux getattr hostlist", said, *HINT)
+    sentence = error("FLUX_URI is", "FLUX_URI", "flux getattr hostlist", said, *HINT)
     assert re.fullmatch(sentence, refusal(lambda: found(env)))
 
 
@@ -165,7 +165,7 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(
 @pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
 def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
     sentence = error(
-        "check-syntax",
+        "s syntax",
         'pe_hostfile:1: "all.q@n1"',
         *("Grid Engine", MPI_NAMES[mpi], f"Write: {right}"),
     )
@@ -213,32 +213,32 @@ def test_no_allocation(env: Env) -> None:
 @pytest.mark.parametrize(
     ("env", "id", "values"),
     [
-        ({"PBS_JOBID": "12"}, "scheduler-no-file", ["PBS_JOBID=12 ", "PBS_NODEFILE ", *HINT]),
+        ({"PBS_JOBID": "12"}, "not: this", ["PBS_JOBID=12 ", "PBS_NODEFILE ", *HINT]),
         (
             {"PBS_JOBID": "12", "PBS_NODEFILE": "/nowhere/12"},
-            "hostfile-missing",
+            "Not falling",
             ["/nowhere/12 "],
         ),
-        ({"LSB_JOBID": "9"}, "scheduler-no-file", ["LSB_JOBID=9 ", "LSB_DJOB_HOSTFILE ", *HINT]),
+        ({"LSB_JOBID": "9"}, "not: this", ["LSB_JOBID=9 ", "LSB_DJOB_HOSTFILE ", *HINT]),
         (
             {"LSB_MCPU_HOSTS": "n1 4 n2"},
-            "lsf-hosts",
+            "not LSF's",
             ['LSB_MCPU_HOSTS="n1 4 n2"', "a number after each host", *HINT],
         ),
         (
             {"LSB_MCPU_HOSTS": "n1 4 n2 x"},
-            "lsf-hosts",
+            "not LSF's",
             ['LSB_MCPU_HOSTS="n1 4 n2 x"', "'x' is not a number", *HINT],
         ),
         (
             {"SGE_TASK_ID": "1", "NHOSTS": "2"},
-            "scheduler-no-file",
+            "not: this",
             ["NHOSTS=2 ", "PE_HOSTFILE ", *HINT],
         ),
-        ({"K_MPI_JOB_ROLE": "worker"}, "mpijob-worker", ["mpiddp launch", "Launcher"]),
+        ({"K_MPI_JOB_ROLE": "worker"}, "a worker", ["mpiddp launch", "Launcher"]),
         (
             {"K_MPI_JOB_ROLE": "launcher"},
-            "mpijob-no-hostfile",
+            "K_MPI_JOB_ROLE is",
             [
                 "K_MPI_JOB_ROLE",
                 "OMPI_MCA_orte_default_hostfile, I_MPI_HYDRA_HOST_FILE, HYDRA_HOST_FILE, "
@@ -248,46 +248,46 @@ def test_no_allocation(env: Env) -> None:
         ),
         (
             SKYPILOT | {"SKYPILOT_NODE_RANK": "1"},
-            "skypilot-node",
+            "then mpiddp",
             ["node 1 ", 'if [ "$SKYPILOT_NODE_RANK" = 0 ]', "; then mpiddp launch …; fi "],
         ),
         (
             SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
-            "scheduler-count",
+            '" is not',
             ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
         ),
         (
             AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
-            "azure-not-primary",
+            "the primary",
             ["mpiddp launch"],
         ),
         (
             {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
-            "azure-no-hosts",
+            "AZ_BATCH_MASTER_NODE is",
             ["AZ_BATCH_MASTER_NODE ", "AZ_BATCH_HOST_LIST ", "AZ_BATCH_NODE_LIST", *HINT],
         ),
         (
             TRAIN_JOB,
-            "scheduler-hosts-unknown",
+            "process on",
             ["PET_NNODES=2: ", "a PyTorchJob or TrainJob", "torchrun", "MPIJob", *HINT],
         ),
         (
             AWS_BATCH,
-            "scheduler-hosts-unknown",
+            "process on",
             ["AWS_BATCH_JOB_NUM_NODES=2: ", "AWS Batch", "torchrun on each node", *HINT],
         ),
         (
             SLURM | {"SLURM_NTASKS": "12", "SLURM_TASKS_PER_NODE": "4(x3)"},
-            "slurm-counts",
+            "of SLURM_JOB_NODELIST=",
             ["SLURM_TASKS_PER_NODE=4(x3) ", " 2 hosts ", "SLURM_JOB_NODELIST=n[1-2]", *HINT[:2]],
         ),
-        (SLURM_HETEROGENEOUS, "slurm-heterogeneous", ["SLURM_HET_SIZE=2: ", "Slurm job 7 ", *HINT]),
+        (SLURM_HETEROGENEOUS, "is heterogeneous", ["SLURM_HET_SIZE=2: ", "Slurm job 7 ", *HINT]),
         (
             {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
-            "host-dash",
+            "and would",
             ['SKYPILOT_NODE_IPS: host "-oProxyCommand=x"'],
         ),
-        ({"SKYPILOT_NODE_IPS": "\n"}, "hosts-empty", ["SKYPILOT_NODE_IPS "]),
+        ({"SKYPILOT_NODE_IPS": "\n"}, "lists no", ["SKYPILOT_NODE_IPS "]),
     ],
 )
 def test_an_allocation_that_cannot_be_read_is_refused(
@@ -307,7 +307,7 @@ def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: boo
 
 def test_flux_without_its_program(tmp_path: Path) -> None:
     said = refusal(lambda: find_allocation(FLUX | {"PATH": str(tmp_path)}))
-    assert re.fullmatch(error("flux-unusable", "FLUX_URI", "flux getattr hostlist", *HINT), said)
+    assert re.fullmatch(error("FLUX_URI is", "FLUX_URI", "flux getattr hostlist", *HINT), said)
 
 
 # Several allocations

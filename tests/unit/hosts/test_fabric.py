@@ -19,7 +19,7 @@ from mpiddp.hosts.cluster.network import ask, differences, report
 from mpiddp.hosts.fabric import devices, links, nccl_choice
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def put(root: Path, files: dict[str, str]) -> str:
@@ -152,18 +152,18 @@ def test_each_host_is_asked_for_its_links(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError) as raised:
         ask([Host("localhost"), Host("127.0.0.1")])
     failed = [
-        error("ssh-failed", f"ssh {name} ", ": worn out.", f"Try: ssh {name} true ")
+        error("failed:", f"ssh {name} ", ": worn out.", f"Try: ssh {name} true ")
         for name in ("localhost", "127.0.0.1")
     ]
     assert re.fullmatch("\n".join(failed), str(raised.value))
     python3.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(network, "_ANSWER_S", 0.3)
-    late = error("ssh-no-answer", "ssh localhost: ", " 0.3 s", "Try: ssh localhost true ")
+    late = error("no answer in", "ssh localhost: ", " 0.3 s", "Try: ssh localhost true ")
     with pytest.raises(UserError, match=rf"^{late}$"):
         ask([Host("localhost")])
     python3.rename(tmp_path / "python2")
     (tmp_path / "sh").symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(tmp_path))
-    missing = error("network-no-python", "localhost: python3 ")
+    missing = error("python3 is missing there", "localhost: python3 ")
     with pytest.raises(UserError, match=rf"^{missing}$"):
         ask([Host("localhost")])

@@ -36,9 +36,9 @@ from mpiddp.runtime.start.own_gpu import (
     parse_cores,
 )
 from mpiddp.world import RANK_SOURCES, World
+from tests.support.errors import error
 from tests.support.gpu_tools import NVIDIA, tool
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 HOST = socket.gethostname()
 
@@ -185,7 +185,7 @@ def test_a_table_that_the_launcher_did_not_write(
     monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
     monkeypatch.setenv("MPIDDP_GPUS", text)
     rank = 0 if "PATH" in text else 1
-    foreign = error("gpus-variable", f'MPIDDP_GPUS="{text}" ', "MPIDDP_PLACEMENT")
+    foreign = error("it; mpiddp", f'MPIDDP_GPUS="{text}" ', "MPIDDP_PLACEMENT")
     with pytest.raises(UserError, match=rf"^{foreign}$"):
         choose_gpus(World(rank, 2, 0, 1))
 

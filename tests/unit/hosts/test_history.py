@@ -21,9 +21,9 @@ import pytest
 from mpiddp import cli
 from mpiddp.hosts.cluster import tree
 from mpiddp.hosts.history import ENDING, MAX_BYTES, STEPS, Event, Files, History, Record, parse
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 NOW = time.time() - 1000
 DAY_S = 86400.0

@@ -29,9 +29,9 @@ from mpiddp.hosts.hostfile import (
     parse_hostfile,
     read_hostfile,
 )
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-from tests.support.sentences import error
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
@@ -115,7 +115,7 @@ def test_a_host_is_the_same_wherever_it_is_written() -> None:
 def test_keep_fqdn_allows_names_with_the_same_short_form(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a.x.org\na.y.org\n")
     assert len(read_hostfile(tmp_path / "hosts", keep_fqdn=True).hosts) == 2
-    with pytest.raises(UserError, match=error("hostfile-short-names", "a.x.org", "a.y.org", '"a"')):
+    with pytest.raises(UserError, match=error("both shorten", "a.x.org", "a.y.org", '"a"')):
         read_hostfile(tmp_path / "hosts")
     assert len(granted_hosts([["a.x.org"], ["a.y.org"]], "a list").hosts) == 2
     assert len(parse("a.x.org\na.y.org\n", keep_fqdn=True).hosts) == 2
@@ -132,58 +132,58 @@ def test_ip_addresses_are_not_shortened() -> None:
 @pytest.mark.parametrize(
     ("text", "id", "values"),
     [
-        ("a\nb\nnode1 slots=two\n", "hostfile-number", [':3: "slots=two"', EXAMPLE]),
-        ("node1 slots=-1", "hostfile-number", [':1: "slots=-1"', EXAMPLE]),
-        ("node1 slots=", "hostfile-number", [':1: "slots="', EXAMPLE]),
-        ("node1 slots=2.5", "hostfile-number", [':1: "slots=2.5"', EXAMPLE]),
-        ("node1 slots=²", "hostfile-number", [':1: "slots=²"', EXAMPLE]),
-        ("node1 port=ssh", "hostfile-number", [':1: "port=ssh"', EXAMPLE]),
-        ("node1:two", "hostfile-number", [':1: "node1:two"', "node1:4"]),
-        ("node1:", "hostfile-number", [':1: "node1:"', "node1:4"]),
-        ("node1 slots=9999999", "hostfile-digits", [':1: "slots=9999999"', EXAMPLE]),
-        ("node1\nno\rde2\n", "hostfile-not-text", [":2: ", "0x0d", EXAMPLE]),
-        ("node1\x1b[2J", "hostfile-not-text", [":1: ", "0x1b", EXAMPLE]),
-        (b"\x80\x02}q\x00X\x05\x00", "hostfile-not-text", [":1: ", "0x80", EXAMPLE]),
-        (b"node1\nPK\x03\x04", "hostfile-not-text", [":2: ", "0x03", EXAMPLE]),
-        (b"#" * (5 << 20), "hostfile-size", [" 4 MiB", EXAMPLE]),
-        ("a\n-oProxyCommand=x\n", "host-dash", [':2: host "-oProxyCommand=x"']),
-        ("joe@-oProxyCommand=x:2", "host-dash", [':1: host "-oProxyCommand=x"']),
-        ("-l@node1", "host-dash", [':1: user "-l"']),
-        ("node1 user=-oProxyCommand=x", "host-dash", [':1: user "-oProxyCommand=x"']),
-        ("@node1", "host-name", [':1: user ""', EXAMPLE]),
-        ("_node1", "host-name", [':1: host "_node1"', EXAMPLE]),
-        ("node$(id)", "host-name", [':1: host "node$(id)"', EXAMPLE]),
-        ("node1\u00a0slots=2", "host-name", [r':1: host "node1\xa0slots=2"', EXAMPLE]),
-        ("fe80::1%eth0", "host-name", [':1: host "fe80::1%eth0"', EXAMPLE]),
-        ("n" * 99 + "/", "host-name", [f':1: host "{"n" * 57}..."', EXAMPLE]),
-        ("10.0.0.300", "host-address", [':1: "10.0.0.300"', EXAMPLE]),
-        ("node1\n12 slots=2", "host-address", [':2: "12"', EXAMPLE]),
-        ("::1::2", "host-address", [':1: "::1::2"', EXAMPLE]),
-        ("node1 cores=4", "hostfile-key", [':1: "cores=4"', *KEYS, EXAMPLE]),
-        ("node1 node2", "hostfile-key", [':1: "node2"', *KEYS, EXAMPLE]),
-        ("node1:2 slots=3", "hostfile-key-twice", [':1: "slots=3"', " slots "]),
-        ("joe@node1 user=jim", "hostfile-key-twice", [':1: "user=jim"', " user "]),
+        ("a\nb\nnode1 slots=two\n", "a positive", [':3: "slots=two"', EXAMPLE]),
+        ("node1 slots=-1", "a positive", [':1: "slots=-1"', EXAMPLE]),
+        ("node1 slots=", "a positive", [':1: "slots="', EXAMPLE]),
+        ("node1 slots=2.5", "a positive", [':1: "slots=2.5"', EXAMPLE]),
+        ("node1 slots=²", "a positive", [':1: "slots=²"', EXAMPLE]),
+        ("node1 port=ssh", "a positive", [':1: "port=ssh"', EXAMPLE]),
+        ("node1:two", "a positive", [':1: "node1:two"', "node1:4"]),
+        ("node1:", "a positive", [':1: "node1:"', "node1:4"]),
+        ("node1 slots=9999999", "6 digits", [':1: "slots=9999999"', EXAMPLE]),
+        ("node1\nno\rde2\n", "not text", [":2: ", "0x0d", EXAMPLE]),
+        ("node1\x1b[2J", "not text", [":1: ", "0x1b", EXAMPLE]),
+        (b"\x80\x02}q\x00X\x05\x00", "not text", [":1: ", "0x80", EXAMPLE]),
+        (b"node1\nPK\x03\x04", "not text", [":2: ", "0x03", EXAMPLE]),
+        (b"#" * (5 << 20), "not a hostfile", [" 4 MiB", EXAMPLE]),
+        ("a\n-oProxyCommand=x\n", "and would", [':2: host "-oProxyCommand=x"']),
+        ("joe@-oProxyCommand=x:2", "and would", [':1: host "-oProxyCommand=x"']),
+        ("-l@node1", "and would", [':1: user "-l"']),
+        ("node1 user=-oProxyCommand=x", "and would", [':1: user "-oProxyCommand=x"']),
+        ("@node1", "of letters", [':1: user ""', EXAMPLE]),
+        ("_node1", "of letters", [':1: host "_node1"', EXAMPLE]),
+        ("node$(id)", "of letters", [':1: host "node$(id)"', EXAMPLE]),
+        ("node1\u00a0slots=2", "of letters", [r':1: host "node1\xa0slots=2"', EXAMPLE]),
+        ("fe80::1%eth0", "of letters", [':1: host "fe80::1%eth0"', EXAMPLE]),
+        ("n" * 99 + "/", "of letters", [f':1: host "{"n" * 57}..."', EXAMPLE]),
+        ("10.0.0.300", "not an IP", [':1: "10.0.0.300"', EXAMPLE]),
+        ("node1\n12 slots=2", "not an IP", [':2: "12"', EXAMPLE]),
+        ("::1::2", "not an IP", [':1: "::1::2"', EXAMPLE]),
+        ("node1 cores=4", "of slots=", [':1: "cores=4"', *KEYS, EXAMPLE]),
+        ("node1 node2", "of slots=", [':1: "node2"', *KEYS, EXAMPLE]),
+        ("node1:2 slots=3", "Remove one", [':1: "slots=3"', " slots "]),
+        ("joe@node1 user=jim", "Remove one", [':1: "user=jim"', " user "]),
         (
             "node1 slots=4 max_slots=2",
-            "hostfile-max-slots",
+            "Raise it",
             [":1: max_slots=2 ", " slots=4.", "write: node1 slots=2 "],
         ),
-        ("node1 port=0", "hostfile-port", [":1: port=0 ", "1 to 65535"]),
-        ("node1 port=65536", "hostfile-port", [":1: port=65536 ", "1 to 65535"]),
-        ("\nnode1 slots=2\nnode2\nNode1 slots=2", "hostfile-twice", [":4: Node1 ", "line 2"]),
-        ("::1\n0:0::1", "hostfile-twice", [":2: ::1 ", "line 1"]),
+        ("node1 port=0", "to 65535", [":1: port=0 ", "1 to 65535"]),
+        ("node1 port=65536", "to 65535", [":1: port=65536 ", "1 to 65535"]),
+        ("\nnode1 slots=2\nnode2\nNode1 slots=2", "one slots=", [":4: Node1 ", "line 2"]),
+        ("::1\n0:0::1", "one slots=", [":2: ::1 ", "line 1"]),
         (
             "a.x.org\na.y.org\n",
-            "hostfile-short-names",
+            "both shorten",
             [": a.x.org and a.y.org ", '"a"', "--keep-fqdn"],
         ),
-        ("a.x.org\na\n", "hostfile-short-names", [": a.x.org and a ", '"a"', "--keep-fqdn"]),
-        ("n" * 254, "host-length", [f':1: host "{"n" * 57}..."', " 253 ", EXAMPLE]),
-        (f"node1:{'9' * 5000}", "hostfile-digits", [f':1: "node1:{"9" * 51}..."', "node1:4"]),
-        ("a slots=999999\nb slots=1", "hostfile-too-many", [": 1000000 slots", "999999"]),
-        ("", "hostfile-empty", [EXAMPLE]),
-        ("# node1\n\n", "hostfile-empty", [EXAMPLE]),
-        ("node1 slots=0", "hostfile-all-zero", ["slots=0", EXAMPLE]),
+        ("a.x.org\na\n", "both shorten", [": a.x.org and a ", '"a"', "--keep-fqdn"]),
+        ("n" * 254, "characters", [f':1: host "{"n" * 57}..."', " 253 ", EXAMPLE]),
+        (f"node1:{'9' * 5000}", "6 digits", [f':1: "node1:{"9" * 51}..."', "node1:4"]),
+        ("a slots=999999\nb slots=1", "all; expected", [": 1000000 slots", "999999"]),
+        ("", "lists no", [EXAMPLE]),
+        ("# node1\n\n", "lists no", [EXAMPLE]),
+        ("node1 slots=0", "has slots=0", ["slots=0", EXAMPLE]),
     ],
 )
 def test_an_error_in_a_hostfile_names_the_line_and_a_fix(
@@ -206,12 +206,12 @@ def test_a_long_line_is_refused_in_a_short_time(unit: str) -> None:
 @pytest.mark.parametrize(
     ("text", "id", "values"),
     [
-        ("", "host-list-empty", ["-H ", LIST]),
-        ("h1,,h2", "host-list-entry", ['-H: ""', LIST]),
-        ("h1 slots=2", "host-list-entry", ['-H: "h1 slots=2"', LIST]),
-        ("h1:two", "hostfile-number", ['-H: "h1:two"', "node1:4"]),
-        ("h1:2,h1", "host-list-twice", ["-H: h1 ", "h1:N"]),
-        ("-oProxyCommand=x", "host-dash", ['-H: host "-oProxyCommand=x"']),
+        ("", "-H lists", ["-H ", LIST]),
+        ("h1,,h2", "is not a host", ['-H: ""', LIST]),
+        ("h1 slots=2", "is not a host", ['-H: "h1 slots=2"', LIST]),
+        ("h1:two", "a positive", ['-H: "h1:two"', "node1:4"]),
+        ("h1:2,h1", "is listed", ["-H: h1 ", "h1:N"]),
+        ("-oProxyCommand=x", "and would", ['-H: host "-oProxyCommand=x"']),
     ],
 )
 def test_an_error_in_a_host_list(text: str, id: str, values: Sequence[str]) -> None:
@@ -219,16 +219,16 @@ def test_an_error_in_a_host_list(text: str, id: str, values: Sequence[str]) -> N
 
 
 def test_a_missing_hostfile_does_not_fall_back_to_this_machine(folder: Path) -> None:
-    missing = error("hostfile-missing", "hosts.txt ", f" {folder})")
+    missing = error("Not falling", "hosts.txt ", f" {folder})")
     assert re.fullmatch(missing, refusal(lambda: read_hostfile("hosts.txt")))
     said = refusal(lambda: read_hostfile("/no/hosts"))
-    assert re.fullmatch(error("hostfile-missing", "/no/hosts "), said)
+    assert re.fullmatch(error("Not falling", "/no/hosts "), said)
     assert str(folder) not in said
 
 
 def test_a_directory_instead_of_a_hostfile(folder: Path) -> None:
     (folder / "hosts").mkdir()
-    assert re.fullmatch(error("hostfile-folder", "hosts "), refusal(lambda: read_hostfile("hosts")))
+    assert re.fullmatch(error("a directory", "hosts "), refusal(lambda: read_hostfile("hosts")))
 
 
 def test_a_hostfile_without_read_permission() -> None:
@@ -241,13 +241,13 @@ def test_a_hostfile_without_read_permission() -> None:
     finally:
         if root:
             os.seteuid(0)
-    sentence = error("hostfile-permission", "hosts.txt ", "Run: chmod u+r hosts.txt")
+    sentence = error("read: permission", "hosts.txt ", "Run: chmod u+r hosts.txt")
     assert re.fullmatch(sentence, message)
 
 
 def test_a_hostfile_that_is_a_symlink_loop(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
-    sentence = error("hostfile-unreadable", "loop ", "Too many levels of symbolic links")
+    sentence = error("cannot be read", "loop ", "Too many levels of symbolic links")
     assert re.fullmatch(sentence, refusal(lambda: read_hostfile("loop")))
 
 
@@ -264,7 +264,7 @@ def test_check_finds_line_ends_that_an_mpirun_cannot_parse() -> None:
     assert main.main(["check", "my hosts; rm x"]) == 0
     message = refusal(lambda: main.main(["check", "my hosts; rm x", "--mpi", "openmpi"]))
     mend = r"sed -i 's/\r$//' 'my hosts; rm x'"
-    sentence = error("check-windows", "my hosts; rm x:1: ", "Open MPI", f"Run: {mend} ")
+    sentence = error("Windows line", "my hosts; rm x:1: ", "Open MPI", f"Run: {mend} ")
     assert re.fullmatch(sentence, message)
     subprocess.run(["bash", "-c", mend], check=True, timeout=PATIENCE_S)
     assert main.main(["check", "my hosts; rm x", "--mpi", "openmpi"]) == 0
@@ -301,11 +301,11 @@ def test_gpus_of_a_host() -> None:
 @pytest.mark.parametrize(
     ("line", "id", "values"),
     [
-        ("node1 gpus=", "hostfile-gpus", ['"gpus="', "node1 gpus=0,2,3"]),
-        ("node1 gpus=0,x", "hostfile-gpus", ['"gpus=0,x"', "node1 gpus=0,2,3"]),
-        ("node1 gpus=-1", "hostfile-gpus", ['"gpus=-1"', "node1 gpus=0,2,3"]),
-        ("node1 gpus=0,0", "hostfile-gpu-twice", ['"gpus=0,0"']),
-        ("node1 gpus=0 gpus=1", "hostfile-key-twice", ['"gpus=1"', " gpus "]),
+        ("node1 gpus=", "GPU numbers", ['"gpus="', "node1 gpus=0,2,3"]),
+        ("node1 gpus=0,x", "GPU numbers", ['"gpus=0,x"', "node1 gpus=0,2,3"]),
+        ("node1 gpus=-1", "GPU numbers", ['"gpus=-1"', "node1 gpus=0,2,3"]),
+        ("node1 gpus=0,0", "GPU twice", ['"gpus=0,0"']),
+        ("node1 gpus=0 gpus=1", "Remove one", ['"gpus=1"', " gpus "]),
     ],
 )
 def test_gpus_that_are_no_list_of_numbers(line: str, id: str, values: Sequence[str]) -> None:
@@ -318,12 +318,12 @@ def test_render_refuses_what_a_format_cannot_express() -> None:
 
     port = ("port=2222", '"Port 2222"', '"Host node1"', "~/.ssh/config")
     assert re.fullmatch(
-        error("convert-port", "hosts.txt:1: MPICH", *port),
+        error("in ~/.ssh/config", "hosts.txt:1: MPICH", *port),
         refused("node1 slots=2 port=2222", "mpich"),
     )
-    ipv6 = error("convert-ipv6", "hosts.txt:1: MPICH", " ::1.", "/etc/hosts")
+    ipv6 = error("express the", "hosts.txt:1: MPICH", " ::1.", "/etc/hosts")
     assert re.fullmatch(ipv6, refused("::1 slots=2", "mpich"))
-    no_slots = error("hostfile-no-slots", "hosts.txt:1: node1 ", "Write: node1 slots=N")
+    no_slots = error("count. Write", "hosts.txt:1: node1 ", "Write: node1 slots=N")
     assert re.fullmatch(no_slots, refused("node1", "slurm"))
 
 
@@ -422,27 +422,27 @@ def test_check_marks_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[st
         (
             "node1:2",
             "openmpi",
-            "check-syntax",
+            "s syntax",
             ['"node1:2"', "MPICH", "Open MPI", "node1 slots=2 "],
         ),
-        ("[::1]:2", "openmpi", "check-syntax", ['"[::1]:2"', "MPICH", "Open MPI", "::1 slots=2 "]),
+        ("[::1]:2", "openmpi", "s syntax", ['"[::1]:2"', "MPICH", "Open MPI", "::1 slots=2 "]),
         (
             "node1 user=joe",
             "openmpi",
-            "check-syntax",
+            "s syntax",
             ['"user=joe"', "MPICH", "Open MPI", "joe@node1 "],
         ),
-        ("node1 slots=2", "mpich", "check-syntax", ['"slots=2"', "Open MPI", "MPICH", "node1:2 "]),
+        ("node1 slots=2", "mpich", "s syntax", ['"slots=2"', "Open MPI", "MPICH", "node1:2 "]),
         (
             "node1 slots=2",
             "intelmpi",
-            "check-syntax",
+            "s syntax",
             ['"slots=2"', "Open MPI", "Intel MPI", "node1:2 "],
         ),
-        ("node1:2 # fast", "mpich", "check-comment", ["MPICH"]),
-        ("node1 gpus=0,2", "openmpi", "check-gpus", ["gpus=", "Open MPI", "node1 slots=2 "]),
-        ("node1 gpus=0,2", "mpich", "check-gpus", ["gpus=", "MPICH", "node1:2 "]),
-        ("node1:0", "mpich", "convert-no-slots", ["MPICH", "slots=0", "node1"]),
+        ("node1:2 # fast", "mpich", "a comment", ["MPICH"]),
+        ("node1 gpus=0,2", "openmpi", "gpus= is", ["gpus=", "Open MPI", "node1 slots=2 "]),
+        ("node1 gpus=0,2", "mpich", "gpus= is", ["gpus=", "MPICH", "node1:2 "]),
+        ("node1:0", "mpich", "express slots=0", ["MPICH", "slots=0", "node1"]),
     ],
 )
 def test_check_for_one_mpi(line: str, mpi: str, id: str, values: Sequence[str]) -> None:
@@ -500,7 +500,7 @@ def test_an_error_of_the_command_is_one_sentence_and_exit_code_2() -> None:
     Path("hosts.txt").write_text("node1 slots=two\n")
     done = python("-m", "mpiddp", "hosts", "check", "hosts.txt")
     assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("hostfile-number", 'hosts.txt:1: "slots=two"', EXAMPLE)
+    sentence = error("a positive", 'hosts.txt:1: "slots=two"', EXAMPLE)
     assert re.fullmatch(rf"{sentence}\n", done.stderr)
 
 
@@ -540,7 +540,7 @@ def test_names_with_the_same_short_form_need_an_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hosts").write_text("a.x.org slots=1\na.y.org slots=1\n")
-    with pytest.raises(UserError, match=error("hostfile-short-names", "--keep-fqdn")):
+    with pytest.raises(UserError, match=error("both shorten", "--keep-fqdn")):
         main.main(["check", str(tmp_path / "hosts")])
     assert main.main(["check", "--keep-fqdn", str(tmp_path / "hosts")]) == 0
     assert "2 hosts, 2 slots" in capsys.readouterr().out
@@ -551,5 +551,5 @@ def test_names_with_the_same_short_form_need_an_option(
     [["check", "--keep", "f"], ["push", "f", "--dry"], ["convert", "f", "--t", "slurm"]],
 )
 def test_an_option_is_written_out(arguments: list[str]) -> None:
-    with pytest.raises(UserError, match=error("usage-error", "mpiddp hosts")):
+    with pytest.raises(UserError, match=error("--help", "mpiddp hosts")):
         main.main(arguments)

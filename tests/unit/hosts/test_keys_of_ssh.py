@@ -22,8 +22,8 @@ from mpiddp.hosts import main
 from mpiddp.hosts.cluster import keys
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import shell_command
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 CONFIG = """\
 Host a.invalid
@@ -67,7 +67,7 @@ def test_the_settings_of_a_host(tmp_path: Path) -> None:
     own = keys._settings(Host("a.invalid", user="me", port=9))
     assert (own["user"], own["port"]) == (["me"], ["9"])
     Path("config").write_text("Nonsense\n")
-    broken = error("keys-ssh-config", "ssh -G me@a.invalid ", "~/.ssh/config")
+    broken = error("fails. Correct", "ssh -G me@a.invalid ", "~/.ssh/config")
     with pytest.raises(UserError, match=rf"^{broken}$"):
         keys._settings(Host("a.invalid", user="me"))
 
@@ -86,7 +86,7 @@ def test_a_key_that_cannot_be_read_is_not_copied(tmp_path: Path) -> None:
     """As one with a passphrase that nobody knows."""
     (tmp_path / "id_rsa").write_text("no key")
     own = tmp_path / "id_rsa"
-    unread = error("keys-public-key", f"{own}: ", f": ssh-keygen -y -f {own} > {own}.pub ")
+    unread = error("its public", f"{own}: ", f": ssh-keygen -y -f {own} > {own}.pub ")
     with pytest.raises(UserError, match=rf"^{unread}$"):
         keys._public_key(Host("a.invalid"))
 
@@ -103,7 +103,7 @@ def test_a_key_is_made_where_there_is_none(
     assert own.parent.stat().st_mode & 0o777 == 0o700
     shutil.rmtree(own.parent)
     own.parent.symlink_to("/proc")
-    with pytest.raises(UserError, match=error("keys-keygen", "ssh-keygen ", f" {own}: ")):
+    with pytest.raises(UserError, match=error("ssh-keygen cannot", "ssh-keygen ", f" {own}: ")):
         keys._public_key(Host("a.invalid"))
 
 
@@ -129,7 +129,7 @@ def test_the_fingerprint_of_a_key(tmp_path: Path) -> None:
 def test_a_host_that_sends_no_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    no_key = error("keys-scan", "127.0.0.1: ", f"Try: ssh-keyscan -p {port} 127.0.0.1 ")
+    no_key = error("it sends", "127.0.0.1: ", f"Try: ssh-keyscan -p {port} 127.0.0.1 ")
     with pytest.raises(UserError, match=rf"^{no_key}$"):
         keys._scan("127.0.0.1", port, None)
 
@@ -197,9 +197,9 @@ def test_hosts_are_known_after_a_yes(
 @pytest.mark.parametrize(
     ("stdin", "id"),
     [
-        (Terminal("no\n"), "keys-declined"),
-        (Terminal(""), "keys-declined"),
-        (io.StringIO("yes\n"), "keys-no-terminal"),
+        (Terminal("no\n"), "accepted, and"),
+        (Terminal(""), "accepted, and"),
+        (io.StringIO("yes\n"), "accepted: a"),
     ],
 )
 def test_hosts_are_not_known_without_a_yes(
@@ -234,7 +234,7 @@ def test_a_host_that_ssh_does_not_reach(capfd: pytest.CaptureFixture[str]) -> No
     with Path("config").open("a") as config:
         config.write("  ProxyCommand false\n")
     far = Host("a.invalid")
-    failed = error("ssh-failed", "ssh a.invalid ", "Try: ssh a.invalid true ")
+    failed = error("failed:", "ssh a.invalid ", "Try: ssh a.invalid true ")
     with pytest.raises(UserError, match=rf"^{failed}$"):
         keys.open_logins([Host("localhost"), far], None)
     found, unknown = keys.reached([Host("localhost"), far], None)
@@ -247,7 +247,7 @@ def test_a_jump_host_that_does_not_answer_is_no_fault_of_the_host() -> None:
         port = server.getsockname()[1]
     Path("config").write_text(f"Host a.invalid\n  ProxyJump 127.0.0.1:{port}\n")
     said = f"(ssh: connect to host 127.0.0.1 port {port}: Connection refused)"
-    failed = error("ssh-jump-host", "ssh a.invalid: ", said, "Try: ssh a.invalid true ")
+    failed = error("way failed", "ssh a.invalid: ", said, "Try: ssh a.invalid true ")
     with pytest.raises(UserError, match=rf"^{failed}$"):
         keys.open_logins([Host("a.invalid")], None)
 

@@ -29,8 +29,8 @@ from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, Transport
 from mpiddp.launch.orphans import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 HERE = Host("localhost")
 # A transport whose hosts are all this machine: the shell gets the host's name as $0, and the line as $1.
@@ -74,7 +74,7 @@ def test_the_command_for_a_host(
 
 def test_a_transport_that_is_not_installed() -> None:
     absent = Transport("absent", ("absent-program",), "rsh", instead="--hostfile FILE")
-    missing = error("transport-missing", "absent-program ", "PATH", ": --hostfile FILE ")
+    missing = error("PATH. Put", "absent-program ", "PATH", ": --hostfile FILE ")
     with pytest.raises(UserError, match=rf"^{missing}$"):
         run_on_hosts([Host("far.invalid")], "true", "", timeout_s=1, transport=absent)
     assert run_on_hosts([HERE], "true", "", timeout_s=60, transport=absent)[HERE].exit_code == 0
@@ -102,10 +102,10 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     lacking = needs(tmp_path, program="no-such-program", folder=str(tmp_path / "none"))
     infos, complaints, silent = preflight([b], lacking, SHELL)
     assert (infos[b].has_folder, infos[b].has_program, silent) == (False, False, {})
-    no_folder = error("host-lacks-folder", "b.invalid: ", f" {tmp_path}/none ")
+    no_folder = error("missing. Copy", "b.invalid: ", f" {tmp_path}/none ")
     assert re.fullmatch(no_folder, complaints[b])
     lacking = needs(tmp_path, interface="none0")
-    no_interface = error("host-lacks-interface", '"none0"', "b.invalid", "lo")
+    no_interface = error("interface", '"none0"', "b.invalid", "lo")
     assert re.fullmatch(no_interface, preflight([b], lacking, SHELL)[1][b])
 
 
@@ -117,7 +117,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
     lacking = needs(tmp_path, python=str(tmp_path / "python"))
     infos, complaints, silent = preflight([a, b], lacking, shell)
     assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
-    no_python = error("host-lacks-python", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
+    no_python = error("Install it at", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
     assert re.fullmatch(no_python, complaints[a])
 
 
@@ -138,7 +138,7 @@ def test_a_host_is_asked_until_it_answers(
     assert list(infos) == [a, b]
     assert list(complaints) == list(silent) == [c]
     said = "Host key verification failed."
-    refused = error("transport-failed", "shell c.invalid ", said, ": --hostfile FILE ")
+    refused = error("Where ssh", "shell c.invalid ", said, ": --hostfile FILE ")
     assert re.fullmatch(rf"{refused}\nAsk for help\.", complaints[c])
     err = capfd.readouterr().err
     assert "2 of 3 hosts answer; waiting for b.invalid (up to " in err
@@ -262,7 +262,7 @@ def test_a_command_on_every_host(
     options = ("--timeout", "90s", "--parallel", "1")
     assert verb(tmp_path, "run", *options, "--", "echo", "--timeout") == 0
     assert capfd.readouterr() == ("localhost: --timeout\n", "")
-    with pytest.raises(UserError, match=error("hosts-run-command", "mpiddp hosts run")):
+    with pytest.raises(UserError, match=error("hosts run", "mpiddp hosts run")):
         verb(tmp_path, "run")
 
 
@@ -327,7 +327,7 @@ PROOF = "welcome\nmpiddp-hosts-run\n"
         (Answer(255, PROOF, "Connection closed"), None,
          ("", "Connection closed", "the connection was lost")),
         (Answer(255, PROOF, "mine"), None, ("", "mine", "exit code 255")),
-        (Answer(NO_PROGRAM, "", ""), None, ("", "", error("hosts-run-python", "python3 "))),
+        (Answer(NO_PROGRAM, "", ""), None, ("", "", error("mpiddp needs", "python3 "))),
     ],
 )  # fmt: skip
 def test_what_a_command_did(
@@ -399,11 +399,11 @@ def test_a_jump_host(text: str, jump: Host, written: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", error("keys-jump", "--jump: ", "--jump me@login.example.org")),
-        ("a b", error("keys-jump", "--jump: ", "--jump me@login.example.org")),
-        ("a:x", error("keys-jump", "--jump: ", "name[:port]", "me@login.example.org:2222")),
-        ("a:123456", error("keys-jump", "--jump: ")),
-        ("-o", error("host-dash", '--jump: host "-o"')),
+        ("", error("--jump: expected", "--jump: ", "--jump me@login.example.org")),
+        ("a b", error("--jump: expected", "--jump: ", "--jump me@login.example.org")),
+        ("a:x", error("--jump: expected", "--jump: ", "name[:port]", "me@login.example.org:2222")),
+        ("a:123456", error("--jump: expected", "--jump: ")),
+        ("-o", error("and would", '--jump: host "-o"')),
     ],
 )
 def test_no_jump_host(text: str, sentence: str) -> None:
@@ -417,12 +417,12 @@ def test_no_jump_host(text: str, sentence: str) -> None:
         (
             "me@a: Permission denied (publickey).",
             None,
-            error("keys-refused", "a: ", "run: ssh-add "),
+            error("key opens", "a: ", "run: ssh-add "),
         ),
         (
             "channel 0: open failed: connect failed: No route",
             Host("j"),
-            error("keys-jump-host", "a: j ", "(connect failed: No route)"),
+            error("not reach it", "a: j ", "(connect failed: No route)"),
         ),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_key_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert file.read_text().splitlines() == ["old, without an end", "ssh-rsa CCCC me"]
     file.unlink()
     file.mkdir()
-    not_copied = error("keys-copy", "localhost: ", "~/.ssh/authorized_keys", ": ssh-rsa C me ")
+    not_copied = error("Add this", "localhost: ", "~/.ssh/authorized_keys", ": ssh-rsa C me ")
     with pytest.raises(UserError, match=rf"^{not_copied}$"):
         keys._add_key(HERE, "ssh-rsa C me", None)
 

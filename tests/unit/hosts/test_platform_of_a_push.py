@@ -13,7 +13,7 @@ import pytest
 
 from mpiddp.hosts.cluster.connection import Failed
 from mpiddp.hosts.cluster.receive import _check_platform, this_platform
-from tests.support.sentences import error
+from tests.support.errors import error
 
 HERE = this_platform()
 
@@ -37,10 +37,10 @@ def test_what_runs_here_is_taken() -> None:
 
 
 def test_another_processor_is_refused() -> None:
-    with pytest.raises(Failed, match=error("push-cpu", f" {HERE['machine']}, ", " z80.")):
+    with pytest.raises(Failed, match=error("the programs", f" {HERE['machine']}, ", " z80.")):
         check(machine="z80")
 
 
 def test_an_older_glibc_is_refused() -> None:
-    with pytest.raises(Failed, match=error("push-glibc", "glibc", " 99.1 ")):
+    with pytest.raises(Failed, match=error("its glibc", "glibc", " 99.1 ")):
         check(glibc=[99, 1])

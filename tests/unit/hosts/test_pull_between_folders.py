@@ -21,8 +21,8 @@ from mpiddp.hosts.cluster import fan_out
 from mpiddp.hosts.cluster.pull import Source
 from mpiddp.hosts.hostfile import Host
 from tests.support import folders_as_hosts
+from tests.support.errors import error
 from tests.support.folders_as_hosts import files_of, modes_count, verb, write
-from tests.support.sentences import error
 
 
 @pytest.fixture(name="hosts", autouse=True)
@@ -31,18 +31,18 @@ def folders_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_verb_pull(hosts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=error("pull-nowhere", "/here/run ")):
+    with pytest.raises(UserError, match=error("is on no", "/here/run ")):
         verb("pull", "run")
     write(Path("run"), log="1")
     assert verb("pull", "run") == 0
     assert capfd.readouterr() == ("node1: nothing new\n", "")
-    with pytest.raises(UserError, match=error("pull-file", "/run/log ")):
+    with pytest.raises(UserError, match=error("file; expected", "/run/log ")):
         verb("pull", "run/log/deep")
-    with pytest.raises(UserError, match=error("pull-min-hosts", "--min-hosts 3: ", " 2 hosts ")):
+    with pytest.raises(UserError, match=error("--min-hosts", "--min-hosts 3: ", " 2 hosts ")):
         verb("pull", "run", "--min-hosts", "3")
     checkpoint(Path("run") / "step1", model="weights")
     above = f": {Path.cwd()}/run."
-    with pytest.raises(UserError, match=error("pull-checkpoint", "/run/step1 ", above)):
+    with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
         verb("pull", "run/step1")
 
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_there_is_named_and_the_rest_comes(
         sentences = sorted(pull().splitlines())
         assert len(sentences) == 3
         for name, sentence in zip(("closed", "same", "step1/model"), sentences, strict=True):
-            closed = error("push-file-unreadable", f"run/{name} ", ": Permission denied")
+            closed = error("cannot be read", f"run/{name} ", ": Permission denied")
             assert re.fullmatch(closed, sentence)
         assert sorted(files_of(Path("run"))) == [
             "a", "same", "step2/COMPLETE", "step2/manifest.json", "step2/model", "z"
@@ -164,7 +164,7 @@ def test_a_pull_without_room(hosts: Path, pull: Callable[..., str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        assert re.fullmatch(error("transfer-file", "File too large."), pull())
+        assert re.fullmatch(error(".", "File too large."), pull())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -213,5 +213,5 @@ def test_a_damaged_checkpoint_is_not_taken(
     (there / file).unlink()
     if text is not None:
         (there / file).write_text(text)
-    assert re.fullmatch(error("pull-incomplete", "step1 ", f": {problem}."), pull())
+    assert re.fullmatch(error("no complete", "step1 ", f": {problem}."), pull())
     assert not (Path("run") / "step1").exists()

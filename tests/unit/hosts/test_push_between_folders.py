@@ -30,10 +30,10 @@ from mpiddp.hosts.transport import QRSH
 from mpiddp.launch import main as launch
 from mpiddp.launch.options import parse_options
 from tests.support import folders_as_hosts
+from tests.support.errors import error
 from tests.support.folders_as_hosts import HERE, files_of, modes_count, shell, verb, write
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
-from tests.support.sentences import error
 
 
 @pytest.fixture(name="hosts", autouse=True)
@@ -131,7 +131,7 @@ def test_what_only_a_host_has_is_not_replaced(hosts: Path) -> None:
     write(Path(HERE), code="2", outputs__same="same", outputs__a="of this host")
     there = hosts / "node1" / HERE
     write(there, outputs__a="of that host")
-    sentence = error("push-never-pushed", f"{HERE}/outputs ", "(--leave-out outputs)", ": --force")
+    sentence = error("--leave-out", f"{HERE}/outputs ", "(--leave-out outputs)", ": --force")
     assert re.fullmatch(sentence, refusal("node1"))
     assert files_of(there) == {"code": "1", "outputs/a": "of that host"}
     send(["node1"], force=True)
@@ -296,7 +296,7 @@ def test_a_copy_that_has_changed_is_not_passed_on(
 def test_a_folder_that_is_no_copy_is_overwritten_by_force_alone(hosts: Path) -> None:
     write(Path(HERE), a="mine")
     write(hosts / "node1" / HERE, a="theirs", z="theirs")
-    foreign = error("push-foreign", f"{HERE} ", "(it has a)", ": --force")
+    foreign = error("To overwrite", f"{HERE} ", "(it has a)", ": --force")
     assert re.fullmatch(foreign, refusal("node1"))
     assert files_of(hosts / "node1" / HERE) == {"a": "theirs", "z": "theirs"}
     send(["node1"], force=True)
@@ -305,20 +305,20 @@ def test_a_folder_that_is_no_copy_is_overwritten_by_force_alone(hosts: Path) -> 
     assert json.loads(record.read_text())["names"] == ["a"]
     record.write_text('{"origin": "other:/x", "names": ["a"]}')
     write(Path(HERE), a="changed")
-    foreign = error("push-foreign", f"{HERE} ", "other:/x.", ": --force")
+    foreign = error("To overwrite", f"{HERE} ", "other:/x.", ": --force")
     assert re.fullmatch(foreign, refusal("node1"))
 
 
 def test_a_file_in_the_place_of_the_folder(hosts: Path) -> None:
     write(Path(HERE), a="1")
     write(hosts / "node1", here__project="a file")
-    assert re.fullmatch(error("push-over-file", f"{HERE} "), refusal("node1"))
+    assert re.fullmatch(error("file there", f"{HERE} "), refusal("node1"))
 
 
 def test_a_host_without_room_is_named_before_anything_is_sent(hosts: Path) -> None:
     with Path(HERE, "large").open("wb") as file:
         file.truncate(1 << 43)
-    sentence = error("push-space", f"{HERE} ", " 8796093.0 MB ", " MB ")
+    sentence = error("MB there", f"{HERE} ", " 8796093.0 MB ", " MB ")
     assert re.fullmatch(sentence, refusal("node1"))
     assert not (hosts / "node1" / HERE).exists()
 
@@ -333,7 +333,7 @@ def test_what_the_folder_leads_to_has_to_be_there(hosts: Path) -> None:
     _, (target,), refusals = ask(["node1"])
     assert refusals == {}
     outside.rename(hosts / "moved")
-    missing = error("push-needs", f"{outside} ", f"{HERE}/venv/python ", "--with-python")
+    missing = error("there, push", f"{outside} ", f"{HERE}/venv/python ", "--with-python")
     with pytest.raises(Failed, match=rf"^{missing}$"):
         Target.connect(Host("node2")).ask(content)
     target.peer.close()
@@ -346,7 +346,7 @@ def test_a_file_that_becomes_shorter_ends_the_push(hosts: Path) -> None:
     done = FanOut(content, targets)
     done.run(lambda each: None)
     (failure,) = done.failures.values()
-    assert re.fullmatch(error("push-file-shorter", f"{HERE}/a "), failure)
+    assert re.fullmatch(error("has become", f"{HERE}/a "), failure)
     assert (done.done, files_of(hosts / "node1" / HERE)) == ([], {})
 
 
@@ -357,7 +357,7 @@ def test_a_file_that_arrives_damaged_takes_no_place(hosts: Path) -> None:
     target.peer.ask({"go": True})
     target.peer.write(b"3" + sha256(b"1").digest())
     target.peer.flush()
-    damaged = error("push-file-damaged", f"{HERE}/.mpiddp-push/new/a ")
+    damaged = error("arrived damaged", f"{HERE}/.mpiddp-push/new/a ")
     with pytest.raises(Failed, match=rf"^{damaged}$"):
         target.peer.answer()
     target.peer.close()
@@ -377,7 +377,7 @@ def test_a_copy_that_changes_while_it_is_pushed(hosts: Path) -> None:
     done = FanOut(content, targets)
     done.run(lambda each: None)
     (failure,) = done.failures.values()
-    assert re.fullmatch(error("push-changed-there", f"{HERE} "), failure)
+    assert re.fullmatch(error("changed there", f"{HERE} "), failure)
     assert files_of(there) == {"lib/stays": "of the job", "lib/changes": "2"}
     assert send(["node1"]).sent == 1
     assert files_of(there) == {"lib/stays": "1", "lib/changes": "3"}
@@ -398,7 +398,7 @@ def test_a_file_system_that_keeps_whole_seconds(
     os.utime(Path(HERE, "a"), ns=(1, 1))
     done = send(["node1"])
     (failure,) = done.failures.values()
-    assert re.fullmatch(error("push-no-nanoseconds", f"{HERE} "), failure)
+    assert re.fullmatch(error("file system", f"{HERE} "), failure)
 
 
 def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
@@ -425,13 +425,13 @@ ASKED = "read -r length; read -r program_and_question"
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (f"{ASKED}; exit 96", error("push-no-python", "python3 ")),
+        (f"{ASKED}; exit 96", error("there. Install", "python3 ")),
         (f"echo mpiddp-push; {ASKED}; echo 'cut off.' >&2; exit 1",
-         error("push-connection-lost", "(cut off)")),
-        (f"echo mpiddp-push; {ASKED}; exit 3", error("push-connection-lost", "(exit code 3)")),
+         error("connection was", "(cut off)")),
+        (f"echo mpiddp-push; {ASKED}; exit 3", error("connection was", "(exit code 3)")),
         (f"{ASKED}; echo hello; echo mpiddp-push; echo '{{\"failed\": \"too old.\"}}'", r"too old\."),
         (f"{ASKED}; echo 'ssh: connect to host node1 port 22: Connection refused' >&2; exit 255",
-         error("ssh-refused", "ssh node1: ", ": node1 port=N")),
+         error("connection refused", "ssh node1: ", ": node1 port=N")),
     ],
 )  # fmt: skip
 def test_a_connection_that_ends_says_why(
@@ -451,7 +451,7 @@ def test_a_login_that_does_not_end(
     monkeypatch.setattr(fan_out.connection, "LOGIN_S", 0.1)
     command = ["sleep", str(PATIENCE_S)]
     monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
-    silent = error("ssh-no-answer", "node1: ssh node1: ", " 0.1 s", "Try: ssh node1 true")
+    silent = error("no answer in", "node1: ssh node1: ", " 0.1 s", "Try: ssh node1 true")
     for each in ("push", "pull"):
         with pytest.raises(UserError, match=rf"^{silent}$"):
             verb(each, HERE)
@@ -461,7 +461,7 @@ def test_a_host_whose_login_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """Then it reads no program, here one that no pipe holds."""
     monkeypatch.setattr(fan_out, "receiving_program", lambda: b"\n" * (1 << 21))
     monkeypatch.setattr(fan_out, "shell_command", lambda host, line: ["false"])
-    failed = error("ssh-failed", "ssh node1 ", ": no output", "Try: ssh node1 true")
+    failed = error("failed:", "ssh node1 ", ": no output", "Try: ssh node1 true")
     with pytest.raises(Failed, match=rf"^{failed}$"):
         Target.connect(Host("node1")).ask(Content({}, []))
 
@@ -506,7 +506,7 @@ def test_a_folder_in_another_is_pushed_once(hosts: Path) -> None:
     assert files_of(hosts / "node1" / HERE) == files_of(Path(HERE))
     write(hosts, disk__b="6")
     Path(HERE, "lib", "link").symlink_to(hosts / "disk")
-    link = error("push-link-out", f"{HERE}/lib/link ", f" {HERE} ", f": {hosts}/disk ")
+    link = error("leads out", f"{HERE}/lib/link ", f" {HERE} ", f": {hosts}/disk ")
     with pytest.raises(UserError, match=rf"^{link}$"):
         read_content(Options((HERE, f"{HERE}/lib/link")))
 
@@ -527,10 +527,10 @@ def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPa
     (hosts / "disk" / "user").mkdir(parents=True)
     (hosts / "here" / "home").symlink_to(hosts / "disk" / "user")
     for folder, id in {
-        str(hosts / "nowhere"): "push-no-folder",
-        str(hosts / "here"): "push-home",
-        str(hosts / "disk"): "push-home",
-        HERE: "push-empty",
+        str(hosts / "nowhere"): "this host",
+        str(hosts / "here"): "or holds",
+        str(hosts / "disk"): "or holds",
+        HERE: "nothing to push",
     }.items():
         with pytest.raises(UserError, match=rf"^{error(id, f'{folder} ')}$"):
             read_content(Options((folder,)))
@@ -557,7 +557,7 @@ def test_a_folder_that_must_not_be_read(hosts: Path, closed: str) -> None:
         env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     Path(closed).chmod(0o755)
-    sentence = error("push-unreadable", f"{closed}: ", "Permission denied")
+    sentence = error(":", f"{closed}: ", "Permission denied")
     assert re.fullmatch(f"{sentence}\n", done.stdout), done
 
 
@@ -583,7 +583,7 @@ def test_the_summary_of_a_push(
 def test_a_push_without_another_host() -> None:
     done = push.push([Host("localhost")], Options((HERE,)))
     assert (done.lacked, done.failures, done.sent) == ({}, {}, 0)
-    with pytest.raises(UserError, match=error("push-min-hosts", "--min-hosts 2: ", " 1 host ")):
+    with pytest.raises(UserError, match=error("--min-hosts", "--min-hosts 2: ", " 1 host ")):
         push.push([Host("localhost")], Options((HERE,), min_hosts=2))
 
 
@@ -598,7 +598,7 @@ def test_the_result_of_a_push(hosts: Path) -> None:
     assert (done.lacked, done.failures, done.sent) == ({names[1]: 7}, {}, 7)
     assert 0 < done.seconds < PATIENCE_S
     write(hosts / "node2" / HERE, foreign="")
-    why = error("push-foreign", f"{HERE} ", "(it has foreign)", ": --force")
+    why = error("To overwrite", f"{HERE} ", "(it has foreign)", ": --force")
     with pytest.raises(UserError, match=rf"^node2: {why}$"):
         push.push(names, Options((HERE,)))
     same = push.push(names, Options((HERE,), min_hosts=2))
@@ -631,9 +631,9 @@ def test_the_verb_push(capfd: pytest.CaptureFixture[str]) -> None:
     write(Path(HERE), a="1")
     assert verb("push", HERE) == 0
     assert capfd.readouterr() == ("node1: nothing has changed\n", "")
-    with pytest.raises(UserError, match=error("push-min-hosts", "--min-hosts 3: ", " 2 hosts ")):
+    with pytest.raises(UserError, match=error("--min-hosts", "--min-hosts 3: ", " 2 hosts ")):
         verb("push", HERE, "--min-hosts", "3")
-    with pytest.raises(UserError, match=error("push-no-folder", "/here/project/none ")):
+    with pytest.raises(UserError, match=error("this host", "/here/project/none ")):
         verb("push", HERE, "--with-data", f"{HERE}/none")
 
 
@@ -660,14 +660,14 @@ def test_which_entries_the_verb_pushes(
     if is_pushed:
         assert verb("push", HERE, *options, "--dry-run") == 0
         return
-    with pytest.raises(UserError, match=error("push-empty", "/here/project ")):
+    with pytest.raises(UserError, match=error("nothing to push", "/here/project ")):
         verb("push", HERE, *options, "--dry-run")
 
 
 @pytest.mark.parametrize("option", ["--include", "--leave-out"])
 @pytest.mark.parametrize("name", ["lib/big", "/", ""])
 def test_an_entry_is_a_name(option: str, name: str) -> None:
-    with pytest.raises(UserError, match=error("usage-error", f" {option}: ", f"'{name}'")):
+    with pytest.raises(UserError, match=error("--help", f" {option}: ", f"'{name}'")):
         verb("push", HERE, option, name)
 
 
@@ -678,7 +678,7 @@ def test_hosts_that_the_verb_goes_without(
     monkeypatch.setattr(
         fan_out, "shell_command", lambda host, line: ["sh", "-c", f"{ASKED}; exit 96"]
     )
-    missing = error("push-no-python", "node1: python3 ")
+    missing = error("there. Install", "node1: python3 ")
     assert verb("push", HERE, "--min-hosts", "1") == 0
     out, err = capfd.readouterr()
     assert out == ""
@@ -702,12 +702,12 @@ def test_a_launch_pushes_this_folder(
     both = Hosts("hosts", (Host("localhost"), Host("node1"), Host("node2", slots=0)))
     launch._push(both, HERE, where)
     assert re.fullmatch(r"mpiddp: node1: 5 B sent; 5 B in \d\.\d s\n", capfd.readouterr().err)
-    without_ssh = error("push-without-ssh", "--push ", "ssh", " qrsh -inherit ")
+    without_ssh = error("--push needs", "--push ", "ssh", " qrsh -inherit ")
     with pytest.raises(UserError, match=rf"^{without_ssh}$"):
         launch._push(replace(both, transport=QRSH), HERE, where)
     write(hosts / "node2" / HERE, foreign="")
     other = Hosts("hosts", (Host("localhost"), Host("node2")))
-    foreign = error("push-foreign", f"node2: {HERE} ", "(it has foreign)", ": --force")
+    foreign = error("To overwrite", f"node2: {HERE} ", "(it has foreign)", ": --force")
     with pytest.raises(UserError, match=rf"^{foreign}$"):
         launch._push(other, HERE, where)
     for options in (["--spares", "1"], ["--min-hosts", "1"]):

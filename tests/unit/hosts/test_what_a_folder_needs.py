@@ -15,7 +15,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.cluster.push import default_folders
 from mpiddp.hosts.cluster.stands_on import has_programs, needs, pythons
 from mpiddp.hosts.cluster.tree import FILE, LINK, Row
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def row(path: str, kind: object = FILE, target: str = "") -> Row:
@@ -81,7 +81,7 @@ def test_the_python_of_the_system_is_not_pushed(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "resolve", lambda self: self)  # /bin may lead to /usr/bin here
-    refused = error("push-system-python", "--with-python: env ", f" {prefix}/bin/python3,")
+    refused = error("which belongs", "--with-python: env ", f" {prefix}/bin/python3,")
     with pytest.raises(UserError, match=refused):
         pythons([[f"{prefix}/bin/python3", "env"]])
     assert pythons([[f"{prefix}-own/bin/python3", "env"]]) == [f"{prefix}-own"]

@@ -33,8 +33,8 @@ from mpiddp.protocol.payload import (
     send_payload,
 )
 from tests.support.an_mpirun import an_mpirun
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 
 RESULT = {"kind": "result"}
 FIRST = FirstFailure(1, "b", "KeyError: 3")
@@ -139,7 +139,7 @@ def test_a_wrong_option_is_the_outcome(caller: Caller, tmp_path: Path) -> None:
     ours, launcher = caller
     call(ours, "--mpirun", an_mpirun(tmp_path), "-H", "localhost:1", "-n", "2")
     facts = receive_payload(ours, "", TO_CALLER).facts
-    sentence = error("ranks-slots", "-n 2 ", " 1 slots ", "-H (localhost=1)")
+    sentence = error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")
     assert re.fullmatch(sentence, facts.pop("sentence"))
     assert facts == {"kind": "outcome", "code": BAD_INPUT, "rank": None, "host": ""}
     assert launcher.wait(PATIENCE_S) == BAD_INPUT

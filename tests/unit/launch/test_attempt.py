@@ -41,7 +41,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress, stacks
-from tests.support.sentences import error
+from tests.support.errors import error
 
 LIMIT_S = 60.0
 OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
@@ -509,7 +509,7 @@ def test_a_folder_of_logs_that_cannot_be_written(
 
 def test_an_mpirun_that_cannot_be_started() -> None:
     output = JobOutput("all", 1)
-    sentence = error("mpirun-cannot-start", " /no/mpirun: No such file or directory")
+    sentence = error("cannot start", " /no/mpirun: No such file or directory")
     with pytest.raises(UserError, match=f"^{sentence}$"):
         MpirunProcess(["/no/mpirun"], os.environ, output, OPEN_MPI)
     output.discard()

@@ -34,7 +34,7 @@ from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_L
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress, stacks
-from tests.support.sentences import error
+from tests.support.errors import error
 
 LIMIT_S = 60.0
 
@@ -377,5 +377,5 @@ def test_an_address_that_this_machine_does_not_have(address: str) -> None:
     reasons = "Cannot assign requested address|Address family not supported by protocol"
     with pytest.raises((UserError, JobFailed)) as raised:
         Server(address)
-    mended = error("launcher-cannot-listen", ": --interface NAME ")
+    mended = error("another interface", ": --interface NAME ")
     assert re.fullmatch(rf".* {address} .*\(({reasons}).*\)\. {mended}", str(raised.value))

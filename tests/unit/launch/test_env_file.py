@@ -17,7 +17,7 @@ from mpiddp.errors import UserError
 from mpiddp.launch.env_file import parse_env_file, read_env_file
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.starters.environment import left_out_hint, parse_exports
-from tests.support.sentences import error
+from tests.support.errors import error
 
 FILE = r"""
 # a comment
@@ -31,9 +31,9 @@ URL=postgres://u:p@h/db?a=b&c=$d
 HERE
 """
 
-EXPECTED = error("env-file-line", "f:2: ", "NAME=VALUE")
-UNCLOSED = error("env-file-quote", "f:2: ")
-BRACES = error("env-file-braces", "f:2: ", " A ", "${…}", ": A='…'")
+EXPECTED = error("expected NAME=VALUE", "f:2: ", "NAME=VALUE")
+UNCLOSED = error("quote is", "f:2: ")
+BRACES = error("which is", "f:2: ", " A ", "${…}", ": A='…'")
 
 
 def test_the_format_of_the_file() -> None:
@@ -63,7 +63,7 @@ def test_windows_line_endings_and_a_byte_order_mark_do_no_harm() -> None:
         ("1A=private-value", EXPECTED),
         ("A-B=private-value", EXPECTED),
         ("A=\0private-value", EXPECTED),
-        ("GONE", error("env-file-unset", "f:2: GONE ", "Write: GONE=VALUE")),
+        ("GONE", error("set here", "f:2: GONE ", "Write: GONE=VALUE")),
         ('A="private-value', UNCLOSED),
         ("A=it's private-value", UNCLOSED),
         ("A=private-value\\", UNCLOSED),
@@ -79,13 +79,13 @@ def test_a_bad_line_is_one_sentence_without_the_value(line: str, sentence: str) 
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
-    not_text = error("env-file-not-text", "f:2: ")
+    not_text = error("not UTF-8", "f:2: ")
     with pytest.raises(UserError, match=f"^{not_text}$"):
         tuple(parse_env_file(b"A=1\nB=\xff\n", "f", {}))
-    gone = error("file-error", "--env-file ", "/gone: No such file or directory")
+    gone = error(":", "--env-file ", "/gone: No such file or directory")
     with pytest.raises(UserError, match=f"^{gone}$"):
         read_env_file(f"{tmp_path}/gone", {})
-    too_large = error("env-file-size", "--env-file /dev/zero: ", "1 MiB")
+    too_large = error("of variables", "--env-file /dev/zero: ", "1 MiB")
     with pytest.raises(UserError, match=f"^{too_large}$"):
         read_env_file("/dev/zero", {})
 
@@ -119,9 +119,9 @@ def test_a_pattern_passes_no_variable_that_may_be_a_secret() -> None:
 @pytest.mark.parametrize(
     ("export", "sentence"),
     [
-        ("NO_SUCH_*", error("variable-pattern", "-x 'NO_SUCH_*': ")),
-        ("*", error("variable-name", "-x *: ", '"*"', "-x DEBUG=1")),
-        ("A*=private-value", error("variable-name", "-x A*=…: ", '"A*"', "-x DEBUG=1")),
+        ("NO_SUCH_*", error("variable here", "-x 'NO_SUCH_*': ")),
+        ("*", error("Example: -x", "-x *: ", '"*"', "-x DEBUG=1")),
+        ("A*=private-value", error("Example: -x", "-x A*=…: ", '"A*"', "-x DEBUG=1")),
     ],
 )
 def test_a_bad_pattern_is_one_sentence(export: str, sentence: str) -> None:

@@ -26,7 +26,7 @@ from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World
-from tests.support.sentences import error
+from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
 LIMIT = 1000
@@ -83,7 +83,7 @@ def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
         caller = Caller(launcher.channel, WORLD)
-        lost = error("spawn-lost-launcher", "rank 1 on node1 ", " answer")
+        lost = error("launcher during", "rank 1 on node1 ", " answer")
         with pytest.raises(JobFailed, match=lost):
             caller.answer({"kind": "result"}, b"r" * (LIMIT + 1))
         # Whoever has taken over a rank's connection does not have the secret.
@@ -97,9 +97,9 @@ def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
-        ("1" * 32, error("launcher-unreachable", "rank 1 on node1 ", "not the server of this job")),
+        ("1" * 32, error("reach the launcher", "rank 1 on node1 ", "not the server of this job")),
         # It passes the launcher's proof on.
-        ("0" * 32, error("spawn-lost-launcher", "rank 1 on node1 ", " function", "a wrong MAC")),
+        ("0" * 32, error("launcher during", "rank 1 on node1 ", " function", "a wrong MAC")),
     ],
 )
 def test_a_function_from_a_stranger_is_refused(key: str, sentence: str) -> None:
@@ -128,7 +128,7 @@ def test_a_job_of_a_script_has_no_function() -> None:
     with launched(Exchange()) as launcher:
         caller = Caller(launcher.channel, WORLD)
         reason = "(the other end has closed the connection|Connection reset by peer)"
-        lost = error("spawn-lost-launcher", "rank 1 on node1 ", " function")
+        lost = error("launcher during", "rank 1 on node1 ", " function")
         with pytest.raises(JobFailed, match=f"(?=.*{reason}){lost}"):
             caller.function()
 

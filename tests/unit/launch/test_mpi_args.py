@@ -14,7 +14,7 @@ from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_mpi_args
 from mpiddp.launch.starters.command import JobNetwork
 from mpiddp.launch.starters.table import check_mpi_args
-from tests.support.sentences import error
+from tests.support.errors import error
 from tests.unit.launch.test_starters import JOB, MPIS, UNEQUAL
 
 REQUEST = UNEQUAL._replace(network=JobNetwork(networks=("10.0.0.0/24",)))
@@ -66,7 +66,7 @@ def test_a_parameter_of_open_mpi_replaces_the_launchers() -> None:
 def test_a_contradiction_is_one_sentence(mpi: str, arguments: str, option: str, what: str) -> None:
     with pytest.raises(UserError) as refused:
         check_mpi_args(MPIS[mpi].kind, parse_mpi_args([arguments]))
-    sentence = error("mpi-args-contradict", f"--mpi-args: {option} ", what)
+    sentence = error("would contradict", f"--mpi-args: {option} ", what)
     assert re.fullmatch(sentence, str(refused.value))
 
 
@@ -80,11 +80,11 @@ def test_the_value_of_an_option_is_no_contradiction() -> None:
         (
             "hostname",
             error(
-                "mpi-args-program",
+                "option, and",
                 *("--mpi-args=hostname: ", '"hostname"', "--mpi-args='--mca pml ucx'"),
             ),
         ),
-        ("--mca 'pml", error("mpi-args-quote", "--mpi-args=--mca 'pml: ")),
+        ("--mca 'pml", error("--mpi-args=", "--mpi-args=--mca 'pml: ")),
     ],
 )
 def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
@@ -129,6 +129,6 @@ def test_each_option_that_sets_a_parameter_of_open_mpi(option: str) -> None:
 )
 def test_every_option_that_would_contradict(mpi: str, options: str) -> None:
     for option in options.split():
-        sentence = error("mpi-args-contradict", f"--mpi-args: {option} ")
+        sentence = error("would contradict", f"--mpi-args: {option} ")
         with pytest.raises(UserError, match=sentence):
             check_mpi_args(MPIS[mpi].kind, parse_mpi_args([option]))

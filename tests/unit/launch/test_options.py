@@ -23,7 +23,7 @@ from mpiddp.launch.options import (
     parse_mpi_args,
     parse_options,
 )
-from tests.support.sentences import error
+from tests.support.errors import error
 
 DEFAULTS = LaunchOptions(
     job=RankProgram(("train", "--lr", "1"), is_module=True),
@@ -163,35 +163,35 @@ def test_the_variables_of_a_file(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         *(
-            (f"{option} {value}", error("usage-error", f" {option}: ", f"'{value}'"))
+            (f"{option} {value}", error("--help", f" {option}: ", f"'{value}'"))
             for option, value in (
                 *(("-n", "0"), ("--npernode", "0"), ("--min-hosts", "0"), ("--min-ranks", "0")),
                 *(("--spares", "-1"), ("--max-restarts", "-1"), ("--timeout", "0")),
                 ("--bind", "gpus"),
             )
         ),
-        ("--log-ranks first", error("log-ranks", "--log-ranks first: ", "all, none", " 0,5")),
-        ("--log-ranks 0,", error("log-ranks", "--log-ranks 0,: ", "all, none", " 0,5")),
-        ("--prefix yes", error("log-prefix", "--prefix yes: ", "auto, always or never")),
-        ("--hostfile f -H a", error("usage-error", " -H: ", "--hostfile")),
-        ("-H a --local", error("usage-error", " --local: ", "-H")),
-        ("--spares 1 --no-check", error("spares-no-check", "--spares ", "--no-check")),
+        ("--log-ranks first", error("expected all", "--log-ranks first: ", "all, none", " 0,5")),
+        ("--log-ranks 0,", error("expected all", "--log-ranks 0,: ", "all, none", " 0,5")),
+        ("--prefix yes", error("--prefix", "--prefix yes: ", "auto, always or never")),
+        ("--hostfile f -H a", error("--help", " -H: ", "--hostfile")),
+        ("-H a --local", error("--help", " --local: ", "-H")),
+        ("--spares 1 --no-check", error("--spares needs", "--spares ", "--no-check")),
         (
             "--wait-for-hosts 1m --no-check",
-            error("wait-no-check", "--wait-for-hosts ", "--no-check"),
+            error("--wait-for-hosts needs", "--wait-for-hosts ", "--no-check"),
         ),
-        ("--grow 1m --local", error("grow-local", "--grow ", "--local")),
-        ("--grow 1m --no-check", error("grow-no-check", "--grow ", "--no-check")),
+        ("--grow 1m --local", error("with --local", "--grow ", "--local")),
+        ("--grow 1m --no-check", error("--grow needs", "--grow ", "--no-check")),
         (
             "--grow 1m -H a,b",
-            error("grow-host-list", "--grow ", "-H", "--hostfile", ": --min-hosts H "),
+            error("-H: every", "--grow ", "-H", "--hostfile", ": --min-hosts H "),
         ),
-        ("--no-such-option", error("usage-error", ": --no-such-option")),
-        ("--repor", error("usage-error", ": --repor.", '"--report"')),
-        ("-q -v", error("usage-error", "-v/--verbose: ", "-q/--quiet")),
-        ("--hostfile f --local", error("usage-error", " --local: ", "--hostfile")),
-        ("--mpi-args=program", error("mpi-args-program", "--mpi-args=program: ")),
-        ('--mpi-args="', error("mpi-args-quote", '--mpi-args=": ')),
+        ("--no-such-option", error("--help", ": --no-such-option")),
+        ("--repor", error("--help", ": --repor.", '"--report"')),
+        ("-q -v", error("--help", "-v/--verbose: ", "-q/--quiet")),
+        ("--hostfile f --local", error("--help", " --local: ", "--hostfile")),
+        ("--mpi-args=program", error("option, and", "--mpi-args=program: ")),
+        ('--mpi-args="', error("--mpi-args=", '--mpi-args=": ')),
     ],
 )
 def test_what_is_refused(options: str, sentence: str) -> None:
@@ -214,15 +214,15 @@ def test_what_fits_together(options: str) -> None:
 
 
 def test_an_argument_at_which_an_mpirun_begins_another_program() -> None:
-    with pytest.raises(UserError, match=error("job-colon", '":"')):
+    with pytest.raises(UserError, match=error("an argument", '":"')):
         parse_options(["-n", "1", "--", "echo", "x", ":"])
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        *((argv, error("job-missing")) for argv in ([], ["-n", "2"], ["--"], ["-m"])),
-        (["gone.py"], error("script-missing", "gone.py ")),
+        *((argv, error("to launch")) for argv in ([], ["-n", "2"], ["--"], ["-m"])),
+        (["gone.py"], error("not found", "gone.py ")),
     ],
 )
 def test_nothing_to_launch(argv: list[str], sentence: str) -> None:
@@ -262,7 +262,7 @@ def test_the_command_of_a_script(tmp_path: Path) -> None:
     assert job.rank_command(Path("/p")) == ("/p", "-m", "mpiddp", "run", str(script), "-n", "3")
     other = tmp_path / "train.txt"
     other.write_bytes(b"\x7fELF\0")
-    for path, id in ((other, "script-not-python"), (tmp_path, "script-not-regular")):
+    for path, id in ((other, "not a Python"), (tmp_path, "a regular")):
         with pytest.raises(UserError, match=error(id, f"{path} ")):
             parse_options([str(path)])
 
@@ -283,10 +283,10 @@ def test_when_lines_have_a_prefix(prefix: str, world_size: int, has: bool) -> No
 def test_the_ranks_that_are_shown_are_there() -> None:
     for fine in ("all", "none", "default", "0,3"):
         OutputOptions(fine, "auto", None, quiet=False).check_log_ranks(4)
-    no_ranks = error("log-ranks-none", "--log-ranks 0,4,9: ", "rank 4, 9;", "ranks 0 to 3.")
+    no_ranks = error("is no rank", "--log-ranks 0,4,9: ", "rank 4, 9;", "ranks 0 to 3.")
     with pytest.raises(UserError, match=f"^{no_ranks}$"):
         OutputOptions("0,4,9", "auto", None, quiet=False).check_log_ranks(4)
-    no_rank = error("log-ranks-none", "--log-ranks 1: ", "rank 1;", "rank 0 only")
+    no_rank = error("is no rank", "--log-ranks 1: ", "rank 1;", "rank 0 only")
     with pytest.raises(UserError, match=no_rank):
         OutputOptions("1", "auto", None, quiet=False).check_log_ranks(1)
 
@@ -304,9 +304,9 @@ def test_what_names_hosts_and_ranks() -> None:
 
 def test_mpi_args_are_split_as_a_shell_does() -> None:
     assert parse_mpi_args(["--mca pml 'u c x'", "", "-v"]) == ("--mca", "pml", "u c x", "-v")
-    with pytest.raises(UserError, match=error("mpi-args-quote", '--mpi-args="a: ')):
+    with pytest.raises(UserError, match=error("--mpi-args=", '--mpi-args="a: ')):
         parse_mpi_args(['"a'])
-    with pytest.raises(UserError, match=error("mpi-args-program", '"true"')):
+    with pytest.raises(UserError, match=error("option, and", '"true"')):
         parse_mpi_args(["true"])
 
 

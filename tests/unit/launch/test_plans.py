@@ -28,7 +28,7 @@ from mpiddp.launch.remembered import Ended, key_of, note_attempt, note_silent
 from mpiddp.launch.usable import Past, of_earlier_jobs
 from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
-from tests.support.sentences import error
+from tests.support.errors import error
 
 HERE = socket.gethostname()
 Plan = Callable[..., tuple[dict[str, str], list[str], str]]
@@ -149,18 +149,18 @@ def test_the_table_of_gpus() -> None:
     ("options", "sentence"),
     [
         (("-H", "localhost", "--exclude", "b"),
-         error("exclude-unknown", '--exclude: "b" ', " -H,", " localhost.")),
-        (("--grow", "1h"), error("grow-no-hosts", "--grow: ", ": --hostfile FILE ")),
+         error("--exclude", '--exclude: "b" ', " -H,", " localhost.")),
+        (("--grow", "1h"), error("--grow: no", "--grow: ", ": --hostfile FILE ")),
         (("-H", "localhost:1", "-n", "2"),
-         error("ranks-slots", "-n 2 ", " 1 slots ", "-H (localhost=1)")),
+         error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")),
         (("-H", "localhost:2", "--min-ranks", "3"),
-         error("min-ranks", "2 ranks", "--min-ranks is 3.")),
+         error("start, but", "2 ranks", "--min-ranks is 3.")),
         (("-H", "localhost:1,127.0.0.1:1"),
-         error("this-host-twice", "-H: localhost ", " 127.0.0.1 ")),
-        (("-H", "localhost,::9"), error("host-ipv6", "-H: ::9 ")),
-        (("-H", "localhost", "--interface", "none0"), error("interface-not-here", '"none0"', HERE)),
+         error("are both", "-H: localhost ", " 127.0.0.1 ")),
+        (("-H", "localhost,::9"), error("address, which", "-H: ::9 ")),
+        (("-H", "localhost", "--interface", "none0"), error("interface", '"none0"', HERE)),
         (("-H", "localhost:1", "--log-ranks", "1"),
-         error("log-ranks-none", "--log-ranks 1: ", "rank 1;", "rank 0 only")),
+         error("is no rank", "--log-ranks 1: ", "rank 1;", "rank 0 only")),
     ],
 )  # fmt: skip
 def test_plans_that_are_refused(plan: Plan, options: tuple[str, ...], sentence: str) -> None:

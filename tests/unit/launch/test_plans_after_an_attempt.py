@@ -30,10 +30,10 @@ from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, RUN_DIR
 from tests.support.an_mpirun import an_mpirun
-from tests.support.sentences import error
+from tests.support.errors import error
 
 HERE = socket.gethostname()
-GONE = error("file-error", "program: No such file or directory")
+GONE = error(":", "program: No such file or directory")
 NO_GROWTH = "From now on, hosts join only at a restart.\n"
 TO_GROW = Outcome(STOPPED, "stopped on request.", stop=Stop.TO_GROW)
 Jobs = Callable[..., Any]
@@ -138,8 +138,8 @@ def test_hosts_that_cannot_be_planned_are_a_failure_of_their_own(
 @pytest.mark.parametrize(
     ("listed", "problem"),
     [
-        ("localhost slots=x", error("hostfile-number", "hosts.txt:1: ", '"slots=x"')),
-        ("localhost slots=1", error("ranks-slots", "-n 2 ", " 1 slots ", "hosts.txt")),
+        ("localhost slots=x", error("a positive", "hosts.txt:1: ", '"slots=x"')),
+        ("localhost slots=1", error("slots of", "-n 2 ", " 1 slots ", "hosts.txt")),
     ],
 )
 def test_a_list_in_error_is_ignored(

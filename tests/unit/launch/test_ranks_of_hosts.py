@@ -11,7 +11,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
 from mpiddp.launch.place import ranks_per_host
 from mpiddp.launch.plan import exclude
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def parse(text: str) -> Hosts:
@@ -44,11 +44,11 @@ def test_ranks_fill_the_slots_in_file_order() -> None:
 @pytest.mark.parametrize(
     ("n", "npernode", "message"),
     [
-        (8, None, error("ranks-slots", "-n 8 ", "6 slots", "hosts.txt (node1=4, node2=2)")),
-        (None, 3, error("npernode-slots", "--npernode 3 ", "2 slots", "node2 (hosts.txt:2)")),
+        (8, None, error("slots of", "-n 8 ", "6 slots", "hosts.txt (node1=4, node2=2)")),
+        (None, 3, error("slots of", "--npernode 3 ", "2 slots", "node2 (hosts.txt:2)")),
         (
             *(5, 2),
-            error("ranks-npernode", "-n 5 ", "--npernode 2 ", "2 hosts", "hosts.txt", "4 ranks"),
+            error("allows on", "-n 5 ", "--npernode 2 ", "2 hosts", "hosts.txt", "4 ranks"),
         ),
     ],
 )
@@ -59,12 +59,12 @@ def test_more_ranks_than_slots(n: int | None, npernode: int | None, message: str
 
 def test_a_long_list_of_hosts_is_cut_in_the_error() -> None:
     hosts = parse("".join(f"n{i} slots=1\n" for i in range(20)))
-    message = error("ranks-slots", "-n 21 ", "20 slots", "n6=1, n7=1, and 12 more)")
+    message = error("slots of", "-n 21 ", "20 slots", "n6=1, n7=1, and 12 more)")
     assert re.fullmatch(message, refusal(lambda: ranks_per_host(hosts, 21, None)))
 
 
 def test_ranks_per_host_needs_every_slot_count() -> None:
-    message = error("hostfile-no-slots", "hosts.txt:2: node2 ", "Write: node2 slots=N")
+    message = error("count. Write", "hosts.txt:2: node2 ", "Write: node2 slots=N")
     hosts = parse("node1 slots=1\nnode2\n")
     assert re.fullmatch(message, refusal(lambda: ranks_per_host(hosts, None, None)))
 
@@ -73,7 +73,7 @@ def test_exclude() -> None:
     hosts = parse("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
     assert [host.name for host in exclude(hosts, "NODE2, node3").hosts] == ["node1"]
     values = ('--exclude: "node9"', "hosts.txt", "node1, node2, node3.")
-    unknown = error("exclude-unknown", *values)
+    unknown = error("--exclude", *values)
     assert re.fullmatch(unknown, refusal(lambda: exclude(hosts, "node1,node9")))
-    none_left = error("exclude-all", "--exclude node1,node2 ", "hosts.txt")
+    none_left = error("no slots", "--exclude node1,node2 ", "hosts.txt")
     assert re.fullmatch(none_left, refusal(lambda: exclude(hosts, "node1,node2")))

@@ -11,7 +11,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.runtime.job.stop import StopRequest
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def test_a_stop_of_one_rank_is_known_before_the_step_that_it_ends() -> None:
@@ -38,5 +38,5 @@ def test_grace_accepts_times_with_units(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
 def test_grace_refuses_an_invalid_time(text: str) -> None:
     values = ("argument --grace: ", f"'{text}'", "90, 90s, 55m or 1.5h", "1000 days")
-    with pytest.raises(UserError, match=error("usage-error", *values)):
+    with pytest.raises(UserError, match=error("--help", *values)):
         option_parser().parse_args([f"--grace={text}", "script.py"])

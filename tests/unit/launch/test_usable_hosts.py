@@ -27,7 +27,7 @@ from mpiddp.launch.usable import (
     of_earlier_jobs,
     wanted_hosts,
 )
-from tests.support.sentences import error
+from tests.support.errors import error
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -150,11 +150,11 @@ def test_versions_that_differ_end_the_start() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--spares", "3"), error("spares-all", "--spares 3 ", " file ", "3 hosts")),
-        (("--min-hosts", "4"), error("min-hosts-given", "3 hosts", "--min-hosts is 4.")),
+        (("--spares", "3"), error("host for", "--spares 3 ", " file ", "3 hosts")),
+        (("--min-hosts", "4"), error("but --min-hosts", "3 hosts", "--min-hosts is 4.")),
         (
             ("--spares", "1", "--min-hosts", "3"),
-            error("min-hosts-given", "2 hosts", " 1 spare", "--min-hosts is 3."),
+            error("but --min-hosts", "2 hosts", " 1 spare", "--min-hosts is 3."),
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_options_that_need_a_preflight_are_refused_where_srun_starts_the_ranks(o
     def check(starter: RankStarter, *options: str) -> None:
         _check(parse_options(["-H", "a,b,c", *options, "-m", "train"]), ALL, starter, {})
 
-    sentence = error("slurm-srun-only", f"{option.partition('=')[0]}: ", "--mpirun PATH")
+    sentence = error("inside a", f"{option.partition('=')[0]}: ", "--mpirun PATH")
     by_scheduler = [starter for starter in STARTER.values() if starter.kind.has_scheduler]
     over_ssh = [starter for starter in STARTER.values() if not starter.kind.has_scheduler]
     assert by_scheduler

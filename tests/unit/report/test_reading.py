@@ -19,9 +19,9 @@ from mpiddp.report.history import Save
 from mpiddp.report.rank_files import Failure
 from mpiddp.report.read import read_run
 from mpiddp.report.tables import facts
+from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
-from tests.support.sentences import error
 
 ILLEGAL = "RuntimeError: an illegal memory access was encountered"
 CLOSED = "RuntimeError: Connection closed by peer"
@@ -218,8 +218,8 @@ def test_runs_of_an_earlier_version(name: str) -> None:
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=error("report-missing", f"{tmp_path}/nothing ")):
+    with pytest.raises(UserError, match=error("exist. Expected", f"{tmp_path}/nothing ")):
         read_run(tmp_path / "nothing")
-    no_run = error("report-no-run", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
+    no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
     with pytest.raises(UserError, match=no_run):
         read_run(tmp_path)

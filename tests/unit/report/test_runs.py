@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from mpiddp import cli
+from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
-from tests.support.sentences import error
 
 
 def test_the_runs_of_a_folder(
@@ -92,9 +92,9 @@ def test_only_the_end_of_long_records_is_read(
 @pytest.mark.parametrize(
     ("name", "id", "problem"),
     [
-        ("nothing", "runs-folder", "does not exist"),
-        ("file", "runs-folder", "is not a folder"),
-        ("empty", "runs-empty", ""),
+        ("nothing", "folder of runs", "does not exist"),
+        ("file", "folder of runs", "is not a folder"),
+        ("empty", "run. Expected", ""),
     ],
 )
 def test_what_is_no_folder_of_runs_is_one_sentence(

@@ -18,8 +18,8 @@ from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.output import redirect_output
 from mpiddp.runtime.rendezvous.store_process import serve_commands
 from mpiddp.world import World
+from tests.support.errors import error
 from tests.support.few_files import files_left
-from tests.support.sentences import error
 
 RANK = World(3, 4, 1, 2)
 
@@ -28,7 +28,7 @@ RANK = World(3, 4, 1, 2)
 def test_an_output_process_without_files(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For two pipes and a socket pair. The streams stay as they are."""
     monkeypatch.setenv("MPIDDP_OUTPUT", "all")
-    sentence = error("output-process", f"rank 3 on {RANK.hostname} ", "Too many open files")
+    sentence = error("start its", f"rank 3 on {RANK.hostname} ", "Too many open files")
     with files_left(left), pytest.raises(JobFailed, match=f"^{sentence}$"):
         redirect_output(RANK, Server("127.0.0.1:1", "secret"))
 
@@ -38,5 +38,5 @@ def test_the_store_of_commands_without_torch(monkeypatch: pytest.MonkeyPatch) ->
     with socket.socket() as listener, pytest.raises(UserError) as refused:
         serve_commands(RANK, listener, Session())
     install = f"Run: {sys.executable} -m pip install 'mpiddp[train]' "
-    sentence = error("package-missing", "the store ", " torch,", f" {sys.executable} ", install)
+    sentence = error("have. Run", "the store ", " torch,", f" {sys.executable} ", install)
     assert re.fullmatch(sentence, str(refused.value))

@@ -13,7 +13,7 @@ import pytest
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.runtime.rendezvous.placement import RankPlacement, expected_hosts, misplaced, table
 from mpiddp.runtime.rendezvous.result import RankInfo
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def placements(*hostnames: str) -> list[RankPlacement]:
@@ -57,7 +57,7 @@ def test_ranks_on_the_expected_hosts(expected: str) -> None:
 )
 def test_ranks_on_other_hosts(expected: str) -> None:
     sentence, *_ = misplaced(placements("node1", "node1", "node2"), expected).splitlines()
-    assert re.fullmatch(error("ranks-misplaced", f"({expected})"), sentence)
+    assert re.fullmatch(error("environment, mca-params.conf", f"({expected})"), sentence)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         found.append(RankPlacement.of_this_process(info, 2, "openmpi"))
     sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
     values = ("ranks 0 and 1 ", " GPU 0 of node1", "CUDA_VISIBLE_DEVICES")
-    assert re.fullmatch(error("gpus-in-other-order", *values), sentence)
+    assert re.fullmatch(error("they see", *values), sentence)
     assert rows == table(found).splitlines()
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.world import World, likely_ranks
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
-from tests.support.sentences import error
 
 Env = dict[str, str]
 
@@ -142,7 +142,7 @@ def test_the_only_rank_of_a_job_has_local_rank_0() -> None:
 @pytest.mark.parametrize("name", ["PMIX_RANK", "PMIX_NAMESPACE"])
 def test_pmix_alone_does_not_tell_the_number_of_ranks(name: str) -> None:
     mended = ("mpiddp launch, mpirun, or srun --mpi=none", "unset PMIX_RANK and PMIX_NAMESPACE.")
-    sentence = error("pmix-alone", f"{name}={PMIX[name]} ", *mended)
+    sentence = error("launcher has", f"{name}={PMIX[name]} ", *mended)
     assert re.fullmatch(sentence, refusal({name: PMIX[name]}))
     assert likely_ranks(PMIX) == (3, 0)
 
@@ -166,7 +166,7 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
     assert len(names) >= 3
     for missing in names:
         sentence = refusal({name: value for name, value in row.items() if name != missing})
-        assert re.fullmatch(error("variables-partial", launcher, f"missing {missing}."), sentence)
+        assert re.fullmatch(error("only some", launcher, f"missing {missing}."), sentence)
         for kept in set(names) - {missing}:
             assert f"{kept}={row[kept]}" in sentence
 
@@ -175,13 +175,13 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
 def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.proof:
-        sentence = error("variables-partial", launcher, f" {name}={row[name]}, missing ")
+        sentence = error("only some", launcher, f" {name}={row[name]}, missing ")
         assert re.fullmatch(sentence, refusal({name: row[name]}))
 
 
 def test_torchruns_run_id_requires_its_other_variables() -> None:
     values = ("found TORCHELASTIC_RUN_ID, ", "missing RANK, WORLD_SIZE, LOCAL_RANK")
-    sentence = error("variables-partial", *values)
+    sentence = error("only some", *values)
     assert re.fullmatch(sentence, refusal({"TORCHELASTIC_RUN_ID": "none"}))
 
 
@@ -233,14 +233,14 @@ def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> No
 @pytest.mark.parametrize(
     ("counts", "node", "sentence"),
     [
-        ("2(x", "0", error("tasks-syntax", '="2(x" ', '"2(x3),1"')),
-        ("", "0", error("tasks-syntax", '="" ', '"2(x3),1"')),
-        ("1(x999999999)", "0", error("tasks-syntax", '="1(x999999999)" ', '"2(x3),1"')),
+        ("2(x", "0", error("of counts", '="2(x" ', '"2(x3),1"')),
+        ("", "0", error("of counts", '="" ', '"2(x3),1"')),
+        ("1(x999999999)", "0", error("of counts", '="1(x999999999)" ', '"2(x3),1"')),
         (
             *("2(x2)", "2"),
-            error("tasks-contradict", "SLURM_NODEID=2 ", " SLURM_STEP_TASKS_PER_NODE=2(x2)"),
+            error("does not fit", "SLURM_NODEID=2 ", " SLURM_STEP_TASKS_PER_NODE=2(x2)"),
         ),
-        ("2(x2)", "one", error("variable-number", 'SLURM_NODEID="one" ', "0 or more.")),
+        ("2(x2)", "one", error('" is not', 'SLURM_NODEID="one" ', "0 or more.")),
     ],
 )
 def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
@@ -253,7 +253,7 @@ def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
 def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.variables:
-        sentence = error("variable-number", f'{name}="{value}" ', "0 or more.")
+        sentence = error('" is not', f'{name}="{value}" ', "0 or more.")
         assert re.fullmatch(sentence, refusal(row | {name: value}))
 
 
@@ -263,7 +263,7 @@ def test_a_number_of_5000_digits_is_refused(launcher: str) -> None:
     env = ROWS[launcher]
     for name in World.from_env(env).launcher.variables:
         wrong = env | {name: "9" * 5000}
-        id = "tasks-syntax" if name == "SLURM_STEP_TASKS_PER_NODE" else "variable-number"
+        id = "of counts" if name == "SLURM_STEP_TASKS_PER_NODE" else '" is not'
         assert re.fullmatch(error(id, f'{name}="{"9" * 57}..." '), refusal(wrong))
         assert likely_ranks(wrong) in ((0, 0), likely_ranks(env))
 
@@ -286,7 +286,7 @@ def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
 def test_values_that_contradict_each_other_are_refused(change: Env, value: str, other: str) -> None:
     refused = refusal(TORCHRUN | change)
     assert refused.startswith(f"{value} ")
-    assert re.fullmatch(error("variables-contradict", value, f" {other}: ", "Unset"), refused)
+    assert re.fullmatch(error("does not fit", value, f" {other}: ", "Unset"), refused)
 
 
 def test_from_env_reads_os_environ() -> None:

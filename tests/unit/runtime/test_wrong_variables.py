@@ -18,37 +18,37 @@ from mpiddp.runtime.rendezvous.meet import joining_timeout_s
 from mpiddp.runtime.rendezvous.placement import misplaced
 from mpiddp.text import shown
 from mpiddp.world import World
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.mark.parametrize("step", ["²", "9" * 5000])
 def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
-    with pytest.raises(UserError, match=error("slurm-id", f'SLURM_STEP_ID="{shown(step)}"')):
+    with pytest.raises(UserError, match=error("Slurm. Unset", f'SLURM_STEP_ID="{shown(step)}"')):
         slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": step})
 
 
 @pytest.mark.parametrize("nodelist", ["[1-]", ",", "n[0-999999999]"])
 def test_a_nodelist_of_a_slurm_step_that_slurm_never_writes(nodelist: str) -> None:
     values = (f'SLURM_STEP_NODELIST="{nodelist}"', "MASTER_ADDR")
-    with pytest.raises(UserError, match=error("slurm-step-syntax", *values)):
+    with pytest.raises(UserError, match=error("not Slurm's", *values)):
         slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_NODELIST": nodelist})
 
 
 def test_a_slurm_step_over_several_hosts_without_their_names() -> None:
-    sentence = error("slurm-step-empty", "SLURM_STEP_NODELIST ", "MASTER_ADDR")
+    sentence = error("SLURM_STEP_NODELIST names", "SLURM_STEP_NODELIST ", "MASTER_ADDR")
     with pytest.raises(UserError, match=f"^{sentence}$"):
         slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": "1"})
 
 
 @pytest.mark.parametrize("port", ["9" * 5000, "65536", "²"])
 def test_a_port_that_is_none(port: str) -> None:
-    with pytest.raises(UserError, match=error("master-port", f'MASTER_PORT="{shown(port)}"')):
+    with pytest.raises(UserError, match=error("65535, or", f'MASTER_PORT="{shown(port)}"')):
         port_in({"MASTER_PORT": port})
 
 
 @pytest.mark.parametrize("placement", ["a:x", "a:999999999", "a:999999,b:1", "", f"a:{'9' * 5000}"])
 def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
-    sentence = error("placement-variable", f'MPIDDP_PLACEMENT="{shown(placement)}"')
+    sentence = error("of hosts", f'MPIDDP_PLACEMENT="{shown(placement)}"')
     assert re.fullmatch(sentence, misplaced([], placement))
 
 
@@ -59,13 +59,13 @@ def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
 def test_an_announcement_that_the_launcher_never_sets(text: str) -> None:
     with pytest.raises(UserError) as refused:
         announced({"MPIDDP_ANNOUNCED": text})
-    sentence = error("restart-variables", f'MPIDDP_ANNOUNCED="{shown(text)}"', "Unset it")
+    sentence = error("not what", f'MPIDDP_ANNOUNCED="{shown(text)}"', "Unset it")
     assert re.fullmatch(sentence, str(refused.value))
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1e8", "nan", "x", "-1"])
 def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDDP_TIMEOUT", text)
-    sentence = error("timeout-variable", f'MPIDDP_TIMEOUT="{shown(text)}"', "100000000")
+    sentence = error("a number", f'MPIDDP_TIMEOUT="{shown(text)}"', "100000000")
     with pytest.raises(UserError, match=sentence):
         joining_timeout_s()

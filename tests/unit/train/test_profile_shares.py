@@ -11,7 +11,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.train.options import parse
 from mpiddp.train.profiling import length, overlap, union
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def test_times_that_overlap_count_once() -> None:
@@ -34,13 +34,11 @@ def test_the_options() -> None:
 
 @pytest.mark.parametrize("text", ["10", "15:10", "0:5", "1:2:3", "a:b", "1:", "", "-1:5"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=error("usage-error", " --profile: ", "10:15", repr(text))):
+    with pytest.raises(UserError, match=error("--help", " --profile: ", "10:15", repr(text))):
         parse([f"--profile={text}"])
 
 
 @pytest.mark.parametrize("text", ["", "0,", "none", "1-3", "-1"])
 def test_other_ranks_are_refused(text: str) -> None:
-    with pytest.raises(
-        UserError, match=error("usage-error", " --profile-ranks: ", "0,5", repr(text))
-    ):
+    with pytest.raises(UserError, match=error("--help", " --profile-ranks: ", "0,5", repr(text))):
         parse(["--profile=1:2", f"--profile-ranks={text}"])

@@ -14,7 +14,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.train.options import parse
 from mpiddp.train.sinks import check_packages, read_records
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 def test_an_incomplete_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
 def test_a_tool_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     install = f"Run: {sys.executable} -m pip install mlflow "
-    missing = error("log-to-package", "--log-to mlflow ", f" {sys.executable} ", install)
+    missing = error("--log-to", "--log-to mlflow ", f" {sys.executable} ", install)
     with pytest.raises(UserError, match=rf"^{missing}$"):
         check_packages("mlflow")
     check_packages(None)
@@ -47,5 +47,5 @@ def test_tools_are_named_once() -> None:
     assert parse(["--log-to", "wandb,mlflow,wandb"]).log_to == "wandb,mlflow"
     tools = "tensorboard, wandb, mlflow, trackio"
     for unknown in ("wandv", "", "wandb,", "wandb mlflow"):
-        with pytest.raises(UserError, match=error("usage-error", " --log-to: ", tools)):
+        with pytest.raises(UserError, match=error("--help", " --log-to: ", tools)):
             parse([f"--log-to={unknown}"])

@@ -19,7 +19,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.watch.jobs import Job, chosen
 from mpiddp.watch.table import head_lines, jobs_table, rank_lines, shown_ranks
 from tests.support.channels import progress
-from tests.support.sentences import error
+from tests.support.errors import error
 
 
 @pytest.fixture(name="facts")
@@ -84,11 +84,11 @@ def test_a_job_is_named_by_its_pid_or_its_name(facts: dict[str, Any]) -> None:
     ]
     assert chosen(jobs, "a.py") is chosen(jobs, "7") is chosen(jobs[:1], None) is jobs[0]
     for name, sentence in {
-        None: error("several-jobs", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
-        "b.py": error("several-jobs", ": 8 (b.py), 9 (b.py)."),
-        "c": error("unknown-job", " c.", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
+        None: error("several jobs", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
+        "b.py": error("several jobs", ": 8 (b.py), 9 (b.py)."),
+        "c": error("There are", " c.", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
     }.items():
         with pytest.raises(UserError, match=rf"^{sentence}$"):
             chosen(jobs, name)
-    with pytest.raises(UserError, match=error("no-jobs")):
+    with pytest.raises(UserError, match=error("yours runs")):
         chosen([], None)

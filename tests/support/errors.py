@@ -1,0 +1,14 @@
+"""A pattern of an error: words of its sentence, and the values that a user gave."""
+
+from __future__ import annotations
+
+import re
+
+
+def error(words: str, *values: str) -> str:
+    """One line that shows these words, and these values in this order.
+
+    `re.fullmatch` asserts that nothing stands before or after it.
+    """
+    shown = "".join(r"[^\n]*?" + re.escape(value.rstrip(" ")) for value in values)
+    return rf"(?=[^\n]*{re.escape(words)}){shown}[^\n]*"
