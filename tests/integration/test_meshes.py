@@ -270,7 +270,7 @@ def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], lay
         return
     except UserError as refused:
         sentence = str(refused)
-    if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\. \[[a-z-]+\]$", sentence):
+    if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
         sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
         check(Layout(sizes, tuple(hosts)))
     else:

@@ -441,7 +441,7 @@ def test_a_rank_that_has_said_itself_why_it_refuses() -> None:
     with ours, theirs:
         launch_function._report(launch_function._final(refused, exchange), exchange, theirs)
         launcher._receive(ours, report)
-    with pytest.raises(UserError, match=f"^{error('spawn-refused')}$"):
+    with pytest.raises(UserError, match=f"^{error('has refused')}$"):
         _raise_failure(report)
 
 

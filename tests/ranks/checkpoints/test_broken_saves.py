@@ -78,7 +78,7 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
         exchanges = [Exchange(*each) for each in zip(coordinators, limits, strict=True)]
         for exchange in exchanges:
             exchange.begin(1)
-        late = f"^{error('ranks-silent', f'{OF_SAVE}rank 2 on c ', ' 0 s')}$"
+        late = f"^{error('did not answer', f'{OF_SAVE}rank 2 on c ', ' 0 s')}$"
         with pytest.raises(NoAnswer, match=late):
             exchanges[1].get("folder", 2)
         exchanges[0].set("done", None)
@@ -87,7 +87,7 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
         exchanges[2].set("folder", "")  # rank 1 has its answer, and still reports nothing
         exchanges[2].set("done", None)
         exchanges[2].get_all("done", [0, 2])
-        late = f"^{error('ranks-silent', f'{OF_SAVE}rank 1 on b ', ' 0 s')}$"
+        late = f"^{error('did not answer', f'{OF_SAVE}rank 1 on b ', ' 0 s')}$"
         with pytest.raises(NoAnswer, match=late):
             exchanges[0].get_all("done", [0, 1, 2])
 

@@ -177,5 +177,5 @@ def test_a_folder_of_another_run_is_refused(runs: Path, script: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = own_lines(done.stderr)
     foreign = rf"(rank 0 on \S+: )?{other}\S* is the folder of another run"
-    assert re.match(rf"{foreign}|{error('run-other-config', other)}", line), line
+    assert re.match(rf"{foreign}|{error('same config', other)}", line), line
     assert sorted(runs.rglob("*")) == before

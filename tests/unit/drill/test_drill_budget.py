@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_made(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     values = (f"{tmp_path / named} ", f": {os.strerror(reason)}. ", ": --work DIR ")
-    with pytest.raises(UserError, match=rf"^{error('drill-work-unwritable', *values)}$"):
+    with pytest.raises(UserError, match=rf"^{error('folder: --work', *values)}$"):
         _new_folder(named, has_hosts=False)
 
 

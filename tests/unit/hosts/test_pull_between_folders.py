@@ -152,7 +152,7 @@ def test_a_host_that_names_files_outside_of_the_folder_is_not_asked_for_them(
     answer = shlex.quote(json.dumps({"rows": rows}))
     command = ["sh", "-c", f"echo mpiddp-push; echo {answer}; exec cat > /dev/null"]
     monkeypatch.setattr(fan_out, "shell_command", lambda host, line: command)
-    with pytest.raises(UserError, match=rf"^{error('pull-outside', 'node1: ')}$"):
+    with pytest.raises(UserError, match=rf"^{error('it names', 'node1: ')}$"):
         verb("pull", "run")
     assert verb("pull", "run", "--min-hosts", "1") == 1
     assert not Path("run").exists()

@@ -409,7 +409,7 @@ def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
     while not lock.exists():
         assert first.process.poll() is None
     second.ask({"go": True})
-    with pytest.raises(Failed, match=rf"^{error('push-busy', f' {HERE} ')}$"):
+    with pytest.raises(Failed, match=rf"^{error('another push', f' {HERE} ')}$"):
         second.answer()
     for peer in (first, second):
         peer.close()

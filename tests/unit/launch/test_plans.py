@@ -113,7 +113,7 @@ def test_gpus_of_a_hostfile_reach_the_ranks_of_each_host(plan: Plan, tmp_path: P
     first, second = json.loads(settings["MPIDDP_GPUS"])
     assert (first["CUDA_VISIBLE_DEVICES"], second) == ("1,3", {})
     values = (f"{hostfile}:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " a.invalid")
-    with pytest.raises(UserError, match=f"^{error('gpus-chosen-twice', *values)}$"):
+    with pytest.raises(UserError, match=f"^{error('both choose', *values)}$"):
         plan("--hostfile", str(hostfile), "-x", "CUDA_VISIBLE_DEVICES=0")
 
 
