@@ -113,7 +113,7 @@ def _count_parts_of_srun() -> Results:
     job = [PRINTING, "parts", str(PARTS_LINES)]
     tasks = f"--ntasks={PARTS_RANKS}"
     tagged = ["srun", "-N1", tasks, "--mpi=none", "--label", sys.executable, *job]
-    launch = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "always", "--log-ranks", "all"]
+    launch = [sys.executable, "-m", "mpiddp", "launch", "--log-ranks", "all"]
     with cluster.up(1) as hosts, slurm.up(hosts) as batch:
         text = hosts["node0"].run(tagged, cwd=ROOT, check=True).stdout
         counted = {"tagged": _counted(SRUN, "tagged", text.encode())}

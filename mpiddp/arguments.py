@@ -11,7 +11,7 @@ from typing import NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
-# verb: (module with main(argv) -> int, its line in `mpiddp --help`)
+# verb: (module with main(argv) -> int, its line in `mpiddp --help`), in the order of the help
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": (
@@ -19,25 +19,34 @@ VERBS = {
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
+    "ps": ("mpiddp.watch.ps", "list your jobs on this machine"),
+    "top": ("mpiddp.watch.top", "watch the ranks of a job"),
+    "stacks": ("mpiddp.watch.stacks", "print the current source line of each rank"),
+    "stop": ("mpiddp.watch.stop", "stop a job, as Ctrl-C does"),
     "hosts": (
         "mpiddp.hosts.main",
         "check hostfiles; log in to hosts, push a folder, run a command, pull a run",
     ),
-    "ps": ("mpiddp.watch.ps", "list your jobs on this machine"),
-    "top": ("mpiddp.watch.top", "watch the ranks of a job"),
-    "stacks": ("mpiddp.watch.stacks", "say in which line each rank of a job is"),
-    "stop": ("mpiddp.watch.stop", "stop a job, as Ctrl-C does"),
-    "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "doctor": ("mpiddp.checks.main", "find what will break on the hosts of a job, before it does"),
+    "doctor": ("mpiddp.checks.main", "check the hosts before a job"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
-    "drill": ("mpiddp.drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and export checkpoints"),
     "runs": ("mpiddp.report.runs", "list runs with state, accuracy, rate and duration"),
     "report": ("mpiddp.report.main", "write a page about runs: curves, settings, failures"),
+    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and export checkpoints"),
+    "drill": ("mpiddp.drill.main", "rehearse a script with faults, and compare its resumed runs"),
+    "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "bench": (
         "mpiddp.bench.main",
         "measure scaling, all-reduce, steps, data, start-up, rendezvous",
     ),
+}
+
+# The groups of `mpiddp --help`.
+GROUPS = {
+    "run": ("launch", "run", "train"),
+    "watch": ("ps", "top", "stacks", "stop"),
+    "hosts": ("hosts", "doctor"),
+    "after a run": ("explain", "runs", "report", "checkpoints"),
+    "more": ("drill", "mesh", "bench"),
 }
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.

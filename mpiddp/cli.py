@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.arguments import INTERNAL_VERBS, RANK_VERBS, VERBS
+from mpiddp.arguments import GROUPS, INTERNAL_VERBS, RANK_VERBS, VERBS
 from mpiddp.errors import (
     BAD_INPUT,
     DONE,
@@ -68,20 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(verb: str, args: list[str]) -> int:
+    if verb == "help":
+        verb, args = (args[0], ["--help"]) if args else ("--help", [])
     if verb in ("-h", "--help"):
         print(_usage())
         return DONE
-    if verb == "--version":
+    if verb in ("-V", "--version", "version"):
         from mpiddp import __version__
 
         print(f"mpiddp {__version__}")
         return DONE
     modules = {name: module for name, (module, _) in VERBS.items()} | INTERNAL_VERBS
     if verb not in modules:
-        hint = did_you_mean(verb, VERBS)
-        raise UserError(
-            f'mpiddp: unknown command "{verb}".{hint} Expected one of: {", ".join(VERBS)}.'
-        )
+        hint = _hint(verb, args) or f" Expected one of: {', '.join(VERBS)}."
+        raise UserError(f'mpiddp: unknown command "{verb}".{hint}')
     _check_working_folder()
     try:
         code: int = import_module(modules[verb]).main(args)
@@ -90,6 +91,15 @@ def _call(verb: str, args: list[str]) -> int:
             raise UserError(missing_package(f"mpiddp {verb}", package)) from None
         raise
     return code
+
+
+def _hint(verb: str, args: list[str]) -> str:
+    """What somebody meant by a verb that is none."""
+    if verb.startswith("-") or verb.endswith(".py"):
+        return f" Did you mean: mpiddp launch {shlex.join([verb, *args])}"
+    if verb in ("kill", "cancel", "end"):  # the nearest name is "drill", which injects faults
+        return ' Did you mean "stop"?'
+    return did_you_mean(verb, VERBS)
 
 
 def _check_working_folder() -> None:
@@ -109,11 +119,14 @@ def _print_failure(error: UserError | JobFailed, *, is_rank: bool) -> None:
 
 
 def _usage() -> str:
-    verbs = "\n".join(f"  {verb:<12} {purpose}" for verb, (_, purpose) in VERBS.items())
+    groups = "\n\n".join(
+        f"{name}:\n" + "\n".join(f"  {verb:<12} {VERBS[verb][1]}" for verb in verbs)
+        for name, verbs in GROUPS.items()
+    )
     return (
         "usage: mpiddp COMMAND [options]\n\n"
-        "Start PyTorch jobs on the hosts of a hostfile with one mpirun.\n\n"
-        f"commands:\n{verbs}\n\n"
+        "Run a PyTorch script on all GPUs of your machines, with one mpirun.\n\n"
+        f"{groups}\n\n"
         "example: mpiddp launch -H node1:4,node2:4 train.py --lr 0.1\n"
-        "See: mpiddp COMMAND --help"
+        "See: mpiddp COMMAND --help, mpiddp --version"
     )

@@ -156,5 +156,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean "launch"?' for "lauch"; "" if no known name is similar."""
     from difflib import get_close_matches  # imported here because only an error needs it
 
-    nearest = get_close_matches(name, list(known), n=1)
+    nearest = get_close_matches(name, list(known), n=1, cutoff=0.8)  # no farther than a typo
     return f' Did you mean "{nearest[0]}"?' if nearest else ""

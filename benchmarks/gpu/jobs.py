@@ -108,7 +108,7 @@ def mpiddp(*arguments: str) -> list[str]:
 
 def launch(ranks: int, *job: str) -> list[str]:
     """`mpiddp launch` of a job on this machine: a script, or -m and a module. Ranks may share the GPU."""
-    shares = ["--share-gpus"] if ranks > 1 else []
+    shares: list[str] = []
     return mpiddp("launch", "-H", f"localhost:{ranks}", *shares, "--grace", "2s", *job)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.bench.result_lines import Result, read_results
+from mpiddp.protocol.variables import PREFIX
 from mpiddp.text import counted
 
 OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
@@ -94,13 +96,13 @@ class Jobs:
 
     def command_here(self, ranks: int, *job: str) -> list[str]:
         timeout_s = f"{self.timeout_s:.0f}"
-        where = [*self.where, "-H", f"localhost:{ranks}", "--share-gpus", "--timeout", timeout_s]
+        where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
         return [*launch_command(*where), *job]
 
 
 def launch_command(*options: str) -> list[str]:
     # A job that has exceeded its time has nothing to save. Every rank sends its results over stdout.
-    fixed = ("--grace", "1s", "--log-ranks", "all", "--prefix", "never")
+    fixed = ("--grace", "1s", "--log-ranks", "all")
     return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
 
 
@@ -169,7 +171,7 @@ def _child(
         stderr=stderr,
         text=True,
         errors="replace",
-        env=env,
+        env={**(os.environ if env is None else env), PREFIX: "never"},
         cwd=cwd,
     )
     try:

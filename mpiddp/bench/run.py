@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mpiddp.bench import charts
@@ -77,9 +77,9 @@ def _jobs(
         ranks = ["-H", "localhost:1"]
     backend = backend or check_options(training).backend
     if backend == "gloo":  # ranks may share a GPU
-        where = [*where, "--share-gpus"]
+        where = [*where, "-x", "CUDA_VISIBLE_DEVICES="]
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
-    plan = make_plan(launch_options._replace(backend=backend), os.environ)
+    plan = make_plan(replace(launch_options, backend=backend), os.environ)
     slots = plan.request.world_size
     per_host = max(host.ranks for host in plan.request.hosts.hosts)
     return Jobs(tuple(where), slots, per_host, plan.starter.name, shared.timeout, tuple(training))

@@ -38,6 +38,7 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.paths import named_by
+from mpiddp.protocol.variables import PREFIX
 from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
@@ -74,9 +75,9 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     job = [*_where(options), "--npernode", "1", "-m", "mpiddp.checks.job"]
     launch = parse_options(job)
-    hosts = plan.read_hosts(launch.where, os.environ)
+    hosts = plan.read_hosts(launch, os.environ)
     python = Path(sys.executable).absolute()
-    starter = find_starter(hosts.starter, launch.how.mpirun, python, os.environ)
+    starter = find_starter(hosts.starter, launch.mpirun, python, os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     if options.quick:
@@ -173,7 +174,7 @@ def _full(
     if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
         again = _run_job(job)  # another program may have disturbed one
         figures = _best(figures, _with_job(found, again.ranks))
-    remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
+    remembered.note_figures(launch, hosts, figures, compare.slow_hosts(figures))
     named = {name: _without_link(each) for name, each in figures.items()}
     speeds = compare.speeds(named) if found.facts else []
     speeds += compare.unjudged(found.facts) if done.ranks else []
@@ -221,7 +222,7 @@ def _wanted(
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
-    named = None if launch.how.mpirun else os.environ.get("MPI4PY_LIBMPI")
+    named = None if launch.mpirun else os.environ.get("MPI4PY_LIBMPI")
     library = named or str(starter.libmpi or "")
     return Wanted(
         python=str(Path(sys.executable).absolute()),
@@ -231,7 +232,7 @@ def _wanted(
         files=_files(Path(folder), options.script),
         port=port_in(os.environ),
         known=_PACKAGES if infos else (),
-        networks=find_network(hosts, infos.values(), launch.how.interface, dry_run=True).networks,
+        networks=find_network(hosts, infos.values(), launch.interface, dry_run=True).networks,
     )
 
 
@@ -248,7 +249,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
 
 
 def _run_job(job: Sequence[str]) -> _Job:
-    command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
+    command = [sys.executable, "-m", "mpiddp", "launch", *job]
     mend = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
@@ -258,6 +259,7 @@ def _run_job(job: Sequence[str]) -> _Job:
             text=True,
             errors="replace",
             timeout=_JOB_S,
+            env={**os.environ, PREFIX: "never"},
         )
     except subprocess.TimeoutExpired:
         return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})

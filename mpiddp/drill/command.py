@@ -105,8 +105,8 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
         placed.world_size,
         spare=spare.name if spare else "",
         spare_ranks=spare.ranks if spare else 0,
-        counted=options.where.n is not None,
-        excluded=options.where.exclude or "",
+        counted=options.n is not None,
+        excluded=options.exclude or "",
     )
     own = argv[: len(argv) - len(job) - is_module]  # without the -m
     script, *rest = job

@@ -25,7 +25,7 @@ from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Rehearsal, Stage
 from mpiddp.drill.verdict import Result, first_difference, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.launch.option_parser import option_parser, parse_values
+from mpiddp.launch.options import option_parser, parse_values
 from mpiddp.paths import cause_of
 from mpiddp.text import counted, did_you_mean
 

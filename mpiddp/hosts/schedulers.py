@@ -28,7 +28,7 @@ MPIJOB_HOSTFILES = (
     "HYDRA_HOST_FILE",
     "PRTE_MCA_prte_default_hostfile",
 )
-NAME_THEM = "Name the hosts with --hostfile or -H, or write --local for this machine alone."
+NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _FLUX_TIMEOUT_S = 20.0
 
 

@@ -58,7 +58,7 @@ class HostSearch:
 
     def _search(self) -> None:
         with self._sender, contextlib.suppress(OSError):  # the attempt is over
-            while not self._is_over.wait(self._options.when.grow_s):
+            while not self._is_over.wait(self._options.grow_s):
                 found = look(self._options, self._plan)
                 if found != Found():
                     self._found.append(found)
@@ -93,12 +93,11 @@ def ignored(error: UserError | JobFailed) -> str:
 
 def _candidates(options: LaunchOptions, plan: Plan) -> list[Host]:
     """The hosts of the list as it is now that could add ranks."""
-    where = options.where
-    if where.n is not None and plan.request.world_size >= where.n:
+    if options.n is not None and plan.request.world_size >= options.n:
         return []
-    listed = read_hosts(where, os.environ)
+    listed = read_hosts(options, os.environ, is_first=False)
     used = {host.key: host for host in plan.hosts.hosts}
-    places = len(listed.usable) - where.spares - len(plan.hosts.usable)
+    places = len(listed.usable) - options.spares - len(plan.hosts.usable)
     known = {*used, *plan.avoided}
     new = [host for host in listed.usable if host.key not in known]
     larger = [

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
@@ -65,8 +66,8 @@ def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
 
 def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOptions:
     """The options with the variables of `env=`, which are on no command line."""
-    exports = (*options.how.exports, *(f"{name}={value}" for name, value in env.items()))
-    return options._replace(how=options.how._replace(exports=exports))
+    exports = (*options.exports, *(f"{name}={value}" for name, value in env.items()))
+    return replace(options, exports=exports)
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:

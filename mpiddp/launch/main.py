@@ -15,7 +15,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
-from mpiddp.launch.options import Where, parse_options
+from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.streams.output import open_closed_streams
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.world import World, leave_enclosing_job
@@ -32,24 +32,24 @@ def main(argv: list[str]) -> int:
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
-    if options.output.quiet:
+    if options.quiet:
         log.be_quiet()
     home = os.path.expanduser("~")  # noqa: PTH111 - no error without a home folder
     if home != "~":
         os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it
     if not is_nested:
-        _refuse_inside_a_rank(options.where, os.environ)
+        _refuse_inside_a_rank(options, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import first_plan, read_hosts, working_folder
     from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
 
-    if options.where.push and not options.dry_run:
-        _push(read_hosts(options.where, os.environ), working_folder(os.environ), options.where)
+    if options.push and not options.dry_run:
+        _push(read_hosts(options, os.environ), working_folder(os.environ), options)
     if options.dry_run:
         plan = first_plan(options, os.environ)
-        hidden = {export.partition("=")[0] for export in options.how.all_exports}
+        hidden = {export.partition("=")[0] for export in options.all_exports}
         print(plan.starter.compose(plan.request).explained(hidden))
-        if hint := fill_in_hint(options.how.all_exports, os.environ):
+        if hint := fill_in_hint(options.all_exports, os.environ):
             log.info(hint)
         return 0
     from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     outcome = run(options, started_at)
     outcome.log()
     if outcome.resumes:
-        exports, job = options.how.exports, argv[len(argv) - len(options.job.command) :]
+        exports, job = options.exports, argv[len(argv) - len(options.job.command) :]
         own = without_values(argv[: len(argv) - len(job)], exports, os.environ)
         again = [
             os.environ.get(PROGRAM, "mpiddp"),
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     return outcome.code
 
 
-def _push(hosts: Hosts, folder: str, where: Where) -> None:
+def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
     """Push `folder` and the environment of this Python to the other hosts.
 
     Raises:
@@ -85,7 +85,7 @@ def _push(hosts: Hosts, folder: str, where: Where) -> None:
         raise UserError(
             f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
         )
-    least = (where.min_hosts or 1) if where.can_shrink else len(hosts.usable) - where.spares
+    least = options.min_hosts or len(hosts.usable) - options.spares
     wanted = push.Options(tuple(push.default_folders(folder)), min_hosts=max(1, least))
     pushed = push.push(hosts.usable, wanted)
     for host, failure in pushed.failures.items():
@@ -94,13 +94,13 @@ def _push(hosts: Hosts, folder: str, where: Where) -> None:
         log.info("; ".join(push.summary(pushed, dry_run=False)))
 
 
-def _refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
+def _refuse_inside_a_rank(options: LaunchOptions, env: Mapping[str, str]) -> None:
     """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
 
     Raises:
         UserError: this process is one of several ranks, or only some of a launcher's variables are set.
     """
-    if where.names_hosts or where.local or in_slurm_terminal(env):
+    if options.names_hosts or in_slurm_terminal(env):
         return
     world = World.from_env(env)
     if world.world_size > 1:
@@ -108,5 +108,5 @@ def _refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
         raise UserError(
             f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
             f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
-            f"launch, or start it once; --local starts a job on this machine alone."
+            f"launch, or start it once; -H localhost starts a job on this machine alone."
         )

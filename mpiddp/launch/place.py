@@ -19,7 +19,7 @@ from mpiddp.hosts.gpus import (
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.options import LaunchOptions, Where
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import StarterKind
 from mpiddp.launch.variables import Exports, env_on_host
 from mpiddp.text import counted, listed
@@ -41,9 +41,8 @@ def with_slots(
     Raises:
         UserError: fewer GPUs than slots, or a count that cannot be known.
     """
-    where = options.where
-    backend = "gloo" if where.share_gpus else options.backend
-    is_default = not (where.names_hosts or hosts.scheduler)
+    backend = options.backend
+    is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
     notes: list[str] = []
     fitted: list[Host] = []
     for host in hosts.hosts:
@@ -57,7 +56,7 @@ def with_slots(
         elif is_here and (host.slots is None or host.gpus or (is_compared and host.slots > 1)):
             gpus = _usable(host, _installed_here(host, env), env)
         if host.slots is None:
-            if is_default and where.names_ranks:  # the user requests a number
+            if is_default and options.names_ranks:  # the user requests a number
                 slots = (0 if backend == "gloo" else gpus) or len(os.sched_getaffinity(0))
             else:
                 is_known = host in infos or is_here
@@ -67,7 +66,7 @@ def with_slots(
             slots = _fitted(hosts, host, gpus, backend, notes) if is_compared else host.slots
         fitted.append(replace(host, slots=slots))
     found = replace(hosts, hosts=tuple(fitted))
-    if not where.names_hosts and not where.local:
+    if not options.names_hosts:
         log.info(f"no hosts given: using {hosts.source}, slots={found.total_slots}")
     for note in notes:
         log.info(note)
@@ -139,7 +138,10 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
             "or leave out --backend nccl."
         )
     if is_alone or hosts.scheduler:
-        notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
+        notes.append(
+            f"{found}: starting only {counted(gpus, 'rank')} there; "
+            f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'} from a script that uses gloo"
+        )
         return gpus
     if backend is not None:
         raise UserError(f"{found}: ranks would share GPUs.")
@@ -149,7 +151,7 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
 
 def place(
     hosts: Hosts,
-    where: Where,
+    options: LaunchOptions,
     kind: StarterKind,
     *,
     max_ranks: int | None = None,
@@ -163,19 +165,14 @@ def place(
         may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
 
     Raises:
-        UserError: more ranks than slots or fewer than the user accepts, or a host that mpirun cannot be told.
+        UserError: more ranks than slots, or a host that mpirun cannot be told.
     """
-    n = where.n
+    n = options.n
     if may_be_fewer and n is not None:
-        n = min(n, ranks_per_host(hosts, None, where.npernode).world_size)
-    placed = ranks_per_host(hosts, n, where.npernode)
+        n = min(n, ranks_per_host(hosts, None, options.npernode).world_size)
+    placed = ranks_per_host(hosts, n, options.npernode)
     if max_ranks is not None and placed.world_size > max_ranks:
-        placed = ranks_per_host(hosts, max_ranks, where.npernode)
-    if placed.world_size < (where.min_ranks or 1):
-        raise UserError(
-            f"only {counted(placed.world_size, 'rank')} can start, but --min-ranks is "
-            f"{where.min_ranks}."
-        )
+        placed = ranks_per_host(hosts, max_ranks, options.npernode)
     return placed if kind.has_scheduler else _named_for_mpirun(placed, kind)
 
 

@@ -22,7 +22,7 @@ from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.launch import log
 from mpiddp.launch.network import find_network, requested_networks
-from mpiddp.launch.options import LaunchOptions, Where
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.remembered import note_silent
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
@@ -72,8 +72,8 @@ class Plan(NamedTuple):
 def first_plan(options: LaunchOptions, env: Mapping[str, str]) -> Plan:
     """The plan of the first attempt, as `make_plan`. It also checks what does not change in a later one."""
     plan = make_plan(options, env)
-    options.output.check_log_ranks(plan.request.world_size)
-    if hint := left_out_hint(options.how.exports, env):
+    options.check_log_ranks(plan.request.world_size)
+    if hint := left_out_hint(options.exports, env):
         log.info(hint)
     return plan
 
@@ -94,25 +94,25 @@ def make_plan(
         UserError: bad input, or something that this machine lacks.
         JobFailed: a machine failed.
     """
-    named = read_hosts(options.where, env) if named is None else named
-    exports = parse_exports(options.how.all_exports, env)
-    starter = find_starter(named.starter, options.how.mpirun, _python(), env)
+    named = read_hosts(options, env) if named is None else named
+    exports = parse_exports(options.all_exports, env)
+    starter = find_starter(named.starter, options.mpirun, _python(), env)
     _check(options, named, starter, exports)
     resolve_all([host.name for host in named.hosts])
     _explain_start(options, named, starter)
-    past = past or of_earlier_jobs(options.where, named)
+    past = past or of_earlier_jobs(options, named)
 
     checked = run_preflight(options, named, starter, env, past.proven)
     if checked.silent:
-        note_silent(options.where, named, checked.silent)
-    usable = keep_usable(named, checked, options.where, past)
+        note_silent(options, named, checked.silent)
+    usable = keep_usable(named, checked, options, past)
     slots = with_slots(usable, checked.infos, options, exports)
-    may_be_fewer = has_fewer(usable, named, options.where, past)
+    may_be_fewer = has_fewer(usable, named, options, past)
     placed = place(
-        slots, options.where, starter.kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer
+        slots, options, starter.kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer
     )
     network = find_network(
-        placed, checked.faultless.values(), options.how.interface, dry_run=options.dry_run
+        placed, checked.faultless.values(), options.interface, dry_run=options.dry_run
     )
     _explain(options, placed, network)
     request = _request(options, starter, placed, network, env)
@@ -120,35 +120,40 @@ def make_plan(
     return Plan(starter, request, named, usable, infos, past.avoided)
 
 
-def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
+def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
     """The hosts that the user names, else those of an allocation, else this machine.
+
+    Args:
+        is_first: the job has not begun. Later, a host of --exclude may be gone from an edited hostfile.
 
     Raises:
         UserError: an invalid hostfile, list or allocation.
     """
     hosts = THIS_MACHINE
-    if where.hostfile is not None:
+    if options.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
-        is_file = os.path.isfile(where.hostfile)  # noqa: PTH113 - False for any error
+        is_file = os.path.isfile(options.hostfile)  # noqa: PTH113 - False for any error
         read = read_hostfile if is_file else _read_once
-        hosts = read(where.hostfile, keep_fqdn=True)
-    elif where.host_list is not None:
-        hosts = parse_host_list(where.host_list)
-    elif not where.local and (granted := find_allocation(env)):
+        hosts = read(options.hostfile, keep_fqdn=True)
+    elif options.host_list is not None:
+        hosts = parse_host_list(options.host_list)
+    elif granted := find_allocation(env):
         hosts = granted
-    return hosts if where.exclude is None else exclude(hosts, where.exclude)
+    if options.exclude is None:
+        return hosts
+    return exclude(hosts, options.exclude, may_be_gone=not is_first)
 
 
-def exclude(hosts: Hosts, names: str) -> Hosts:
+def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
     """The hosts without those of `--exclude node1,node2`.
 
     Raises:
-        UserError: a name is not in `hosts`, or no slot remains.
+        UserError: a name is not in `hosts`, unless it may be gone, or no slot remains.
     """
     keys = [name.strip().lower() for name in names.split(",")]
     known_keys = {host.key for host in hosts.hosts}
     for key in keys:
-        if key not in known_keys:
+        if key not in known_keys and not may_be_gone:
             known = listed([host.name for host in hosts.hosts])
             raise UserError(
                 f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
@@ -161,15 +166,12 @@ def exclude(hosts: Hosts, names: str) -> Hosts:
 
 def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: Exports) -> None:
     """Raise UserError for options that contradict each other, or that have no effect here."""
-    check_mpi_args(starter.kind, options.how.mpi_args)
+    check_mpi_args(starter.kind, options.mpi_args)
     check_gpu_choice(hosts, exports)
-    where = options.where
     needs_preflight = {
-        "--spares": where.spares,
-        "--grow": options.when.grow_s,
-        "--min-hosts": where.min_hosts,
-        "--min-ranks": where.min_ranks,
-        "--avoid-flaky": where.avoid_flaky,
+        "--spares": options.spares,
+        "--grow": options.grow_s,
+        "--min-hosts": options.min_hosts,
     }
     for option, is_given in needs_preflight.items():
         if starter.kind.has_scheduler and is_given:
@@ -177,9 +179,9 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
                 f"{option}: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them "
                 "over ssh instead: --mpirun PATH"
             )
-    if options.when.grow_s is not None and not hosts.scheduler and not where.names_hosts:
+    if options.grow_s is not None and not hosts.scheduler and not options.names_hosts:
         raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
-    wanted_hosts(where, hosts)  # an error should not wait for the preflight
+    wanted_hosts(options, hosts)  # an error should not wait for the preflight
 
 
 def run_preflight(
@@ -203,12 +205,12 @@ def run_preflight(
     program = options.job.command[0] if options.job.is_command else None
     if is_local and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
-    if is_local or starter.kind.has_scheduler or options.dry_run or not options.where.check:
+    if is_local or starter.kind.has_scheduler or options.dry_run or not options.check:
         return Checked()
     from mpiddp.launch import preflight  # only jobs over several hosts pay for it
 
-    interface = options.how.interface
-    exports = parse_exports(options.how.all_exports, env)
+    interface = options.interface
+    exports = parse_exports(options.all_exports, env)
     needs = preflight.Needs(
         python=str(_python()),
         mpirun=str(starter.program),
@@ -219,7 +221,7 @@ def run_preflight(
         program=program,
         uses_gpus=not hides_all_gpus(with_values(env, exports)),
     )
-    wait_s = 0.0 if proven else options.where.wait_s or 0.0
+    wait_s = 0.0 if proven else options.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]
     found, complaints, silent = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
     infos = {**known, **found}
@@ -245,8 +247,8 @@ def _request(
         variables=variables_of_ranks(options, starter, placed, network, env),
         env=env,
         network=network,
-        bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
-        mpi_args=options.how.mpi_args,
+        bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
+        mpi_args=options.mpi_args,
         is_command=options.job.is_command,
     )
 
@@ -266,7 +268,7 @@ def _explain_start(options: LaunchOptions, named: Hosts, starter: RankStarter) -
 
 def _explain(options: LaunchOptions, placed: Hosts, network: JobNetwork) -> None:
     """Log the choices, if the options request it."""
-    if options.verbose or options.dry_run:  # --report prints what the ranks find
+    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
         for line in ranks_by_host(placed):
             log.info(line)
     if options.verbose and network.interface:

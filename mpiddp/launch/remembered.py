@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpiddp.errors import DONE, FAILED, STOPPED
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.options import Where
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.usable import history_files
 
 if TYPE_CHECKING:
@@ -34,20 +34,20 @@ class Ended(NamedTuple):
     slow: Mapping[str, float] = MappingProxyType({})
 
 
-def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:
+def note_silent(options: LaunchOptions, named: Hosts, silent: Mapping[Host, str]) -> None:
     """Write down the hosts that did not answer the preflight."""
-    files = history_files(where, named)
+    files = history_files(options, named)
     if files is not None:
         files.append(_event((), {host.key: why for host, why in silent.items()}))
 
 
-def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> None:
+def note_attempt(options: LaunchOptions, named: Hosts, placed: Hosts, ended: Ended) -> None:
     """Write down how an attempt has ended, unless its user or its input ended it.
 
     Args:
         placed: the hosts of its ranks, under the names that mpirun got.
     """
-    files = history_files(where, named) if ended.code in (DONE, FAILED, STOPPED) else None
+    files = history_files(options, named) if ended.code in (DONE, FAILED, STOPPED) else None
     if files is None:
         return
     from mpiddp.hosts.history import STEPS
@@ -59,7 +59,7 @@ def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> Non
 
 
 def note_figures(
-    where: Where,
+    options: LaunchOptions,
     named: Hosts,
     figures: Mapping[str, Mapping[str, float]],
     slow: Mapping[tuple[str, str], float],
@@ -70,7 +70,7 @@ def note_figures(
         figures: by a host's name and what they are of.
         slow: the part of the others' speed, by host and what it is slow at.
     """
-    files = history_files(where, named) if figures else None
+    files = history_files(options, named) if figures else None
     if files is None:
         return
     from mpiddp.hosts.history import Event

@@ -27,7 +27,12 @@ from mpiddp.launch.remembered import Ended, key_of, note_attempt
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.supervise.attempt import Terms
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
-from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
+from mpiddp.launch.supervise.signals import (
+    SignalQueue,
+    interrupting,
+    queued_signals,
+    stop_is_requested,
+)
 from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.launch.usable import Past
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
@@ -91,20 +96,18 @@ class _Job:
         self._console = open_console(Path(options.job.command[0]).name)
         self._named = plan.named  # the latest list of hosts without an error
         began_at = time.monotonic() - (time.time() - started_at)
-        stop_after_s = options.when.stop_after_s
+        stop_after_s = options.stop_after_s
         self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
         self._run_id = os.urandom(8).hex()
         self._known = _Known()
-        self._past = Past(
-            avoided=plan.avoided, proven=plan.hosts.hosts, enough=len(plan.hosts.usable)
-        )
+        self._past = Past(avoided=plan.avoided, enough=len(plan.hosts.usable))
         self._restarts = 0
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
         self._at_fault = ""  # the host that ended the latest attempt, by its key
         self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
         self._is_saved = False  # whether the stop before that attempt has saved
-        self._may_grow = options.when.grow_s is not None
+        self._may_grow = options.grow_s is not None
 
     def run(self) -> Outcome:
         with closing(self._console):
@@ -123,7 +126,7 @@ class _Job:
         settings = {
             RUN_ID: self._run_id,
             RESTART_COUNT: str(self._restarts),
-            MAX_RESTARTS: str(self._options.when.max_restarts),
+            MAX_RESTARTS: str(self._options.max_restarts),
         }
         request = _resuming(with_settings(plan.request, settings), self._known)
         try:
@@ -150,15 +153,15 @@ class _Job:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
         plan, host = self._plan, outcome.host_at_fault
         ended = Ended(outcome.code, host, outcome.sentence, outcome.slow_hosts)
-        note_attempt(self._options.where, plan.named, plan.request.hosts, ended)
+        note_attempt(self._options, plan.named, plan.request.hosts, ended)
         before, self._at_fault = self._at_fault, key_of(host, plan.named) if host else ""
         avoided = dict(plan.avoided)
         if host and self._at_fault == before:
             avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"
         max_ranks = self._known.announcement.max_ranks
-        self._past = self._past._replace(
-            avoided=avoided, proven=plan.hosts.hosts, max_ranks=max_ranks
-        )
+        # Hosts on which mpirun could not even start prove nothing.
+        proven = plan.hosts.hosts if outcome.has_started else self._past.proven
+        self._past = self._past._replace(avoided=avoided, proven=proven, max_ranks=max_ranks)
 
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -168,7 +171,7 @@ class _Job:
             return self._grow(outcome)
         if self._before_growth and outcome.code in (FAILED, BAD_INPUT):
             return self._go_back(outcome, self._before_growth)
-        if outcome.code == FAILED and self._failures < self._options.when.max_restarts:
+        if outcome.code == FAILED and self._failures < self._options.max_restarts:
             return self._restart(outcome)
         return None
 
@@ -180,18 +183,24 @@ class _Job:
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
         signals = self._signals
+        pause_s = max(0.0, min(pause_s, self._stop_at - time.monotonic()))
         if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
+            return _interrupted(is_saved=False)
+        if self._must_stop():  # --stop-after, within the pause
             return _interrupted(is_saved=False)
         failure = None
         try:
-            self._plan = self._next_plan()
+            with interrupting(signals):
+                self._plan = self._next_plan()
+        except KeyboardInterrupt:
+            return _interrupted(is_saved=False)
         except (UserError, JobFailed) as error:  # a host may be usable after the next pause
             failure = Outcome(FAILED, str(error))
         if self._must_stop():
             return _interrupted(is_saved=False)
         if failure is not None:
             return failure
-        count = f"restart {self._failures} of {self._options.when.max_restarts}"
+        count = f"restart {self._failures} of {self._options.max_restarts}"
         self._log_restart(f" ({count})")
         return self._plan
 
@@ -205,7 +214,10 @@ class _Job:
             return _interrupted(is_saved=self._is_saved)
         before = self._plan
         try:
-            self._plan = self._next_plan()
+            with interrupting(self._signals):
+                self._plan = self._next_plan()
+        except KeyboardInterrupt:
+            return _interrupted(is_saved=self._is_saved)
         except (UserError, JobFailed) as error:  # the hosts of before have just worked
             log.error(str(error))
         if self._must_stop():
@@ -246,7 +258,7 @@ class _Job:
         """
         forget_addresses()
         try:
-            named = read_hosts(self._options.where, os.environ)
+            named = read_hosts(self._options, os.environ, is_first=False)
         except (UserError, JobFailed) as error:
             log.error(ignored(error))
             named = self._named

@@ -16,7 +16,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.options import Where
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed
 
@@ -63,23 +63,23 @@ class Checked(NamedTuple):
         return {host: info for host, info in self.infos.items() if host not in self.complaints}
 
 
-def keep_usable(named: Hosts, checked: Checked, where: Where, past: Past) -> Hosts:
+def keep_usable(named: Hosts, checked: Checked, options: LaunchOptions, past: Past) -> Hosts:
     """The hosts without those that failed the preflight, and without the spares that the job does not need.
 
     The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
-    them, unusable hosts are left out, within --min-hosts and --min-ranks. A host that the job avoids is left
+    them, unusable hosts are left out, within --min-hosts. A host that the job avoids is left
     out as far as this is allowed; else it takes ranks only if the others have too few slots.
 
     Raises:
         UserError: too few hosts remain, or their versions differ.
     """
-    wanted = wanted_hosts(where, named)
-    least = (where.min_hosts or 1) if where.can_shrink else min(wanted, past.enough or wanted)
+    wanted = wanted_hosts(options, named)
+    least = options.min_hosts if options.min_hosts else min(wanted, past.enough or wanted)
     avoided_last = sorted(named.hosts, key=lambda host: host.key in past.avoided)
     left = _without(replace(named, hosts=tuple(avoided_last)), checked.complaints)
     if checked.complaints and len(left.usable) < least:
         raise UserError("\n".join(checked.complaints.values()))
-    avoided = _left_out(left.usable, past, where, least)
+    avoided = _left_out(left.usable, past, least)
     left = _without(left, avoided)
     for complaint in (*checked.complaints.values(), *avoided.values()):
         log.info(f"leaving out a host: {complaint}")
@@ -93,37 +93,37 @@ def keep_usable(named: Hosts, checked: Checked, where: Where, past: Past) -> Hos
     return kept
 
 
-def wanted_hosts(where: Where, hosts: Hosts) -> int:
+def wanted_hosts(options: LaunchOptions, hosts: Hosts) -> int:
     """The number of hosts that the job has if enough of them can be used.
 
     Raises:
         UserError: the options want more hosts than are named.
     """
     usable = len(hosts.usable)
-    wanted = usable - where.spares
+    wanted = usable - options.spares
     if wanted < 1:
         raise UserError(
-            f"--spares {where.spares} leaves no host for the ranks: {hosts.source} has "
+            f"--spares {options.spares} leaves no host for the ranks: {hosts.source} has "
             f"{counted(usable, 'host')}."
         )
-    if wanted < (where.min_hosts or 1):
-        beside = f" beside {counted(where.spares, 'spare')}" if where.spares else ""
+    if wanted < (options.min_hosts or 1):
+        beside = f" beside {counted(options.spares, 'spare')}" if options.spares else ""
         raise UserError(
-            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {where.min_hosts}."
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {options.min_hosts}."
         )
     return wanted
 
 
-def has_fewer(usable: Hosts, named: Hosts, where: Where, past: Past) -> bool:
+def has_fewer(usable: Hosts, named: Hosts, options: LaunchOptions, past: Past) -> bool:
     """Whether hosts are missing, so that fewer ranks than `-n` may start."""
-    return len(usable.usable) < max(wanted_hosts(where, named), past.enough or 0)
+    return len(usable.usable) < max(wanted_hosts(options, named), past.enough or 0)
 
 
 def _without(hosts: Hosts, others: Collection[Host]) -> Hosts:
     return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in others))
 
 
-def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> dict[Host, str]:
+def _left_out(hosts: Sequence[Host], past: Past, least: int) -> dict[Host, str]:
     """The avoided ones of the usable `hosts` that the options allow to leave out, and why.
 
     Args:
@@ -134,11 +134,7 @@ def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> di
         if host.key not in past.avoided:
             continue
         rest = [each for each in hosts if each not in found and each is not host]
-        slots = [each.slots for each in rest]
-        has_ranks = where.min_ranks is None or (
-            None not in slots and sum(filter(None, slots)) >= where.min_ranks
-        )
-        if len(rest) >= least and has_ranks:
+        if len(rest) >= least:
             found[host] = f"{past.avoided[host.key]}."
     return found
 
@@ -149,14 +145,13 @@ def _say_doubts(used: Hosts, past: Past) -> None:
     known = [doubts[host.key] for host in used.usable if host.key in doubts]
     if not known:
         return
-    them = "it" if len(known) == 1 else "them"
-    hint = "placed last" if past.avoided else f"--avoid-flaky does without {them} where it can"
+    hint = "placed last" if past.avoided else "--exclude HOST does without it"
     log.info(f"{listed(known, most=3)}: {hint}.")
 
 
-def of_earlier_jobs(where: Where, named: Hosts) -> Past:
-    """What the history says of the hosts. With --avoid-flaky, the job does without the flaky ones."""
-    files = history_files(where, named)
+def of_earlier_jobs(options: LaunchOptions, named: Hosts) -> Past:
+    """What the history says of the hosts."""
+    files = history_files(options, named)
     if files is None or not files.existing:
         return Past()
     history = files.read()
@@ -167,13 +162,13 @@ def of_earlier_jobs(where: Where, named: Hosts) -> Past:
     flaky = {
         host.key: f"{host.name} {record.doubt}" for host, record in records.items() if record.doubt
     }
-    return Past(avoided=flaky) if where.avoid_flaky else Past(flaky)
+    return Past(flaky)
 
 
-def history_files(where: Where, named: Hosts) -> Files | None:
+def history_files(options: LaunchOptions, named: Hosts) -> Files | None:
     """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
     if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
         return None
     from mpiddp.hosts.history import Files  # only jobs over several hosts pay for it
 
-    return Files.of(where.hostfile, os.environ)
+    return Files.of(options.hostfile, os.environ)

@@ -37,7 +37,7 @@ def variables_of_ranks(
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """All variables that the ranks get. Those of the launcher's options take precedence."""
-    exports = parse_exports(options.how.all_exports, env)
+    exports = parse_exports(options.all_exports, env)
     inherited = forwarded(env, exports) | _defaults(options, starter, placed, network, env)
     settings = _settings(options, starter, placed, network, env, exports)
     return with_values(inherited, exports) | settings
@@ -63,13 +63,13 @@ def _settings(
     values = {
         PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
         NETWORKS: networks,
-        INTERFACE: networks if options.how.interface else None,
-        TIMEOUT: f"{options.how.timeout_s:.12g}" if options.how.timeout_s else None,
-        BIND: "gpu" if options.how.bind == "gpu" else None,
-        REPORT: 1 if options.report else None,
+        INTERFACE: networks if options.interface else None,
+        TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else None,
+        BIND: "gpu" if options.bind == "gpu" else None,
+        REPORT: 1 if options.verbose else None,
         VERBOSE: 1 if options.verbose else None,
-        LOG_DIR: options.output.log_dir,
-        "MASTER_ADDR": options.how.master_addr,
+        LOG_DIR: options.log_dir,
+        "MASTER_ADDR": options.master_addr,
         GPUS: table or None,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
@@ -93,7 +93,7 @@ def _defaults(
         starter.libmpi is not None
         and starter.program.parent != Path(sys.executable).absolute().parent
     ):
-        named = None if options.how.mpirun else env.get("MPI4PY_LIBMPI")
+        named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
         defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
     return defaults
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mpiddp.errors import UserError
-from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.options import option_parser
 from mpiddp.text import did_you_mean
 
 Value: TypeAlias = str | int | float | bool | Sequence[str] | None
 
 # Options of the command line that mean nothing to a function, or have a parameter of their own.
-_LEFT_OUT = ("help", "dry-run", "hostfile", "npernode")
+_LEFT_OUT = (
+    *("help", "help-all", "dry-run", "hostfile", "npernode"),
+    *("host", "hosts", "machinefile", "nproc-per-node", "standalone"),
+)
 _OWN = (
     *("hosts", "hostfile", "ranks", "ranks_per_host"),
     *("env", "cwd", "max_result_bytes"),

@@ -79,7 +79,7 @@ def spawn(
         cwd: the ranks' working folder, which every host must have. By default the caller's.
         max_result_bytes: the most bytes that a rank's pickled result may have.
         options: any other option of `mpiddp launch` by its long name: `timeout=120`, `max_restarts=2`,
-            `share_gpus=True`, `log_ranks="all"`, `env_file=["a", "b"]`.
+            `max_restarts=2`, `log_ranks="all"`, `env_file=["a", "b"]`.
 
     Returns:
         The results in the order of the ranks. A job that a stop request or `stop_after` has ended returns

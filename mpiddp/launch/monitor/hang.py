@@ -56,8 +56,9 @@ class HangWatch:
         """
         ranks, newest = self._ranks, self._ranks.newest_step_at
         if self._timeout_s is not None and newest is not None:
-            self._due_at = newest
-            return now - newest >= self._timeout_s
+            if is_due := now - newest >= self._timeout_s:
+                self._due_at = newest  # until the stacks are there, `look` compares with this step
+            return is_due
         self._note_steps()
         signs: tuple[object, ...] = (
             self._step,

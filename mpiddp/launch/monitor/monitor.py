@@ -26,7 +26,7 @@ class Monitor:
     def __init__(self, ranks: Ranks, options: LaunchOptions, now: float) -> None:
         self._ranks = ranks
         self._is_command = options.job.is_command
-        self._hang_timeout_s = options.when.hang_timeout_s
+        self._hang_timeout_s = options.hang_timeout_s
         self._hangs = HangWatch(ranks, now, self._hang_timeout_s)
         self._skew = SkewWatch(now)
         self._looks = LookWatch(ranks)

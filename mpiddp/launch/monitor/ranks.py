@@ -230,7 +230,7 @@ def late_clause(ranks: Ranks, limit_s: float) -> str:
     """A clause that names the ranks that still save, else those that have not ended, after the time limit."""
     if saving := sorted(ranks.saving):
         are = "was" if len(saving) == 1 else "were"
-        return f"{ranks.names(saving)} {are} still saving {limit_s:g} s after the request (--save-grace)"
+        return f"{ranks.names(saving)} {are} still saving {limit_s:g} s after the request"
     late = [rank for rank in sorted(ranks.started) if rank not in ranks.done]
     return f"{ranks.names(late)} had not stopped {limit_s:g} s after the request (--grace)"
 

@@ -196,7 +196,10 @@ class SkewWatch:
         Args:
             newest: the newest step of any rank.
         """
-        if now < self._look_at or newest == self._newest:
+        if now < self._look_at:
+            return None
+        if newest == self._newest:  # no rank makes steps: nobody is slower than the others
+            self._look_at, self.holder = now + WINDOW_S, None
             return None
         self._look_at, self._newest = now + WINDOW_S, newest
         self.holder = find_holder(paces)

@@ -121,7 +121,7 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
         if not has_value and name not in env:
-            raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")
+            raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
         variables[name] = value if has_value else None
     return variables
 

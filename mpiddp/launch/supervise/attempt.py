@@ -34,6 +34,7 @@ END_S = 2.0  # ranks to end after an "end" message
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 EXIT_S = 10.0  # mpirun to end once no rank is left
 
+SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
 CHECK_S = 1.0  # between two looks at the ranks' steps, or at their saves
 ACCEPT_AGAIN_S = 1.0  # until a machine without files is asked again
 
@@ -68,13 +69,16 @@ class Attempt:
         self, terms: Terms, ranks: Ranks, server: ControlServer, mpirun: MpirunProcess
     ) -> None:
         self._terms = terms
-        self._when = terms.options.when
+        self._options = terms.options
         self.ranks = ranks
         self._server = server
         self._mpirun = mpirun
         self._timers = server.selector
         self._phase = Phase.STARTING
         self._stop = Stop.NONE
+        self._judged_stop: Stop | None = (
+            None  # the stop before the job began to end, if another came then
+        )
         self._stop_reason = ""
         self._stopping_since = 0.0
         self._says_saving = False
@@ -87,13 +91,20 @@ class Attempt:
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
-        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (terms.options.how.timeout_s or 0))
+        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (terms.options.timeout_s or 0))
         if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
 
     @property
     def stop(self) -> StopRecord:
-        return StopRecord(self._stop, self._limit, self._rank_failed)
+        """What the verdict has to know. A request that came after a failure explains nothing."""
+        by = self._stop if self._judged_stop is None else self._judged_stop
+        return StopRecord(by, self._limit, self._rank_failed)
+
+    @property
+    def stopped_by(self) -> Stop:
+        """The last request to stop: after one of the user, the job does not restart."""
+        return self._stop
 
     def on(self, event: Event) -> None:
         """React to an event as `_TABLE` says."""
@@ -111,6 +122,8 @@ class Attempt:
     def request_stop(self, reason: str) -> None:
         """The user requests a stop, unless this has happened before."""
         if self._stop < Stop.BY_USER:
+            if self._phase is Phase.ENDING:
+                self._judged_stop = self._stop
             self._stop, self._stop_reason = Stop.BY_USER, reason
             self.on(Event.STOP)
 
@@ -229,7 +242,7 @@ class Attempt:
         if self._mpirun.output.shows_status:
             attempt = self._terms.console.attempts
             self._mpirun.output.show_status(self.monitor.status_lines(attempt, now))
-        longest = min(CHECK_S, self._when.hang_timeout_s or CHECK_S)
+        longest = min(CHECK_S, self._options.hang_timeout_s or CHECK_S)
         # At random moments, which fall on all parts of a step.
         self._timers.after(random.uniform(longest / 2, longest), Event.SEE_STEPS)
 
@@ -240,7 +253,7 @@ class Attempt:
         sentences = self.monitor.look_at_stacks(self._timers.now())
         for sentence in sentences:
             self._log(sentence, is_error=True)
-        if sentences and self._when.hang_timeout_s is not None:
+        if sentences and self._options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
     def _note_look(self) -> None:
@@ -254,7 +267,7 @@ class Attempt:
 
     def _interrupt(self) -> None:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
-        is_guess = self._when.hang_timeout_s is None
+        is_guess = self._options.hang_timeout_s is None
         guesses = {Event.HANG_STACKS} if is_guess else set()
         self._stacks.interrupt(but_for={Event.VIEW_STACKS, Event.LOOK_STACKS} | guesses)
 
@@ -266,7 +279,7 @@ class Attempt:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
         most = self.ranks.announcement.max_ranks
         is_full = most is not None and self.ranks.world_size >= most
-        is_last_interval = self._terms.stop_at - time.monotonic() < (self._when.grow_s or 0.0)
+        is_last_interval = self._terms.stop_at - time.monotonic() < (self._options.grow_s or 0.0)
         if self._stop or self.ranks.done or is_full or is_last_interval:
             return
         if why_not := self.ranks.why_not_resumable:
@@ -299,7 +312,7 @@ class Attempt:
     def _begin_grace(self) -> None:
         self._stopping_since = self._timers.now()
         self._timers.cancel(Event.SEE_GRACE)
-        self._timers.after(self._when.grace_s, Event.SEE_GRACE)
+        self._timers.after(self._options.grace_s, Event.SEE_GRACE)
 
     def _save(self) -> None:
         self._phase = Phase.SAVING
@@ -311,7 +324,7 @@ class Attempt:
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
-        grace_s, save_grace_s = self._when.grace_s, self._when.save_grace_s
+        grace_s, save_grace_s = self._options.grace_s, SAVE_GRACE_S
         now = self._timers.now()
         since_stop = now - self._stopping_since
         since_save = now - max(self.ranks.last_saved_at, self._stopping_since)
@@ -321,7 +334,7 @@ class Attempt:
                 self._says_saving = True
                 self._log(
                     f"{self.ranks.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
-                    f"waiting for at most {save_grace_s:g} s (--save-grace)."
+                    f"waiting for at most {save_grace_s:g} s."
                 )
             self._timers.after(min(CHECK_S, save_grace_s - since_stop), Event.SEE_GRACE)
         elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
@@ -330,7 +343,7 @@ class Attempt:
             self._end_late(is_saving=bool(saving))
 
     def _end_late(self, *, is_saving: bool) -> None:
-        limit_s = self._when.save_grace_s if is_saving else self._when.grace_s
+        limit_s = SAVE_GRACE_S if is_saving else self._options.grace_s
         self._limit = late_clause(self.ranks, limit_s)
         if self._stop is Stop.BY_USER:
             self._end_mpirun()

@@ -129,6 +129,8 @@ class StackRequests:
         self._server.request_stacks()
         self._missing = self._server.connected - self._ranks.done.keys()
         self._waiting.append(event)
+        # The older timers are those of an older question, whose answers have just been forgotten.
+        self._server.selector.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
         self._server.selector.after(STACKS_S, Event.STACKS_LATE)
         self._server.selector.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
 

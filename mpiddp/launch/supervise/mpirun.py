@@ -168,7 +168,7 @@ def started(
         env = {**with_own_folder(starter.program, os.environ), **command.settings}
         if has_session:
             env[starter.kind.session_folder] = folder
-        shown = options.output
+        shown = options
         output = JobOutput(
             shown.log_ranks,
             request.world_size,

@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
         first: None unless a rank is known to be the first that failed.
         stop: who has requested a stop of the ranks.
         announcement: what the ranks have announced.
-        made_steps: a rank has made a step.
+        has_started: a rank has reported. made_steps: a rank has made a step.
         known_cause: a sentence to print below `sentence`, see `mpiddp.launch.supervise.known_cause`.
         host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
         slow_hosts: those that held the others up for long, and their part of the others' speed.
@@ -65,6 +65,7 @@ class Outcome(NamedTuple):
     first: FirstFailure | None = None
     stop: Stop = Stop.NONE
     announcement: Announcement = NOTHING_ANNOUNCED
+    has_started: bool = False
     made_steps: bool = False
     known_cause: str = ""
     host_at_fault: str = ""
@@ -106,7 +107,7 @@ def run_attempt(
         server = ControlServer(_server_address(starter, request), len(hosts), selector)
         stack.enter_context(closing(server))
         terms.exchange.begin(server.settings[SECRET], len(hosts))
-        shown = terms.options.output.log_ranks
+        shown = terms.options.log_ranks
         request = with_settings(request, {JOB: job, **server.settings, OUTPUT: shown})
         stack.enter_context(with_child_exits(signals))
         mpirun = stack.enter_context(started(starter, request, terms.options))
@@ -121,7 +122,7 @@ def run_attempt(
             {rank: recorded_error(path) for rank, path in ranks.files_of_lost_ranks().items()},
         )
         found = verdict(history)
-        _settle(mpirun.output, found.is_complete, terms.options.output.log_dir)
+        _settle(mpirun.output, found.is_complete, terms.options.log_dir)
         tail = mpirun.output.stderr if mpirun.output.is_finished(0.0) else Tail()
         kill = ""
         if found.code == FAILED:
@@ -142,8 +143,9 @@ def run_attempt(
         found.code,
         found.sentence,
         found.first,
-        run.attempt.stop.by,
+        run.attempt.stopped_by,
         ranks.announcement,
+        bool(ranks.started),
         bool(ranks.steps),
         cause,
         at_fault,

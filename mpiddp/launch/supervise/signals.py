@@ -140,6 +140,23 @@ def queued_signals() -> Iterator[SignalQueue]:
 
 
 @contextmanager
+def interrupting(queue: SignalQueue) -> Iterator[None]:
+    """Within the body, a stop signal raises KeyboardInterrupt: what it does may block, as logins to hosts."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        queue.add(number, frame)
+        raise KeyboardInterrupt
+
+    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) == queue.add]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
 def with_child_exits(queue: SignalQueue) -> Iterator[None]:
     """Within the body, the queue also receives a SIGCHLD when a child exits."""
     before = signal.signal(signal.SIGCHLD, queue.add)

@@ -206,7 +206,7 @@ def _drain(output: RankOutput) -> None:
 
 
 def saving() -> contextlib.AbstractContextManager[None]:
-    """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
+    """Within the body, this rank saves its work: after a request to stop, it has up to 10 minutes.
 
     `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
     that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.

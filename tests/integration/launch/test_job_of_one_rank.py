@@ -211,10 +211,10 @@ def test_inside_a_rank_of_another_launcher(jobs: Jobs, monkeypatch: pytest.Monke
     values |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    inside = ("OMPI_COMM_WORLD_RANK=1 ", "4 ranks", " mpiddp run ", "--local")
+    inside = ("OMPI_COMM_WORLD_RANK=1 ", "4 ranks", " mpiddp run ", "-H localhost")
     with pytest.raises(UserError, match=error("launch starts", *inside)):
         main(jobs.options(""))
-    assert main([*jobs.options("", "--local", "--dry-run")]) == 0
+    assert main([*jobs.options("", "-H", "localhost", "--dry-run")]) == 0
     assert main([*jobs.options("", "-H", "localhost", "--dry-run")]) == 0
 
 

@@ -66,7 +66,9 @@ def test_a_dry_run_is_as_documented(in_folder: Path, name: str) -> None:
 
 
 def test_local_starts_on_this_machine_alone() -> None:
-    done = launch("--local", "-n", "2", "--dry-run", SCRIPT, LSB_MCPU_HOSTS="n1.invalid 2 n2 2")
+    done = launch(
+        "-H", "localhost", "-n", "2", "--dry-run", SCRIPT, LSB_MCPU_HOSTS="n1.invalid 2 n2 2"
+    )
     assert done.returncode == 0, done.stderr
     assert "invalid" not in done.stdout + done.stderr
     assert "-n 2" in done.stdout
@@ -78,7 +80,7 @@ def test_local_starts_on_this_machine_alone() -> None:
         ({"PBS_JOBID": "12"}, error("not: this", "PBS_JOBID=12 ", "PBS_NODEFILE ")),
         (
             {"RANK": "1", "WORLD_SIZE": "4"},
-            error("launch starts", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "--local"),
+            error("launch starts", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "-H localhost"),
         ),
         (
             {"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"},
@@ -98,7 +100,7 @@ def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) 
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(sentence, line), line
-    alone = launch("--local", "-n", "1", "--dry-run", SCRIPT, **variables)
+    alone = launch("-H", "localhost", "-n", "1", "--dry-run", SCRIPT, **variables)
     assert alone.returncode == 0, alone.stderr
 
 

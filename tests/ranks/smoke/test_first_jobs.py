@@ -31,11 +31,11 @@ OTHERS = "The other ranks were stopped."
 def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, mpi: str) -> None:
     done = launch(
         *("--mpirun", mpirun_of(mpi), "-H", "localhost:2"),
-        *(script(tmp_path, PRINT_IDENTITY), "-n", "5", "--dry-run"),
+        *(script(tmp_path, PRINT_IDENTITY), "--lr", "5", "--quick"),
     )
     assert done.returncode == 0, done.stderr
     facts = sorted(json.loads(line) for line in done.stdout.splitlines())
-    arguments = [["-n", "5", "--dry-run"], str(ROOT)]
+    arguments = [["--lr", "5", "--quick"], str(ROOT)]
     assert facts == [[[0, 2, 0, 2, 0], *arguments], [[1, 2, 1, 2, 0], *arguments]]
 
 

@@ -84,7 +84,7 @@ def refusal(call: Callable[[], object]) -> str:
 CLUSTER_NAMES = ["n1.cluster", "n2.cluster"]
 PODS = ["pi-worker-0.pi.default.svc", "pi-worker-1.pi.default.svc"]
 IPS = ["10.0.0.4", "10.0.0.5"]
-HINT = ("--hostfile", "-H", "--local")  # the ways out, in the order of the sentences
+HINT = ("--hostfile", "-H", "-H localhost")  # the ways out, in the order of the sentences
 
 
 @pytest.mark.parametrize(

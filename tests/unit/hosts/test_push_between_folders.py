@@ -698,7 +698,7 @@ def test_a_launch_pushes_this_folder(
     """The environment of this Python is inside of it."""
     monkeypatch.setattr(sys, "prefix", HERE)
     write(Path(HERE), a="12345")
-    where = parse_options(["-H", "x", "-m", "x"]).where
+    where = parse_options(["-H", "x", "-m", "x"])
     both = Hosts("hosts", (Host("localhost"), Host("node1"), Host("node2", slots=0)))
     launch._push(both, HERE, where)
     assert re.fullmatch(r"mpiddp: node1: 5 B sent; 5 B in \d\.\d s\n", capfd.readouterr().err)
@@ -711,7 +711,7 @@ def test_a_launch_pushes_this_folder(
     with pytest.raises(UserError, match=rf"^{foreign}$"):
         launch._push(other, HERE, where)
     for options in (["--spares", "1"], ["--min-hosts", "1"]):
-        launch._push(other, HERE, parse_options(["-H", "x", *options, "-m", "x"]).where)
+        launch._push(other, HERE, parse_options(["-H", "x", *options, "-m", "x"]))
         err = capfd.readouterr().err
         assert re.match(f"mpiddp: not pushed to {foreign}", err)
         assert err.count("mpiddp:") == 1

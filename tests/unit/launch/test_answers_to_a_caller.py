@@ -99,7 +99,7 @@ def test_the_caller_gets_the_answers_and_the_outcome(
 
 def test_variables_of_the_caller_are_exported() -> None:
     options = parse_options(["-x", "A=1", "-m", "x"])
-    assert _with_variables(options, {"B": "2", "C": "a=b"}).how.exports == ("A=1", "B=2", "C=a=b")
+    assert _with_variables(options, {"B": "2", "C": "a=b"}).exports == ("A=1", "B=2", "C=a=b")
 
 
 # --- the process ---

@@ -23,18 +23,18 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import log
 from mpiddp.launch.grow import Found
 from mpiddp.launch.monitor.ranks import Announcement, Ranks
-from mpiddp.launch.options import When, parse_options
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise import attempt, run
 from mpiddp.launch.supervise.attempt import Attempt, Terms
-from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.control import INTERRUPTED_S, STACKS_S, ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.signals import AwakeSelector
-from mpiddp.launch.supervise.verdict import Stop, StopRecord
+from mpiddp.launch.supervise.verdict import History, MpirunEnd, Stop, StopRecord, verdict
 from mpiddp.protocol.channel import RANK, encode, member_proof
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
@@ -45,18 +45,17 @@ from tests.support.errors import error
 
 LIMIT_S = 60.0
 OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
-NO_LIMITS = When(0, None, None, 1000.0, 1000.0, None)
+NO_LIMITS = LaunchOptions(grace_s=1000.0)
 
 
 class Job:
     """An attempt at a job of two ranks."""
 
-    def __init__(self, when: When = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> None:
+    def __init__(self, options: LaunchOptions = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> None:
         self.selector = AwakeSelector()
         self.server = ControlServer(None, 2, self.selector)
         self.outputs = JobOutput("none", 2)
         self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, starter)
-        options = parse_options(["-m", "train"])._replace(when=when)
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
         self.attempt = Attempt(Terms(options), self.ranks, self.server, self.mpirun)
@@ -129,8 +128,10 @@ def jobs() -> Iterator[list[Job]]:
         job.close()
 
 
-def started(jobs: list[Job], when: When = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> Job:
-    jobs.append(Job(when, starter))
+def started(
+    jobs: list[Job], options: LaunchOptions = NO_LIMITS, starter: RankStarter = OPEN_MPI
+) -> Job:
+    jobs.append(Job(options, starter))
     return jobs[-1]
 
 
@@ -201,7 +202,7 @@ def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
 
 
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
-    job = started(jobs, NO_LIMITS._replace(hang_timeout_s=0.2))
+    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
     job.join()
     job.say(0, "progress", **progress(1))
     job.say(1, "exited")
@@ -212,7 +213,7 @@ def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixtur
 
 
 def test_a_job_that_never_made_a_step_does_not_hang(jobs: list[Job]) -> None:
-    job = started(jobs, NO_LIMITS._replace(hang_timeout_s=0.01))
+    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.01))
     job.join()
     for _ in range(3):
         job.until(Event.SEE_STEPS)
@@ -270,9 +271,10 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
 
 
 def test_a_rank_that_does_not_stop_in_time_is_named(
-    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+    jobs: list[Job], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = started(jobs, NO_LIMITS._replace(grace_s=0.01, save_grace_s=0.2))
+    monkeypatch.setattr(attempt, "SAVE_GRACE_S", 0.2)
+    job = started(jobs, replace(NO_LIMITS, grace_s=0.01))
     job.join()
     job.say(0, "supports_stop")
     job.say(0, "saving", active=True)
@@ -281,12 +283,38 @@ def test_a_rank_that_does_not_stop_in_time_is_named(
     job.until(Event.SEE_GRACE)
     assert job.mpirun.code is None
     job.until(Event.SEE_GRACE)
-    late = "rank 0 on a was still saving 0.2 s after the request (--save-grace)"
+    late = "rank 0 on a was still saving 0.2 s after the request"
     assert job.attempt.stop == StopRecord(Stop.BY_USER, late)
     assert job.end == -signal.SIGHUP
     said = capfd.readouterr().err
     assert "SIGUSR1: the ranks are saving and stopping; another signal kills them at once." in said
     assert said.count("rank 0 on a is still saving; waiting for at most 0.2 s") == 1
+
+
+def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.connect(0)
+    job.join()
+    failure = {"code": 1, "error": "ValueError: x", "traceback": "t", "is_verdict": False}
+    job.say(1, "failed", **failure)
+    job.attempt.on_signal(signal.SIGINT)
+    assert job.attempt.stopped_by is Stop.BY_USER  # no restart
+    found = verdict(History(job.ranks, MpirunEnd("mpirun", 1), job.attempt.stop))
+    assert found.code == FAILED
+    assert "rank 1 on b failed first: ValueError: x" in found.sentence
+
+
+def test_an_older_question_does_not_end_the_time_of_a_newer_one(jobs: list[Job]) -> None:
+    job = started(jobs)
+    for rank in (0, 1):
+        job.connect(rank)
+    job.join()
+    began = job.selector.now()
+    job.attempt._request_stacks(Event.LOOK_STACKS)
+    job.attempt._request_stacks(Event.HANG_STACKS)
+    over = [at - began for at, event in job.selector._timers if event is Event.STACKS_OVER]
+    assert len(over) == 1
+    assert over[0] >= STACKS_S + INTERRUPTED_S
 
 
 def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
@@ -321,9 +349,11 @@ def test_ranks_that_cannot_connect_are_accepted_again(
 # --- growth ---
 
 
-def resumable(jobs: list[Job], when: When = NO_LIMITS, max_ranks: int | None = None) -> Job:
+def resumable(
+    jobs: list[Job], options: LaunchOptions = NO_LIMITS, max_ranks: int | None = None
+) -> Job:
     """Ranks that can stop, save and resume."""
-    job = started(jobs, when)
+    job = started(jobs, options)
     job.join()
     job.say(0, "supports_stop")
     job.say(1, "supports_stop")
@@ -362,7 +392,7 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
 
 
 def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
-    job = resumable(jobs, NO_LIMITS._replace(grow_s=100.0))
+    job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
     job.attempt.on_found(Found("c can join", ""))
     assert job.attempt.stop == StopRecord()
@@ -373,7 +403,7 @@ def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
-    job = resumable(jobs, NO_LIMITS._replace(grace_s=0.01))
+    job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
     job.attempt.on_found(Found("c can join", ""))
     assert Event.SEE_GRACE not in job.timers  # a step may take long
     job.say(0, "stopped", step=3)

@@ -95,7 +95,7 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     threading.Thread(target=pipe.write_text, args=("A=1\n",)).start()
-    how = parse_options(["--env-file", str(pipe), "-x", "B=2", __file__]).how
+    how = parse_options(["--env-file", str(pipe), "-x", "B=2", __file__])
     assert how.all_exports == ("A=1", "B=2")
 
 

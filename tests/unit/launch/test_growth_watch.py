@@ -12,6 +12,7 @@ import re
 import select
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,12 @@ def test_hosts_that_nobody_checks_can_join(
 
 
 def unchecked(options: LaunchOptions) -> LaunchOptions:
-    return options._replace(where=options.where._replace(check=False))
+    return replace(options, check=False)
 
 
 def test_a_spare_does_not_join(tmp_path: Path) -> None:
     options, plan = planned(tmp_path, "localhost slots=1\n")
-    with_spare = unchecked(options._replace(where=options.where._replace(spares=1)))
+    with_spare = unchecked(replace(options, spares=1))
     for later, found in (
         ("a.invalid slots=1\n", ""),
         ("a.invalid slots=1\nb.invalid slots=1\n", "a.invalid and b.invalid can join"),
@@ -155,7 +156,7 @@ def test_a_host_that_does_not_answer_is_not_found(tmp_path: Path) -> None:
 
 def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
     options, plan = planned(tmp_path, "localhost slots=1\n")
-    every = options._replace(when=options.when._replace(grow_s=0.05))
+    every = replace(options, grow_s=0.05)
     search = HostSearch(every, plan)
     (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
     before = threading.active_count()

@@ -299,3 +299,14 @@ def test_ranks_that_are_in_one_place_are_named_together() -> None:
         "rank 7 on h, rank 8 on i wait in all_reduce (train.py:88); "
         "6 ranks are in load (data.py:40): with open(path) as file; rank 0 on a has finished."
     )
+
+
+def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
+    """A rank that answers late, in native code, has made a step since the question."""
+    ranks = Ranks(["a"])
+    watch = HangWatch(ranks, 0.0, timeout_s=60.0)
+    ranks.note(Message(0, "progress", progress(1), 0.0))
+    assert watch.is_due(60.0, 0.0)
+    ranks.note(Message(0, "progress", progress(2), 61.0))
+    assert not watch.is_due(61.5, 0.0)
+    assert watch.look(65.0) == []

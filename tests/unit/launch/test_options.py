@@ -1,73 +1,30 @@
-"""Every option of `mpiddp launch`: what it becomes, its default, and what it contradicts.
+"""The options of `mpiddp launch`: what one becomes, what users of other launchers type, what contradicts.
 
-Tests mpiddp/launch/{options,option_parser}.py.
+Tests mpiddp/launch/options.py.
 python -m pytest tests/unit/launch/test_options.py
 """
 
 from __future__ import annotations
 
-import re
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.option_parser import option_parser
 from mpiddp.launch.options import (
-    How,
     LaunchOptions,
-    OutputOptions,
     RankProgram,
-    When,
-    Where,
+    option_parser,
     parse_mpi_args,
     parse_options,
 )
 from tests.support.errors import error
 
-DEFAULTS = LaunchOptions(
-    job=RankProgram(("train", "--lr", "1"), is_module=True),
-    backend=None,
-    where=Where(
-        hostfile=None,
-        host_list=None,
-        local=False,
-        n=None,
-        npernode=None,
-        exclude=None,
-        min_hosts=None,
-        min_ranks=None,
-        spares=0,
-        check=True,
-        wait_s=None,
-        share_gpus=False,
-        avoid_flaky=False,
-        push=False,
-    ),
-    how=How(
-        mpirun=None,
-        bind="none",
-        master_addr=None,
-        interface=None,
-        exports=(),
-        file_exports=(),
-        mpi_args=(),
-        timeout_s=None,
-    ),
-    when=When(
-        max_restarts=0,
-        grow_s=None,
-        stop_after_s=None,
-        grace_s=30.0,
-        save_grace_s=600.0,
-        hang_timeout_s=None,
-    ),
-    output=OutputOptions(log_ranks="default", prefix="auto", log_dir=None, quiet=False),
-    dry_run=False,
-    report=False,
-    verbose=False,
-)
 JOB = ("-m", "train", "--lr", "1")
+DEFAULTS = LaunchOptions(RankProgram(("train", "--lr", "1"), is_module=True))
 
 
 @pytest.fixture(autouse=True)
@@ -76,157 +33,184 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_defaults() -> None:
-    assert parse_options([*JOB]) == DEFAULTS
-
-
-def where(**fields: object) -> LaunchOptions:
-    return DEFAULTS._replace(where=DEFAULTS.where._replace(**fields))  # type: ignore[arg-type]
-
-
-def how(**fields: object) -> LaunchOptions:
-    return DEFAULTS._replace(how=DEFAULTS.how._replace(**fields))  # type: ignore[arg-type]
-
-
-def when(**fields: object) -> LaunchOptions:
-    return DEFAULTS._replace(when=DEFAULTS.when._replace(**fields))  # type: ignore[arg-type]
-
-
-def output(**fields: object) -> LaunchOptions:
-    return DEFAULTS._replace(output=DEFAULTS.output._replace(**fields))  # type: ignore[arg-type]
+def parsed(options: str) -> LaunchOptions:
+    return parse_options([*options.split(), *JOB])
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "fields"),
     [
-        ("--hostfile f", where(hostfile="f")),
-        ("-H a:2,b", where(host_list="a:2,b")),
-        ("--local", where(local=True)),
-        ("-n 1", where(n=1)),
-        ("--npernode 1", where(npernode=1)),
-        ("--exclude a,b", where(exclude="a,b")),
-        ("--share-gpus", where(share_gpus=True)),
-        ("--min-hosts 1", where(min_hosts=1)),
-        ("--min-ranks 1", where(min_ranks=1)),
-        ("--spares 0", where(spares=0)),
-        ("--spares 2", where(spares=2)),
-        ("--no-check", where(check=False)),
-        ("--push", where(push=True)),
-        ("--avoid-flaky", where(avoid_flaky=True)),
-        ("-q", output(quiet=True)),
-        ("--quiet", output(quiet=True)),
-        ("--wait-for-hosts 10m", where(wait_s=600.0)),
-        *((f"--bind {each}", how(bind=each)) for each in ("none", "numa", "core", "gpu")),
-        ("--mpirun /mpi", how(mpirun="/mpi")),
-        ("--master-addr a", how(master_addr="a")),
-        ("--interface eth0", how(interface="eth0")),
-        ("-x A -x B=1", how(exports=("A", "B=1"))),
-        ("--mpi-args=-v --mpi-args=--a_b", how(mpi_args=("-v", "--a_b"))),
-        ("--timeout 1", how(timeout_s=1.0)),
-        ("--timeout 5m", how(timeout_s=300.0)),
-        ("--max-restarts 0", when(max_restarts=0)),
-        ("--max-restarts 3", when(max_restarts=3)),
-        ("--grow 10m", when(grow_s=600.0)),
-        ("--stop-after 55m", when(stop_after_s=3300.0)),
-        ("--grace 5", when(grace_s=5.0)),
-        ("--save-grace 1h", when(save_grace_s=3600.0)),
-        ("--hang-timeout 30", when(hang_timeout_s=30.0)),
-        *((f"--log-ranks {each}", output(log_ranks=each)) for each in ("all", "none", "0,5")),
-        *((f"--prefix {each}", output(prefix=each)) for each in ("auto", "always", "never")),
-        ("--log-dir d", output(log_dir="d")),
-        ("--dry-run", DEFAULTS._replace(dry_run=True)),
-        ("--report", DEFAULTS._replace(report=True)),
-        ("-v", DEFAULTS._replace(verbose=True)),
-        ("--verbose", DEFAULTS._replace(verbose=True)),
+        ("", {}),
+        ("-H a:2,b", {"host_list": "a:2,b"}),
+        ("--no-check", {"check": False}),
+        ("--wait-for-hosts 10m", {"wait_s": 600.0}),
+        ("-x A -x B=1", {"exports": ("A", "B=1")}),
+        ("--mpi-args=-v --mpi-args=--a_b", {"mpi_args": ("-v", "--a_b")}),
+        ("--stop-after 55m", {"stop_after_s": 3300.0}),
+        ("-v", {"verbose": True}),
+        # What users of mpirun, torchrun and others type:
+        ("-np 2", {"n": 2}),
+        ("--nproc-per-node 2", {"npernode": 2}),
+        ("--nproc_per_node=2", {"npernode": 2}),
+        ("--nproc_per_node gpu", {"npernode": None}),
+        ("--host a", {"host_list": "a"}),
+        ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
+        ("--machinefile f", {"hostfile": "f"}),
+        ("--standalone", {"host_list": "localhost"}),
+        ("--max_restarts 3 -n 1", {"max_restarts": 3, "n": 1}),
     ],
 )
-def test_what_an_option_becomes(options: str, expected: LaunchOptions) -> None:
-    assert parse_options([*options.split(), *JOB]) == expected
+def test_what_an_option_becomes(options, fields):
+    assert parsed(options) == replace(DEFAULTS, **fields)
 
 
-def test_variables_are_other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_other_defaults(monkeypatch):
     monkeypatch.setenv("MPIDDP_LOG_RANKS", "all")
     monkeypatch.setenv("MPIDDP_PREFIX", "never")
-    assert parse_options([*JOB]) == output(log_ranks="all", prefix="never")
+    assert parsed("") == replace(DEFAULTS, log_ranks="all", prefix="never")
+    monkeypatch.setenv("MPIDDP_PREFIX", "yes")
+    with pytest.raises(UserError, match="auto, always or never"):
+        parsed("")
 
 
-def test_the_variables_of_a_file(tmp_path: Path) -> None:
+def test_the_variables_of_a_file(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"{name.upper()}=1\n")
-    files = [each for name in "ab" for each in ("--env-file", str(tmp_path / name))]
-    found = parse_options([*files, "-x", "C", *JOB]).how
-    assert found == how(exports=("C",), file_exports=("A=1", "B=1")).how
+    found = parsed(f"--env-file {tmp_path}/a --env-file {tmp_path}/b -x C")
     assert found.all_exports == ("A=1", "B=1", "C")
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "words"),
     [
-        *(
-            (f"{option} {value}", error("--help", f" {option}: ", f"'{value}'"))
-            for option, value in (
-                *(("-n", "0"), ("--npernode", "0"), ("--min-hosts", "0"), ("--min-ranks", "0")),
-                *(("--spares", "-1"), ("--max-restarts", "-1"), ("--timeout", "0")),
-                ("--bind", "gpus"),
-            )
-        ),
-        ("--log-ranks first", error("expected all", "--log-ranks first: ", "all, none", " 0,5")),
-        ("--log-ranks 0,", error("expected all", "--log-ranks 0,: ", "all, none", " 0,5")),
-        ("--prefix yes", error("--prefix", "--prefix yes: ", "auto, always or never")),
-        ("--hostfile f -H a", error("--help", " -H: ", "--hostfile")),
-        ("-H a --local", error("--help", " --local: ", "-H")),
-        ("--spares 1 --no-check", error("--spares needs", "--spares ", "--no-check")),
-        (
-            "--wait-for-hosts 1m --no-check",
-            error("--wait-for-hosts needs", "--wait-for-hosts ", "--no-check"),
-        ),
-        ("--grow 1m --local", error("with --local", "--grow ", "--local")),
-        ("--grow 1m --no-check", error("--grow needs", "--grow ", "--no-check")),
-        (
-            "--grow 1m -H a,b",
-            error("-H: every", "--grow ", "-H", "--hostfile", ": --min-hosts H "),
-        ),
-        ("--no-such-option", error("--help", ": --no-such-option")),
-        ("--repor", error("--help", ": --repor.", '"--report"')),
-        ("-q -v", error("--help", "-v/--verbose: ", "-q/--quiet")),
-        ("--hostfile f --local", error("--help", " --local: ", "--hostfile")),
-        ("--mpi-args=program", error("option, and", "--mpi-args=program: ")),
-        ('--mpi-args="', error("--mpi-args=", '--mpi-args=": ')),
+        ("-n 0", "argument -n: expected a whole number, 1 or more"),
+        ("--bind gpus", "argument --bind: invalid choice: 'gpus'"),
+        ("--log-ranks 0,", "expected all, none, or ranks"),
+        ("--hostfile f -H a", "--hostfile and -H"),
+        ("-q -v", "--quiet and --verbose"),
+        ("--spares 1 --no-check", "--spares needs the preflight"),
+        ("--grow 1m -H a,b", "--hostfile, or allow missing hosts: --min-hosts H"),
+        ("--repor", "unrecognized arguments: --repor"),
+        ("--hang-timout 5", 'Did you mean "--hang-timeout"?'),
+        # Each names what does the same here:
+        ("--nnodes 2", "-H node1:8,node2:8"),
+        ("--rdzv-endpoint=a:1", "Leave it out"),
+        ("--rdzv_backend c10d", "Leave it out"),
+        ("--node-rank 1", "One mpiddp launch starts the ranks of all hosts"),
+        ("--num_processes 2", "-n N"),
+        ("--map-by slot", "--mpi-args"),
+        ("--gpus 2", "-H node1:8"),
+        ("--env A=1", "-x NAME=VALUE"),
+        ("--local", "-H localhost"),
     ],
 )
-def test_what_is_refused(options: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=f"^{sentence}$"):
-        parse_options([*options.split(), *JOB])
+def test_what_is_refused(options, words):
+    with pytest.raises(UserError) as caught:
+        parsed(options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("guess", ["--tee", "--gpus", "--oversubscribe", "--nnodes"])
+def test_no_guess_is_farther_than_a_typo(guess):
+    with pytest.raises(UserError) as caught:
+        parsed(guess)
+    assert "Did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("argv", "words"),
     [
-        "--grow 1m -H a,b --min-hosts 1",
-        "--grow 1m -H a,b --min-ranks 1",
-        "--grow 1m --hostfile f",
-        "--spares 1 --wait-for-hosts 1m",
-        "--no-check -H a",
+        (["kill"], '"stop"'),
+        (["lauch"], '"launch"'),
+        (["train.py", "--lr", "1"], "mpiddp launch train.py --lr 1"),
+        (["-n", "2", "train.py"], "mpiddp launch -n 2 train.py"),
+        (["zzz"], "Expected one of: launch, run, train, "),
     ],
 )
-def test_what_fits_together(options: str) -> None:
-    parse_options([*options.split(), *JOB])
+def test_a_verb_that_is_none(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
 
 
-def test_an_argument_at_which_an_mpirun_begins_another_program() -> None:
+@pytest.mark.parametrize("argv", [["help"], ["help", "launch"], ["version"], ["-V"]])
+def test_words_for_help(argv, capsys):
+    with contextlib.suppress(SystemExit):
+        assert main(argv) == 0
+    assert "mpiddp" in capsys.readouterr().out
+
+
+def test_the_help_begins_with_examples_and_has_the_common_options():
+    short = option_parser(is_whole_help=False).format_help()
+    assert short.index("mpiddp launch -n 2 train.py") < short.index("the most used options:")
+    assert "--max-restarts" in short
+    assert "--mpi-args" not in short
+    whole = option_parser().format_help()
+    flags = {flag for action in option_parser()._actions for flag in action.option_strings}
+    hidden = {"-m", "--standalone", "-np", "--nproc-per-node"}
+    hidden |= {"--host", "--hosts", "--machinefile"}
+    assert [flag for flag in sorted(flags - hidden) if flag not in whole] == []
+
+
+# ---- options behind the script
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\n")
+    return script
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--help", "-h"])
+def test_an_option_behind_the_script_that_is_to_start_nothing(script, flag):
+    with pytest.raises(UserError, match=f"mpiddp launch {flag} "):
+        parse_options([str(script), flag])
+
+
+@pytest.mark.parametrize(
+    ("source", "flag"),
+    [
+        ("parser.add_argument('--dry-run')", "--dry-run"),
+        ("parser.add_argument('--dry_run')", "--dry-run"),
+        ("import argparse", "--help"),
+        ("parse('-n')", "-n"),
+    ],
+)
+def test_an_option_that_the_script_takes(script, source, flag, capsys):
+    script.write_text(source)
+    assert parse_options([str(script), flag]).job.command == (str(script), flag)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capfd):
+    parse_options([str(script), "-n", "4", "--lr", "1"])
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"-n stands behind {script}" in said
+
+
+# ---- the job
+
+
+def test_an_argument_at_which_an_mpirun_begins_another_program():
     with pytest.raises(UserError, match=error("an argument", '":"')):
         parse_options(["-n", "1", "--", "echo", "x", ":"])
 
 
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "words"),
     [
-        *((argv, error("to launch")) for argv in ([], ["-n", "2"], ["--"], ["-m"])),
-        (["gone.py"], error("not found", "gone.py ")),
+        ([], "nothing to launch"),
+        (["-n", "2"], "nothing to launch"),
+        (["--"], "nothing to launch"),
+        (["-m"], "nothing to launch"),
+        (["gone.py"], "gone.py not found"),
+        (["python", "train.py"], "Leave it out: mpiddp launch … train.py"),
     ],
 )
-def test_nothing_to_launch(argv: list[str], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_nothing_to_launch(argv, words):
+    with pytest.raises(UserError, match=words):
         parse_options(argv)
 
 
@@ -234,93 +218,45 @@ def test_nothing_to_launch(argv: list[str], sentence: str) -> None:
     ("argv", "job", "rank"),
     [
         (JOB, DEFAULTS.job, "mpiddp run -m train --lr 1"),
-        (
-            ("--", "prog", "-v"),
-            RankProgram(("prog", "-v"), is_command=True),
-            "mpiddp run -- prog -v",
-        ),
+        (("--", "ls", "-v"), RankProgram(("ls", "-v"), is_command=True), "mpiddp run -- ls -v"),
         (("-m", "mpiddp", "run", "s"), RankProgram(("mpiddp", "run", "s"), True), "mpiddp run s"),
         (("-m", "mpiddp"), RankProgram(("mpiddp",), True), "mpiddp run -m mpiddp"),
-        (
-            ("-m", "mpiddp", "hosts"),
-            RankProgram(("mpiddp", "hosts"), True),
-            "mpiddp run -m mpiddp hosts",
-        ),
     ],
 )
-def test_the_command_of_a_rank(argv: tuple[str, ...], job: RankProgram, rank: str) -> None:
+def test_the_command_of_a_rank(argv, job, rank):
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
 
 
-def test_the_command_of_a_script(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    job = parse_options([str(script), "-n", "3"]).job  # what follows is the script's own
-    assert job == RankProgram((str(script), "-n", "3"))
-    assert job.rank_command(Path("/p")) == ("/p", "-m", "mpiddp", "run", str(script), "-n", "3")
+def test_what_is_no_script(tmp_path):
     other = tmp_path / "train.txt"
     other.write_bytes(b"\x7fELF\0")
-    for path, id in ((other, "not a Python"), (tmp_path, "a regular")):
-        with pytest.raises(UserError, match=error(id, f"{path} ")):
+    for path, words in ((other, "is not a Python script"), (tmp_path, "is not a regular file")):
+        with pytest.raises(UserError, match=words):
             parse_options([str(path)])
 
 
 @pytest.mark.parametrize(
     ("prefix", "world_size", "has"),
-    [
-        ("auto", 1, False),
-        ("auto", 2, True),
-        ("always", 1, True),
-        ("never", 2, False),
-    ],
+    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
 )
-def test_when_lines_have_a_prefix(prefix: str, world_size: int, has: bool) -> None:
-    assert OutputOptions("all", prefix, None, quiet=False).has_prefix(world_size) is has
+def test_when_lines_have_a_prefix(prefix, world_size, has):
+    assert LaunchOptions(prefix=prefix).has_prefix(world_size) is has
 
 
-def test_the_ranks_that_are_shown_are_there() -> None:
+def test_the_ranks_that_are_shown_are_there():
     for fine in ("all", "none", "default", "0,3"):
-        OutputOptions(fine, "auto", None, quiet=False).check_log_ranks(4)
-    no_ranks = error("is no rank", "--log-ranks 0,4,9: ", "rank 4, 9;", "ranks 0 to 3.")
-    with pytest.raises(UserError, match=f"^{no_ranks}$"):
-        OutputOptions("0,4,9", "auto", None, quiet=False).check_log_ranks(4)
-    no_rank = error("is no rank", "--log-ranks 1: ", "rank 1;", "rank 0 only")
-    with pytest.raises(UserError, match=no_rank):
-        OutputOptions("1", "auto", None, quiet=False).check_log_ranks(1)
+        LaunchOptions(log_ranks=fine).check_log_ranks(4)
+    with pytest.raises(UserError, match="no rank 4, 9; the job has ranks 0 to 3"):
+        LaunchOptions(log_ranks="0,4,9").check_log_ranks(4)
+    with pytest.raises(UserError, match="rank 0 only"):
+        LaunchOptions(log_ranks="1").check_log_ranks(1)
 
 
-def test_what_names_hosts_and_ranks() -> None:
-    plain = DEFAULTS.where
-    assert (plain.names_hosts, plain.names_ranks, plain.can_shrink) == (False, False, False)
-    assert plain._replace(hostfile="f").names_hosts
-    assert plain._replace(host_list="a").names_hosts
-    assert plain._replace(n=1).names_ranks
-    assert plain._replace(npernode=1).names_ranks
-    assert plain._replace(min_hosts=1).can_shrink
-    assert plain._replace(min_ranks=1).can_shrink
-
-
-def test_mpi_args_are_split_as_a_shell_does() -> None:
+def test_mpi_args_are_split_as_a_shell_does():
     assert parse_mpi_args(["--mca pml 'u c x'", "", "-v"]) == ("--mca", "pml", "u c x", "-v")
     with pytest.raises(UserError, match=error("--mpi-args=", '--mpi-args="a: ')):
         parse_mpi_args(['"a'])
     with pytest.raises(UserError, match=error("option, and", '"true"')):
         parse_mpi_args(["true"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--hostfile FILE", "-H H1:2,H2:4", "-n N", "--npernode K", "--exclude HOST,HOST"),
-        *("--bind {none,numa,core,gpu}", "--mpirun PATH", "--master-addr ADDR", "--interface NAME"),
-        *("-x VAR[=VALUE]", "--env-file FILE", "--mpi-args ='ARGS'", "--wait-for-hosts 10m"),
-        *("--timeout S", "--max-restarts K", "--min-hosts H", "--min-ranks N", "--spares K"),
-        *("--grow 10m", "--stop-after 55m", "--grace S", "--save-grace S", "--hang-timeout S"),
-        *("--log-ranks 0,5", "--prefix auto|always|never", "--log-dir DIR", "-v, --verbose"),
-        *("where (default", "\nhow:", "when something fails:", "when to stop:", "\noutput:"),
-    ],
-)
-def test_the_help_has_every_option(words: str) -> None:
-    assert re.search(rf"{re.escape(words)}(?!\w)", option_parser().format_help())

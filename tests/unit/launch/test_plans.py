@@ -23,7 +23,7 @@ from mpiddp.hosts.history import Event, Files
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import remembered
 from mpiddp.launch.main import main
-from mpiddp.launch.options import Where, parse_options
+from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.remembered import Ended, key_of, note_attempt, note_silent
 from mpiddp.launch.usable import Past, of_earlier_jobs
 from mpiddp.launch.variables import env_on_host, gpu_table
@@ -90,7 +90,7 @@ def test_hosts_elsewhere_are_not_contacted(plan: Plan) -> None:
 def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "from the user")
     settings, arguments, _ = plan(
-        *("-H", "localhost:1", "-v", "--report", "--timeout", "90", "--master-addr", "10.1.2.3"),
+        *("-H", "localhost:1", "-v", "--timeout", "90", "--master-addr", "10.1.2.3"),
         *("--log-dir", "logs", "--bind", "gpu", "-x", "MINE", "-x", "OTHER=a b"),
     )
     expected = {
@@ -153,8 +153,6 @@ def test_the_table_of_gpus() -> None:
         (("--grow", "1h"), error("--grow: no", "--grow: ", ": --hostfile FILE ")),
         (("-H", "localhost:1", "-n", "2"),
          error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")),
-        (("-H", "localhost:2", "--min-ranks", "3"),
-         error("start, but", "2 ranks", "--min-ranks is 3.")),
         (("-H", "localhost:1,127.0.0.1:1"),
          error("are both", "-H: localhost ", " 127.0.0.1 ")),
         (("-H", "localhost,::9"), error("address, which", "-H: ::9 ")),
@@ -191,20 +189,20 @@ def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.fixture(name="listed")
-def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Where, Hosts]:
+def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchOptions, Hosts]:
     monkeypatch.setenv("HOME", str(tmp_path))
     hostfile = tmp_path / "hosts"
     hostfile.write_text("")
-    where = parse_options(["--hostfile", str(hostfile), "--", "ls"]).where
+    where = parse_options(["--hostfile", str(hostfile), "--", "ls"])
     return where, Hosts(str(hostfile), (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
 
 
-def events(where: Where) -> list[Event]:
+def events(where: LaunchOptions) -> list[Event]:
     files = Files.of(where.hostfile, os.environ)
     return list(files.read().events) if files.existing else []
 
 
-def test_attempts_are_written_down(listed: tuple[Where, Hosts]) -> None:
+def test_attempts_are_written_down(listed: tuple[LaunchOptions, Hosts]) -> None:
     where, hosts = listed
     placed = Hosts("", (Host("A.invalid", ranks=1), Host(HERE, ranks=1)))
     note_attempt(where, hosts, placed, Ended(DONE))
@@ -219,7 +217,7 @@ def test_attempts_are_written_down(listed: tuple[Where, Hosts]) -> None:
     ]  # fmt: skip
 
 
-def test_a_job_on_this_machine_has_no_memory(listed: tuple[Where, Hosts]) -> None:
+def test_a_job_on_this_machine_has_no_memory(listed: tuple[LaunchOptions, Hosts]) -> None:
     where, _ = listed
     alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
     note_attempt(where, alone, alone, Ended(FAILED, "localhost", "x"))
@@ -228,8 +226,8 @@ def test_a_job_on_this_machine_has_no_memory(listed: tuple[Where, Hosts]) -> Non
     assert of_earlier_jobs(where, alone) == Past()
 
 
-def test_flaky_hosts_are_named_or_avoided(
-    listed: tuple[Where, Hosts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_flaky_hosts_are_named(
+    listed: tuple[LaunchOptions, Hosts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     where, hosts = listed
     assert of_earlier_jobs(where, hosts) == Past()
@@ -239,9 +237,6 @@ def test_flaky_hosts_are_named_or_avoided(
     past = of_earlier_jobs(where, hosts)
     assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
     assert past.flaky["b.invalid"].startswith("b.invalid ")
-    avoiding = parse_options(["--hostfile", str(where.hostfile), "--avoid-flaky", "--", "ls"]).where
-    past = of_earlier_jobs(avoiding, hosts)
-    assert (list(past.avoided), past.flaky) == (["b.invalid"], {})
     assert events(where)[-1].at <= time.time()
 
 
@@ -249,7 +244,7 @@ def test_flaky_hosts_are_named_or_avoided(
     ("name", "key"), [("B.invalid", "b.invalid"), (HERE, "localhost"), ("c", "c")]
 )
 def test_the_key_of_a_host_that_mpirun_got(
-    listed: tuple[Where, Hosts], name: str, key: str
+    listed: tuple[LaunchOptions, Hosts], name: str, key: str
 ) -> None:
     assert key_of(name, listed[1]) == key
 

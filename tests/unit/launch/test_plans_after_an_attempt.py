@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import socket
 import time
@@ -315,3 +316,42 @@ def test_a_restart_gets_what_was_announced(jobs: Jobs) -> None:
     assert resuming.job == (*request.job, "--resume", "a b")
     assert json.loads(resuming.variables[ANNOUNCED]) == {"global_batch_size": 12, "world_size": 3}
     assert resuming.variables[RUN_DIR] == "runs/1"
+
+
+def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
+    """An edited list counts at a restart, whether or not it still has the host of --exclude."""
+    list_hosts("localhost slots=1\nb slots=1")
+    job = jobs("--max-restarts", "1", "--exclude", "b")
+    list_hosts("localhost slots=2")
+    planned = job._plan_next(Outcome(FAILED))
+    assert planned.request.world_size == 2
+
+
+def test_hosts_on_which_no_rank_has_started_prove_nothing(jobs: Jobs) -> None:
+    job = jobs("--max-restarts", "1")
+    job._remember(Outcome(FAILED))
+    assert job._past.proven == ()
+    job._remember(Outcome(FAILED, has_started=True))
+    assert [host.name for host in job._past.proven] == ["localhost"]
+
+
+def test_the_pause_ends_with_the_time_of_the_job(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 1000.0)
+    job = jobs("--max-restarts", "1", "--stop-after", "1s")
+    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
+
+
+def test_a_request_ends_the_checks_before_a_restart(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocks(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        select.select([], [], [])  # as a login to a host that does not answer
+
+    job = jobs("--max-restarts", "1")
+    monkeypatch.setattr(restarts, "make_plan", blocks)
+    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")

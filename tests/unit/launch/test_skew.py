@@ -208,3 +208,12 @@ def test_a_suspended_launcher_reads_many_reports_at_once() -> None:
     pace.add(5.0, progress(1))
     pace.add(5.0, progress(2))
     assert pace.step_time is None
+
+
+def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:
+    job = Job()
+    job.steps(600, [0.1, 0.1, 0.1, 0.3])
+    assert job.watch.holder is not None
+    for later in (1000, 2000):
+        job.watch.look(job.now + later, job.paces, job.step)
+    assert job.watch.holder is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.options import option_parser
 from mpiddp.runtime.job.stop import StopRequest
 from tests.support.errors import error
 

@@ -35,7 +35,7 @@ NO_RANK = Host("d", slots=0)
 
 
 def where(*options: str):  # type: ignore[no-untyped-def]
-    return parse_options([*options, "-m", "train"]).where
+    return parse_options([*options, "-m", "train"])
 
 
 def kept(*options: str, hosts: Hosts = ALL, complaints: dict[Host, str] | None = None) -> str:
@@ -72,8 +72,6 @@ def test_a_host_that_fails_ends_the_start() -> None:
     [
         (("--min-hosts", "2"), {A: "x"}, "bc"),
         (("--min-hosts", "2"), {A: "x", B: "y"}, None),
-        (("--min-ranks", "1"), {A: "x", B: "y"}, "c"),
-        (("--min-ranks", "1"), {A: "x", B: "y", C: "z"}, None),
     ],
 )
 def test_a_job_may_be_smaller(
@@ -105,7 +103,7 @@ def test_an_avoided_host_is_left_out_or_placed_last(
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
 
 
-def test_a_host_that_held_a_job_up_is_said_and_placed_last(
+def test_a_host_that_held_a_job_up_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -113,10 +111,7 @@ def test_a_host_that_held_a_job_up_is_said_and_placed_last(
     ended = Ended(DONE, slow={"gpu17.invalid": 0.86})
     remembered.note_attempt(where("-H", "x"), named, named, ended)
     known = "GPU17.invalid is 14 % slower than the others"
-    for options, hint in (
-        ((), "--avoid-flaky does without it where it can"),
-        (("--avoid-flaky",), "placed last"),
-    ):
+    for options, hint in (((), "--exclude HOST does without it"),):
         chosen = where("-H", "x", *options)
         past = of_earlier_jobs(chosen, named)
         kept = keep_usable(named, Checked(), chosen, past)
@@ -180,7 +175,7 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     assert names("--hostfile", str(file)) == ["a.x", "a.y", "b"]
     assert names("--hostfile", str(file), "--exclude", "b", env=slurm) == ["a.x", "a.y"]
     assert names("-H", "c:2,d", env=slurm) == ["c", "d"]
-    assert names("--local", env=slurm) == ["localhost"]
+    assert names("-H", "localhost", env=slurm) == ["localhost"]
     assert names() == ["localhost"]
     assert read_hosts(where(), {}) is THIS_MACHINE
 
@@ -202,7 +197,7 @@ def test_the_working_folder_has_the_shells_name(
 STARTER = {kind.name: RankStarter(kind, "1", Path("/bin/true")) for kind in STARTERS}
 
 
-@pytest.mark.parametrize("option", ["--spares=1", "--min-hosts=2", "--min-ranks=2"])
+@pytest.mark.parametrize("option", ["--spares=1", "--min-hosts=2"])
 def test_options_that_need_a_preflight_are_refused_where_srun_starts_the_ranks(option: str) -> None:
     def check(starter: RankStarter, *options: str) -> None:
         _check(parse_options(["-H", "a,b,c", *options, "-m", "train"]), ALL, starter, {})
@@ -222,9 +217,9 @@ def test_options_that_need_a_preflight_are_refused_where_srun_starts_the_ranks(o
 
 def test_what_is_known_of_several_hosts_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for known, said in (
-        ({"a": "a has failed"}, "a has failed: --avoid-flaky does without it where it can."),
+        ({"a": "a has failed"}, "a has failed: --exclude HOST does without it."),
         ({"a": "a has failed", "b": "b is slow"},
-         "a has failed, b is slow: --avoid-flaky does without them where it can."),
+         "a has failed, b is slow: --exclude HOST does without it."),
         ({"d": "d has failed"}, ""),
     ):  # fmt: skip
         keep_usable(ALL, Checked(), where(), Past(known))
@@ -250,17 +245,3 @@ def test_lines_that_are_no_history_are_skipped(
 def test_hosts_without_a_complaint() -> None:
     checked = Checked({A: None, B: None}, {B: "b is broken."})  # type: ignore[dict-item]
     assert checked.faultless == {A: None}
-
-
-@pytest.mark.parametrize(
-    ("slots", "min_ranks", "is_left_out"),
-    [(4, 4, True), (4, 5, False), (None, 1, False), (None, 5, False)],
-)
-def test_an_avoided_host_is_left_out_if_the_other_has_slots_enough(
-    slots: int | None, min_ranks: int, is_left_out: bool
-) -> None:
-    """Without a count of its slots, nobody knows."""
-    hosts = Hosts("file", (Host("a", slots=slots), Host("b", slots=4)))
-    past = Past(avoided={"b": "b has failed"}, enough=2)
-    found = keep_usable(hosts, Checked(), where("--min-ranks", str(min_ranks)), past)
-    assert ([host.name for host in found.hosts] == ["a"]) == is_left_out

@@ -569,11 +569,11 @@ def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
         ),
         (
             [*started(0, 1), message(1, "saving", active=True)],
-            "rank 1 on b was still saving 30 s after the request (--save-grace)",
+            "rank 1 on b was still saving 30 s after the request",
         ),
         (
             [message(1, "stopped"), message(2, "stopped")],
-            "rank 1 on b, rank 2 on b were still saving 30 s after the request (--save-grace)",
+            "rank 1 on b, rank 2 on b were still saving 30 s after the request",
         ),
     ],
 )
