@@ -259,6 +259,49 @@ def test_stop_is_a_sigterm_to_the_launcher(job: Path) -> None:
     assert signals == [signal.SIGTERM]
 
 
+# Other tests' jobs run at the same time; here the only one is this process's.
+ONLY_JOB = f"""
+import sys
+from mpiddp import cli
+from mpiddp.watch import stop
+from mpiddp.watch.jobs import find_job
+stop.find_job = lambda name: find_job("{PID}")
+sys.exit(cli.main(["stop"]))
+"""
+
+
+def stop_without_a_name(stdin: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ONLY_JOB],
+        env=clean_env(),
+        stdin=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job: Path) -> None:
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        done = stop_without_a_name(subprocess.DEVNULL)
+        assert (done.returncode, done.stderr) == (
+            2,
+            f"name the job that is to stop: mpiddp stop {PID}\n",
+        )
+        for answer, count in (("", 0), ("n", 0), ("y", 1)):
+            ours, theirs = pty.openpty()
+            os.write(ours, f"{answer}\n".encode())
+            done = stop_without_a_name(theirs)
+            os.close(ours)
+            os.close(theirs)
+            assert done.stdout.startswith(f"stop job {PID} (viewed.py)? [y/N] ")
+            assert (done.returncode, len(signals)) == (0, count)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
 *pid*) echo "10, GPU-18ac, 12600"; echo "11, GPU-19ac, [N/A]"; echo "99, GPU-19ac, 5" ;;
