@@ -10,10 +10,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from queue import SimpleQueue
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host
@@ -23,20 +22,13 @@ from mpiddp.launch.plan import Plan, read_hosts, run_preflight
 from mpiddp.text import all_of
 
 
-class Found(NamedTuple):
-    """What a look has found: a host that can join ("node1 can join"), or a problem; "" for none."""
-
-    host: str = ""
-    problem: str = ""
-
-
 class HostSearch:
     """The looks during one attempt. Its file descriptor is readable when `found` has news."""
 
     def __init__(self, options: LaunchOptions, plan: Plan) -> None:
         self._options = options
         self._plan = plan
-        self._found: deque[Found] = deque()
+        self._found: SimpleQueue[str] = SimpleQueue()
         self._receiver, self._sender = socket.socketpair()
         self._is_over = threading.Event()
 
@@ -47,9 +39,10 @@ class HostSearch:
         """Look from now on, every `--grow`."""
         threading.Thread(target=self._search, daemon=True).start()
 
-    def found(self) -> Found:
+    def found(self) -> str:
+        """What a look has found: "node1 can join"."""
         self._receiver.recv(1)
-        return self._found.popleft()
+        return self._found.get()
 
     def close(self) -> None:
         """Look no more. A look that hangs is left alone: its thread ends with the process."""
@@ -59,36 +52,28 @@ class HostSearch:
     def _search(self) -> None:
         with self._sender, contextlib.suppress(OSError):  # the attempt is over
             while not self._is_over.wait(self._options.grow_s):
-                found = look(self._options, self._plan)
-                if found != Found():
-                    self._found.append(found)
+                if found := look(self._options, self._plan):
+                    self._found.put(found)
                     self._sender.send(b".")
 
 
-def look(options: LaunchOptions, plan: Plan) -> Found:
-    """Look once, for hosts that `plan` could do with."""
+def look(options: LaunchOptions, plan: Plan) -> str:
+    """Look once, for hosts that `plan` could do with: "node1 can join", or "".
+
+    A list of hosts in error, as while it is edited, and a machine that fails, are for the next look.
+    """
     try:
-        try:
-            hosts = _candidates(options, plan)
-        except (UserError, JobFailed) as error:
-            return Found(problem=ignored(error))
+        hosts = _candidates(options, plan)
         usable = _usable(hosts, options, plan) if hosts else []
-    except (UserError, JobFailed) as error:
-        return Found(problem=f"the job cannot grow now: {error}")
-    except Exception as error:  # the next look may succeed
-        return Found(problem=f"a look for hosts failed: {type(error).__name__}: {error}")
+    except (UserError, JobFailed):
+        return ""
     if not usable:
-        return Found()
+        return ""
     used = {host.key for host in plan.hosts.hosts}
     if new := [host.name for host in usable if host.key not in used]:
-        return Found(f"{all_of(new)} can join")
+        return f"{all_of(new)} can join"
     has = "has" if len(usable) == 1 else "have"
-    return Found(f"{all_of([host.name for host in usable])} {has} more slots")
-
-
-def ignored(error: UserError | JobFailed) -> str:
-    """The sentence about a list of hosts that is in error, as while it is edited."""
-    return f"the list of hosts cannot be used now, so the one of before stays in force: {error}"
+    return f"{all_of([host.name for host in usable])} {has} more slots"
 
 
 def _candidates(options: LaunchOptions, plan: Plan) -> list[Host]:

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         if hint := fill_in_hint(options.all_exports, os.environ):
             log.info(hint)
         return 0
-    from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
+    from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)
     outcome.log()

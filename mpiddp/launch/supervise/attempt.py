@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.grow import Found, HostSearch
+from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.monitor.console import Console
 from mpiddp.launch.monitor.monitor import Monitor
 from mpiddp.launch.monitor.ranks import Ranks, late_clause, missing_sentence
@@ -162,13 +162,10 @@ class Attempt:
         )
         self._timers.after(ACCEPT_AGAIN_S, Event.ACCEPT_AGAIN)
 
-    def on_found(self, found: Found) -> None:
-        """A look for hosts that can join the job has found one, or a problem."""
-        if found.problem:
-            self._log(found.problem)
-        if found.host:
-            self._found = found.host
-            self.on(Event.HOST_FOUND)
+    def on_found(self, found: str) -> None:
+        """A look for hosts that can join the job has found one."""
+        self._found = found
+        self.on(Event.HOST_FOUND)
 
     def on_viewer(self, viewer: socket.socket, want: str) -> None:
         """A viewer wants the state of the job, or the stacks of its ranks."""

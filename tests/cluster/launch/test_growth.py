@@ -1,6 +1,6 @@
 """Hosts that come back, or are added to the hostfile, join a running job: at a restart, or with --grow.
 
-Tests mpiddp/launch/grow.py, restarts.py, supervise/attempt.py.
+Tests mpiddp/launch/grow.py, job.py, supervise/attempt.py.
 python -m pytest tests/cluster/launch/test_growth.py
 """
 

@@ -1,6 +1,6 @@
 """A job restarts on the hosts that are usable: a lost host is left out, a spare takes its place.
 
-Tests mpiddp/launch/restarts.py.
+Tests mpiddp/launch/job.py.
 python -m pytest tests/cluster/launch/test_restarts_on_hosts.py
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch import restarts
+from mpiddp.launch import job as jobs_of
 from mpiddp.launch.main import main
 from mpiddp.launch.starters import table
 from mpiddp.launch.starters.command import Command, RankStarter, Request, StarterKind, flag
@@ -68,7 +68,7 @@ def a_starter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Jobs:
     monkeypatch.setattr(table, "STARTERS", (*table.STARTERS, MADE_UP))
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     for name in [name for name in os.environ if name.startswith("MPIDDP_")]:
         monkeypatch.delenv(name)

@@ -1,6 +1,6 @@
 """What --grow refuses, and a stop after a growth that did not save.
 
-Tests mpiddp/launch/grow.py, restarts.py, supervise/mpirun.py.
+Tests mpiddp/launch/grow.py, job.py, supervise/mpirun.py.
 python -m pytest tests/ranks/launch/test_growth_refused.py
 """
 

@@ -1,6 +1,6 @@
 """A failed job restarts from its newest checkpoint, on the hosts that are usable.
 
-Tests mpiddp/launch/restarts.py.
+Tests mpiddp/launch/job.py.
 python -m pytest tests/ranks/launch/test_restarts.py
 """
 
@@ -48,13 +48,13 @@ def test_max_restarts_limits_the_restarts_of_a_failed_job(
 PRINTS_PAUSES = """
 import sys
 from mpiddp import cli
-from mpiddp.launch import restarts
-original = restarts.stop_is_requested
+from mpiddp.launch import job as jobs_of
+original = jobs_of.stop_is_requested
 def print_pause(signals, within_s):
     if within_s:
         print("pause", within_s, file=sys.stderr, flush=True)
     return original(signals, within_s=0.0)
-restarts.stop_is_requested = print_pause
+jobs_of.stop_is_requested = print_pause
 sys.exit(cli.main())
 """
 
@@ -79,8 +79,8 @@ def test_the_pause_before_a_restart_grows_only_without_a_step(
 WAITS_LONG = f"""
 import sys
 from mpiddp import cli
-from mpiddp.launch import restarts
-restarts.FIRST_PAUSE_S = restarts.LONGEST_PAUSE_S = {10 * PATIENCE_S}
+from mpiddp.launch import job as jobs_of
+jobs_of.FIRST_PAUSE_S = jobs_of.LONGEST_PAUSE_S = {10 * PATIENCE_S}
 sys.exit(cli.main())
 """
 

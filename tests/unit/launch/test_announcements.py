@@ -1,6 +1,6 @@
 """What the launcher keeps of the ranks' announcements, and the address that srun's ranks get.
 
-Tests mpiddp/launch/monitor/ranks.py, restarts.py and variables.py.
+Tests mpiddp/launch/monitor/ranks.py, job.py and variables.py.
 python -m pytest tests/unit/launch/test_announcements.py
 """
 
@@ -14,9 +14,9 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
+from mpiddp.launch.job import _Known, _resuming
 from mpiddp.launch.monitor.ranks import Announcement, Ranks
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.restarts import _Known, _resuming
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.variables import variables_of_ranks

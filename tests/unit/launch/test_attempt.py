@@ -21,7 +21,6 @@ import pytest
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import log
-from mpiddp.launch.grow import Found
 from mpiddp.launch.monitor.ranks import Announcement, Ranks
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
@@ -367,15 +366,14 @@ def test_a_job_that_would_lose_work_does_not_grow(
 ) -> None:
     job = started(jobs)
     job.join()
-    job.attempt.on_found(Found("c can join", ""))
+    job.attempt.on_found("c can join")
     job.say(0, "supports_stop")
     job.say(1, "supports_stop")
-    job.attempt.on_found(Found("c can join", "hosts.txt:3: no host."))
+    job.attempt.on_found("c can join")
     assert job.attempt.stop == StopRecord()
     assert capfd.readouterr().err.splitlines() == [
         "mpiddp: c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
         "without a restart.",
-        "mpiddp: hosts.txt:3: no host.",
         "mpiddp: c can join, but the script has announced nothing that resumes it (mpiddp.announce), so the "
         "job continues without a restart.",
     ]
@@ -386,7 +384,7 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
     jobs: list[Job], capfd: pytest.CaptureFixture[str], max_ranks: int | None, grows: bool
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
-    job.attempt.on_found(Found("c can join", ""))
+    job.attempt.on_found("c can join")
     assert (job.attempt.stop.by is Stop.TO_GROW) == grows
     assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
 
@@ -394,17 +392,17 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
 def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
-    job.attempt.on_found(Found("c can join", ""))
+    job.attempt.on_found("c can join")
     assert job.attempt.stop == StopRecord()
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
     job.say(0, "done")
-    job.attempt.on_found(Found("c can join", ""))
+    job.attempt.on_found("c can join")
     assert job.attempt.stop == StopRecord()
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
-    job.attempt.on_found(Found("c can join", ""))
+    job.attempt.on_found("c can join")
     assert Event.SEE_GRACE not in job.timers  # a step may take long
     job.say(0, "stopped", step=3)
     job.say(0, "exited")

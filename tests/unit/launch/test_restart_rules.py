@@ -1,61 +1,20 @@
 """The rules of a restart: its options, its batch, its folder, and the requests to stop it.
 
-Tests mpiddp/launch/restarts.py.
+Tests mpiddp/launch/job.py.
 python -m pytest tests/unit/launch/test_restart_rules.py
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mpiddp
-from mpiddp.launch import restarts
-from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.runtime.launcher.announcement import Announced, announced
 from mpiddp.train.config import keep_global_batch
 from mpiddp.train.options import parse
-
-
-def test_a_restart_continues_when_the_working_folder_is_back(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As of a file server that is away for two looks."""
-    looks = [OSError(errno.ESTALE, "Stale file handle")] * 2
-
-    class Away(type(Path())):  # type: ignore[misc]
-        def stat(self, **options: Any) -> Any:
-            if looks:
-                raise looks.pop()
-            return super().stat(**options)
-
-    monkeypatch.setattr(restarts, "Path", Away)
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
-    with queued_signals() as signals:
-        assert not restarts._is_interrupted_without_folder(signals)
-    assert looks == []
-    assert capfd.readouterr().err.count("the working folder is away (Stale file handle)") == 1
-
-
-def test_a_request_ends_the_wait_for_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
-    with queued_signals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert restarts._is_interrupted_without_folder(signals)
-        monkeypatch.setattr(restarts, "FOLDER_AWAY_S", 0.05)
-        assert not restarts._is_interrupted_without_folder(signals)  # it has waited for long
 
 
 @pytest.mark.parametrize(

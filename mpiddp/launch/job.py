@@ -1,8 +1,8 @@
-"""Restart a failed job from its newest checkpoint, on the hosts that are usable then, and a growing one.
+"""One job over all of its attempts: it restarts after a failure, and to grow, on the hosts usable then.
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
-allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops for
-them. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
+allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
+and restarts. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.grow import HostSearch, ignored
+from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.monitor.console import open_console
 from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
@@ -39,7 +39,6 @@ from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RU
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
 
 
 class _Known(NamedTuple):
@@ -105,9 +104,8 @@ class _Job:
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
         self._at_fault = ""  # the host that ended the latest attempt, by its key
-        self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
-        self._is_saved = False  # whether the stop before that attempt has saved
         self._may_grow = options.grow_s is not None
+        self._grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def run(self) -> Outcome:
         with closing(self._console):
@@ -143,10 +141,7 @@ class _Job:
         self._known = self._known.after(outcome.announcement, request.world_size)
         self._remember(outcome)
         if outcome.made_steps:
-            self._before_growth = None
-        is_interrupted = outcome.code == INTERRUPTED and outcome.stop is not Stop.AT_ONCE
-        if self._before_growth and self._is_saved and is_interrupted:
-            return _interrupted(is_saved=True)
+            self._grown_from = None
         return outcome
 
     def _remember(self, outcome: Outcome) -> None:
@@ -169,8 +164,8 @@ class _Job:
             return None
         if outcome.stop is Stop.TO_GROW:
             return self._grow(outcome)
-        if self._before_growth and outcome.code in (FAILED, BAD_INPUT):
-            return self._go_back(outcome, self._before_growth)
+        if self._grown_from and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
+            return self._go_back(outcome, self._grown_from)
         if outcome.code == FAILED and self._failures < self._options.max_restarts:
             return self._restart(outcome)
         return None
@@ -182,70 +177,55 @@ class _Job:
         self._failures += 1
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
-        signals = self._signals
         pause_s = max(0.0, min(pause_s, self._stop_at - time.monotonic()))
-        if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
-            return _interrupted(is_saved=False)
-        if self._must_stop():  # --stop-after, within the pause
-            return _interrupted(is_saved=False)
-        failure = None
+        if stop_is_requested(self._signals, within_s=pause_s) or self._must_stop():
+            return INTERRUPTED_BEFORE
         try:
-            with interrupting(signals):
+            with interrupting(self._signals):
                 self._plan = self._next_plan()
         except KeyboardInterrupt:
-            return _interrupted(is_saved=False)
+            return INTERRUPTED_BEFORE
         except (UserError, JobFailed) as error:  # a host may be usable after the next pause
-            failure = Outcome(FAILED, str(error))
+            return INTERRUPTED_BEFORE if self._must_stop() else Outcome(FAILED, str(error))
         if self._must_stop():
-            return _interrupted(is_saved=False)
-        if failure is not None:
-            return failure
-        count = f"restart {self._failures} of {self._options.max_restarts}"
-        self._log_restart(f" ({count})")
+            return INTERRUPTED_BEFORE
+        self._log_restart(f" (restart {self._failures} of {self._options.max_restarts})")
         return self._plan
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
-        """Plan a restart on the hosts that can join. It does not count, nor does a failure of the stop."""
+        """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""
+        interrupted = INTERRUPTED_BEFORE
+        if outcome.code == STOPPED:
+            interrupted = Outcome(STOPPED, "stopped on request.")
+        else:
+            outcome.log()
+            self._may_grow = False
         self._restarts += 1
-        self._is_saved = outcome.code == STOPPED
-        if not self._is_saved:
-            self._stop_growing(outcome.sentence)
-        if self._must_stop() or _is_interrupted_without_folder(self._signals):
-            return _interrupted(is_saved=self._is_saved)
         before = self._plan
         try:
             with interrupting(self._signals):
                 self._plan = self._next_plan()
         except KeyboardInterrupt:
-            return _interrupted(is_saved=self._is_saved)
+            return interrupted
         except (UserError, JobFailed) as error:  # the hosts of before have just worked
             log.error(str(error))
         if self._must_stop():
-            return _interrupted(is_saved=self._is_saved)
+            return interrupted
         if self._plan.request.world_size > before.request.world_size:
-            self._before_growth = before
-        elif self._may_grow:
-            self._stop_growing("the job has not grown.")
+            self._grown_from = before
+        else:  # each search in vain costs a stop and a start
+            self._may_grow = False
+            log.info("the job has not grown. From now on, hosts join only at a restart.")
         self._log_restart()
         return self._plan
 
-    def _go_back(self, outcome: Outcome, plan: Plan) -> Plan | Outcome:
-        """Return to the hosts before the growth, with which the job did not start. It does not count."""
+    def _go_back(self, outcome: Outcome, before: Plan) -> Plan:
+        """Return to the hosts before the growth, with which the job has run. It does not count."""
+        outcome.log()
         self._restarts += 1
-        self._before_growth = None
-        self._stop_growing(outcome.sentence)
-        if outcome.known_cause:
-            log.error(outcome.known_cause)
-        if self._must_stop():
-            return _interrupted(is_saved=self._is_saved)
-        self._plan = plan
+        self._grown_from, self._may_grow, self._plan = None, False, before
         self._log_restart()
-        return plan
-
-    def _stop_growing(self, why: str) -> None:
-        """One growth that fails is enough: each costs a stop and a start of the job."""
-        self._may_grow = False
-        log.info(f"{why} From now on, hosts join only at a restart.".lstrip())
+        return before
 
     def _next_plan(self) -> Plan:
         """The plan for the hosts that are listed and usable now.
@@ -258,23 +238,10 @@ class _Job:
         """
         forget_addresses()
         try:
-            named = read_hosts(self._options, os.environ, is_first=False)
+            self._named = read_hosts(self._options, os.environ, is_first=False)
         except (UserError, JobFailed) as error:
-            log.error(ignored(error))
-            named = self._named
-        try:
-            plan = make_plan(self._options, os.environ, named, self._past)
-        except (UserError, JobFailed) as error:
-            if named == self._named:
-                raise
-            try:
-                plan = make_plan(self._options, os.environ, self._named, self._past)
-            except (UserError, JobFailed):
-                raise error from None
-            log.error(ignored(error))
-            return plan
-        self._named = named
-        return plan
+            log.error(f"{error} The hosts of before are used until the list is right.")
+        return make_plan(self._options, os.environ, self._named, self._past)
 
     def _must_stop(self) -> bool:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
@@ -292,32 +259,7 @@ class _Job:
             )
 
 
-def _interrupted(*, is_saved: bool) -> Outcome:
-    """The outcome of a job whose user requests a stop before a restart.
-
-    Args:
-        is_saved: it has lost no step, because it stopped after a checkpoint and has made none since.
-    """
-    if is_saved:
-        return Outcome(STOPPED, "stopped on request.")
-    return Outcome(INTERRUPTED, "interrupted before a restart.")
-
-
-def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
-    """Wait while the working folder's file system is away. Whether a stop is requested meanwhile."""
-    deadline = time.monotonic() + FOLDER_AWAY_S
-    says_so = False
-    while time.monotonic() < deadline:
-        try:
-            Path.cwd().stat()
-            return False
-        except OSError as error:
-            if not says_so:
-                says_so = True
-                log.error(f"the working folder is away ({error.strerror}); waiting for it …")
-        if stop_is_requested(signals, within_s=FIRST_PAUSE_S):
-            return True
-    return False
+INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")
 
 
 def _resuming(request: Request, known: _Known) -> Request:
