@@ -5,6 +5,7 @@ Any other exception is a bug or a failed job and keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -84,8 +85,22 @@ def missing_package(user: str, package: str) -> str:
     """The sentence for a package that is not installed, with the command that installs it."""
     return (
         f"{user} needs {package}, which {sys.executable} does not have. "
-        f"Run: {sys.executable} -m pip install 'mpiddp[{EXTRA_OF[package]}]'"
+        f"Run: {sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'"
     )
+
+
+def _source() -> str:
+    """What pip can install mpiddp from: there is no release yet, so the checkout that this one came from."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "setup.py").is_file():
+        return str(checkout)
+    import json  # only this error needs them
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    with contextlib.suppress(PackageNotFoundError, KeyError, ValueError):
+        url = json.loads(distribution("mpiddp").read_text("direct_url.json") or "")["url"]
+        return str(url).removeprefix("file://")
+    return "mpiddp"
 
 
 def package_we_lack(error: BaseException) -> str:

@@ -175,14 +175,14 @@ def test_a_verb_names_the_extra_that_it_lacks(
     done = run(bare / "mpiddp", *command)
     assert (done.returncode, done.stdout) == (2, "")
     id = "bench needs" if package == "matplotlib" else "have. Run"
-    lacks = error(id, f"mpiddp {command[0]} ", package, f"-m pip install 'mpiddp[{extra}]' ")
+    lacks = error(id, f"mpiddp {command[0]} ", package, "-m pip install '", f"[{extra}]' ")
     assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
 
 
 def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare: Path) -> None:
     done = run(bare / "python", "-c", "import mpiddp; mpiddp.World; mpiddp.Checkpoints")
     last = done.stderr.splitlines()[-1]
-    values = ("ImportError: mpiddp.Checkpoints ", "torch", "-m pip install 'mpiddp[train]' ")
+    values = ("ImportError: mpiddp.Checkpoints ", "torch", "-m pip install '", "[train]' ")
     assert re.fullmatch(error("have. Run", *values), last), last
 
 

@@ -238,7 +238,7 @@ def test_without_cloudpickle_the_sentence_has_the_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    values = ("cloudpickle", f"Run: {sys.executable} -m pip install 'mpiddp[spawn]' ")
+    values = ("cloudpickle", f"Run: {sys.executable} -m pip install '", "[spawn]' ")
     with pytest.raises(UserError, match=error("have. Run", "mpiddp.spawn ", *values)):
         pickled_call(print, (), MAX_RESULT_BYTES)
     on_node1 = error("have. Run", "mpiddp.spawn on node1 ", *values)

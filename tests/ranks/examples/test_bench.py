@@ -255,7 +255,7 @@ def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -
     path = os.pathsep.join([str(hidden.parent), str(ROOT)])
     done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (2, "")
-    values = ("(hidden by a test)", f"{sys.executable} -m pip install 'mpiddp[bench]'")
+    values = ("(hidden by a test)", f"{sys.executable} -m pip install '", "[bench]'")
     sentence = error("bench needs", *values)
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
     assert not out.exists()

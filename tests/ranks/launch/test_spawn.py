@@ -184,7 +184,7 @@ def test_a_rank_without_cloudpickle(tmp_path: Path) -> None:
     (tmp_path / "cloudpickle.py").write_text(text)
     with pytest.raises(UserError) as raised:
         spawn(len, "ab", **ONE, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
-    values = ("cloudpickle", f"{sys.executable} ", "-m pip install 'mpiddp[spawn]'")
+    values = ("cloudpickle", f"{sys.executable} ", "-m pip install '", "[spawn]'")
     sentence = error("have. Run", f"mpiddp.spawn on {HERE} ", *values)
     assert re.fullmatch(sentence, str(raised.value))
 

@@ -37,6 +37,6 @@ def test_the_store_of_commands_without_torch(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch", None)
     with socket.socket() as listener, pytest.raises(UserError) as refused:
         serve_commands(RANK, listener, Session())
-    install = f"Run: {sys.executable} -m pip install 'mpiddp[train]' "
-    sentence = error("have. Run", "the store ", " torch,", f" {sys.executable} ", install)
+    install = (f"Run: {sys.executable} -m pip install '", "[train]'")
+    sentence = error("have. Run", "the store ", " torch,", f" {sys.executable} ", *install)
     assert re.fullmatch(sentence, str(refused.value))
