@@ -122,13 +122,12 @@ class HangWatch:
         if any(has_moved):
             is_long = last.at - self._quiet_since >= MOVING_FACTOR * self._patience_s
             return is_long and 0 < len(outside) < len(last.places) and not self._ranks.saving
-        # A program that makes no steps, and in which nobody waits for another rank.
-        if not (self._step or len(outside) < len(last.places)):
-            return False
-        if last.at - self._quiet_since >= BUSY_FACTOR * self._patience_s:
-            return True
         idle_s = _BUSY * (last.at - first.at)
         is_idle = [at.cpu_s - first.places[rank].cpu_s < idle_s for rank, at in outside.items()]
+        if len(outside) == len(last.places) and not (self._step and any(is_idle)):
+            return False  # nobody waits for another rank: all compute, or a program makes no steps
+        if last.at - self._quiet_since >= BUSY_FACTOR * self._patience_s:
+            return True
         return not self._ranks.saving and (any(is_idle) or not is_idle)
 
 
@@ -148,7 +147,7 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in left if rank not in steps]
     behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not place_of(ranks.stacks[rank]["text"]).waits]
+    outside = [rank for rank in steps if not place_of(ranks.stacks[rank]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
     others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
     found = []

@@ -6,15 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpiddp.launch.monitor.ranks import Ranks, main_frames
+from mpiddp.launch.monitor.ranks import Ranks, frames_of, main_frames
 
 _NAMED = 4  # ranks of one place
 _LONGEST_CODE = 60  # characters
 
-# A rank waits for others in torch, inside a collective or a backward pass, or where mpiddp's ranks agree. It
-# does not where torch loads data or reads a file.
-_WAITS = re.compile(r"/torch/")
+# A rank waits for others in a collective, in torch's store, or where mpiddp's ranks agree. In a backward
+# pass and at the end of a GPU's work it may wait or compute. Elsewhere in torch it computes.
+_WAITS = re.compile(r"/torch/distributed/")
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator)/")
 _AGREES = re.compile(r"/mpiddp/runtime/job/")
+_JOINS = re.compile(
+    r"/(threading|concurrent/futures/\w+)\.py$"
+)  # a thread that waits for another one
 _DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/data/")
 _FILES = re.compile(r"/torch/serialization\.py$")
 _OF_LIBRARIES = re.compile(
@@ -30,14 +34,17 @@ class Place(NamedTuple):
     frames: tuple[tuple[str, str, str], ...] = ()
     cpu_s: float = 0.0  # that the rank and the processes below it have used
     is_in_disk: bool = False  # the kernel waits for a disk, or a network file system
+    runs: bool = False  # the main thread has a core
     unsent: frozenset[tuple[str, str]] = frozenset()  # own and other address of full connections
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, or computes within torch."""
+        """Whether it waits for other ranks."""
         files = [frame[0] for frame in self.frames]
         if any(_DATA.search(file) or _FILES.search(file) for file in files):
             return False
+        if any(map(_MAY_WAIT.search, files[-1:])):
+            return not self.runs
         return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
 
     @property
@@ -63,23 +70,30 @@ class Place(NamedTuple):
 def places_of(ranks: Ranks) -> dict[int, Place]:
     """The places of the ranks that have not ended, by the stacks that they have sent."""
     left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
-    return {rank: _place(ranks.stacks.get(rank)) for rank in left}
+    return {rank: place_of(ranks.stacks.get(rank)) for rank in left}
 
 
-def place_of(text: str) -> Place:
-    """The place by the stacks of a rank."""
-    return Place(tuple(main_frames(text)))
-
-
-def _place(stacks: Mapping[str, Any] | None) -> Place:
+def place_of(stacks: Mapping[str, Any] | None) -> Place:
+    """The place by the stacks of a rank, a message "stacks"; None if it has sent none."""
     if stacks is None:
         return Place()
     return Place(
-        tuple(main_frames(stacks["text"])),
+        tuple(_frames(stacks["text"])),
         stacks["cpu_s"],
         stacks["state"] == "D",
+        stacks["state"] == "R",
         frozenset((own, other) for own, other in stacks["unsent"]),
     )
+
+
+def _frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, or those of the thread of the script for which the main thread waits."""
+    main = main_frames(text)
+    if not main or not _JOINS.search(main[-1][0]):
+        return main
+    others = [frames_of(each) for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
+    own = (each for each in others if each and not all(_OF_LIBRARIES.search(f) for f, _, _ in each))
+    return next(own, main)
 
 
 def _line_of(where: str) -> tuple[str, str]:

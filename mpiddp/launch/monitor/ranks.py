@@ -271,4 +271,9 @@ def _last_line(ranks: Ranks, rank: int) -> str:
 def main_frames(text: str) -> list[tuple[str, str, str]]:
     """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
     main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
-    return _FRAME.findall(main)
+    return frames_of(main)
+
+
+def frames_of(thread: str) -> list[tuple[str, str, str]]:
+    """The frames of a thread's stack, outermost first."""
+    return _FRAME.findall(thread)

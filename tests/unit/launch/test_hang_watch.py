@@ -57,7 +57,7 @@ class Job:
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
         self.cpu_s = dict.fromkeys(range(ranks), 0.0)
-        self.busy: set[int] = set()
+        self.busy: set[int] = set()  # ranks that use a core
         self.looks = 0
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
@@ -86,7 +86,9 @@ class Job:
                 self.looks += 1
                 self.ranks.forget_stacks()
                 for rank, frames in self.stacks.items():
-                    self.note(rank, "stacks", **stacks(stack(frames), cpu_s=self.cpu_s[rank]))
+                    state = "R" if rank in self.busy else "S"
+                    facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
+                    self.note(rank, "stacks", **facts)
                 said += " ".join(self.watch.look(self.now))
         return said
 
@@ -284,7 +286,7 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
     ],
 )  # fmt: skip
 def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
-    found = place_of(stack(frames).replace("\n    \n", "\n"))
+    found = place_of(stacks(stack(frames).replace("\n    \n", "\n")))
     assert found.text == text
 
 
@@ -310,3 +312,43 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     ranks.note(Message(0, "progress", progress(2), 61.0))
     assert not watch.is_due(61.5, 0.0)
     assert watch.look(65.0) == []
+
+
+EVALUATES = [
+    ("/home/me/train.py", 95, "evaluate", "predicted = model(batch)"),
+    (f"{SITE}/torch/nn/modules/module.py", 1780, "_call_impl", "return forward_call(*args)"),
+    (f"{SITE}/torch/nn/functional.py", 6400, "multi_head_attention_forward", "attn = linear(x)"),
+]
+
+
+@pytest.mark.parametrize("waiting", [(), (1, 2)])
+@pytest.mark.parametrize("steps", [0, 50])
+def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], steps: int) -> None:
+    """Rank 0 evaluates while the others wait, all evaluate, or all infer without an optimizer."""
+    job = Job(3)
+    job.steps(steps, every_s=0.5)
+    job.stacks = dict.fromkeys(range(3), EVALUATES) | dict.fromkeys(waiting, ALL_REDUCE)
+    job.busy = {0, 1, 2} - {*waiting}
+    assert job.after(280) == ""
+    sentence = stacks_sentence(job.ranks)
+    assert "rank 0 on a" in sentence
+    assert "rank 0 on a waits" not in sentence
+
+
+def test_a_backward_pass_that_computes_does_not_wait() -> None:
+    computes, waits = stacks(stack(BACKWARD), state="R"), stacks(stack(BACKWARD), state="S")
+    assert (place_of(computes).waits, place_of(waits).waits) == (False, True)
+
+
+def test_training_in_a_thread_is_named_by_that_thread() -> None:
+    lines = [
+        f'  File "{file}", line {line}, in {name}\n    {code}\n'
+        for file, line, name, code in ALL_REDUCE
+    ]
+    joins = [
+        ("/home/me/train.py", 10, "main", "thread.join()"),
+        ("/usr/lib/python3.11/threading.py", 1112, "join", "self._wait_for_tstate_lock()"),
+    ]
+    main = stack(joins).partition("thread MainThread")[2]
+    text = f"thread MainThread{main}\nthread Thread-1 (train):\n{''.join(lines)}"
+    assert place_of(stacks(text)).text == "all_reduce (train.py:88)"
