@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -36,6 +37,38 @@ _WRONG = frozenset(
 )
 
 _FIRST_LINE = 4096  # bytes that show what a file is
+
+
+# Open files whose locks say that this process is alive, by the folders that it owns.
+_LOCKS: dict[Path, int] = {}
+
+
+def new_private_folder(parent: Path) -> Path:
+    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for lock in parent.glob("mpiddp-*/owner.lock"):
+        with (
+            contextlib.suppress(OSError),
+            lock.open("rb+") as file,
+        ):  # its owner is alive, or another user
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = parent / f"mpiddp-{os.urandom(8).hex()}"
+    folder.mkdir(mode=0o700)
+    unnamed = folder / "owner"
+    _LOCKS[folder] = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(_LOCKS[folder], fcntl.LOCK_EX)
+    unnamed.rename(folder / "owner.lock")  # nobody sees it without its lock
+    return folder
+
+
+def remove_private_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(KeyError):
+        os.close(_LOCKS.pop(folder))
 
 
 def from_here(path: str | Path) -> str:

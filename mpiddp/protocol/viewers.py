@@ -20,7 +20,27 @@ def folders() -> list[Path]:
     """The folders in which a launcher of this user may listen, the preferred one first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     session = [Path(runtime, "mpiddp")] if runtime.startswith("/") else []
-    return [*session, Path(f"/tmp/mpiddp-{os.getuid()}")]
+    usual = _usual()
+    return [*session, usual, *sorted(usual.parent.glob(f"{usual.name}-*"))]
+
+
+def _usual() -> Path:
+    return Path(f"/tmp/mpiddp-{os.getuid()}")
+
+
+def taken() -> str:
+    """A sentence about the usual folder if another user has taken its name; "" if nobody has."""
+    usual = _usual()
+    if not os.path.lexists(usual) or is_private(usual):
+        return ""
+    return f"{usual} is not a folder of yours alone, so jobs listen in {usual}-… instead."
+
+
+def new_folder() -> Path:
+    """A folder whose name nobody can have taken, for a launcher that cannot use the usual one."""
+    folder = Path(f"{_usual()}-{os.urandom(4).hex()}")
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def is_private(folder: Path) -> bool:

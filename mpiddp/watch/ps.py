@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from mpiddp.arguments import OneSentenceParser
+from mpiddp.protocol.viewers import taken
 from mpiddp.watch.jobs import running_jobs
 from mpiddp.watch.table import jobs_table
 
@@ -14,6 +17,8 @@ def main(argv: list[str]) -> int:
         description="List your jobs whose mpiddp launch runs on this machine.",
         allow_abbrev=False,
     ).parse_args(argv)
+    if why := taken():
+        print(f"mpiddp: {why}", file=sys.stderr)
     jobs = [(job.pid, job.facts) for job in running_jobs()]
     print(jobs_table(jobs) if jobs else "no job of yours runs on this machine.")
     return 0

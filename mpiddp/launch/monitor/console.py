@@ -16,8 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpiddp.launch import log
 from mpiddp.launch.monitor.ranks import Ranks
-from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
+from mpiddp.protocol.viewers import (
+    JOB,
+    STACKS,
+    folders,
+    is_private,
+    new_folder,
+    peer,
+    taken,
+)
 from mpiddp.text import escaped
 
 _MOST_WAITING = 16  # viewers
@@ -113,7 +122,17 @@ def open_console(name: str) -> Console:
 
 
 def _listen() -> list[Listener]:
-    for folder in folders() * _TRIES:
+    if listeners := _listen_in(folders() * _TRIES):
+        return listeners
+    if why := taken():
+        log.info(why)
+        with contextlib.suppress(OSError):
+            return _listen_in([new_folder()])
+    return []
+
+
+def _listen_in(candidates: Sequence[Path]) -> list[Listener]:
+    for folder in candidates:
         opened: list[Listener] = []
         try:
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -17,7 +17,7 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.signals import AwakeSelector
-from mpiddp.paths import cause_of
+from mpiddp.paths import cause_of, new_private_folder, remove_private_folder
 from mpiddp.protocol import viewers
 from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX, URGENT
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, Peer
@@ -176,9 +176,8 @@ def _listen(address: str) -> socket.socket:
 
 def _listen_here() -> tuple[socket.socket, Path]:
     """A Unix socket in a folder that only this user can open. Its path is short: at most 107 bytes count."""
-    path = Path("/tmp", f"mpiddp-{os.urandom(8).hex()}", "control")
     try:
-        path.parent.mkdir(mode=0o700)
+        path = new_private_folder(Path("/tmp")) / "control"
     except OSError as error:
         raise cause_of(error)(f"cannot create a folder in /tmp ({error.strerror}).") from None
     listener = None
@@ -196,6 +195,4 @@ def _listen_here() -> tuple[socket.socket, Path]:
 
 def _remove(path: Path) -> None:
     """Remove the socket, if there is one, and its folder."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
+    remove_private_folder(path.parent)

@@ -7,7 +7,6 @@ mpirun's orphans, so that none of them outlives the job.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.openmpi import needs_own_session
 from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
-from mpiddp.paths import cause_of
+from mpiddp.paths import cause_of, new_private_folder, remove_private_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 
 
@@ -192,13 +191,12 @@ def _private_folder(needed: bool) -> Iterator[str]:
     parent = os.environ.get("TMPDIR", "")
     if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
-    folder = Path(parent).absolute() / f"mpiddp-{os.urandom(8).hex()}"
     with _files_of_mpirun():
-        folder.mkdir(mode=0o700)
+        folder = new_private_folder(Path(parent).absolute())
     try:
         yield str(folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private_folder(folder)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from mpiddp.launch.monitor.console import Console, Listener, job_facts, open_console
 from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.protocol import viewers
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress
@@ -172,3 +174,22 @@ def test_the_times_of_a_rank() -> None:
     }  # fmt: skip
     assert "rate" not in second
     assert (facts["step"], facts["rate"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    "take", [Path.mkdir, Path.touch, os.mkfifo], ids=["folder", "file", "fifo"]
+)
+def test_a_name_that_others_have_taken_is_said_and_avoided(tmp_path, monkeypatch, capfd, take):
+    """Who takes the name in /tmp hides no job from its user."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    usual = tmp_path / "mpiddp-7"
+    take(usual)
+    usual.chmod(0o777)
+    monkeypatch.setattr(viewers, "_usual", lambda: usual)
+    with closing(open_console("train.py")):
+        (own,) = tmp_path.glob("mpiddp-7-*")
+        assert own.stat().st_mode & 0o777 == 0o700
+        assert f"{usual} is not a folder of yours alone" in capfd.readouterr().err
+        assert own in viewers.folders()
+        assert len(list(own.iterdir())) == 2
+    assert not own.exists()

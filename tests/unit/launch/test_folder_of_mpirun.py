@@ -7,11 +7,14 @@ python -m pytest tests/unit/launch/test_folder_of_mpirun.py
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mpiddp.launch.supervise.mpirun import _private_folder
+from mpiddp.paths import new_private_folder, remove_private_folder
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,20 @@ def test_no_folder_is_made_without_need(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with _private_folder(needed=False) as folder:
         assert (folder, list(tmp_path.iterdir())) == (".", [])
+
+
+def test_what_a_killed_launcher_has_left_is_removed_and_that_of_a_living_one_is_not(tmp_path):
+    code = (
+        "import signal; from pathlib import Path; from mpiddp.paths import new_private_folder; "
+        f"print(new_private_folder(Path({str(tmp_path)!r})), flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        own = new_private_folder(tmp_path)
+        assert (theirs.exists(), own.exists()) == (True, True)
+        other.kill()
+        other.wait()
+    remove_private_folder(new_private_folder(tmp_path))
+    assert list(tmp_path.iterdir()) == [own]
+    remove_private_folder(own)
