@@ -39,7 +39,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "memory": ("memory", size_text, True),
     "ago": ("ago_s", duration, True),
 }
-_RIGHT = (0, 3, 4, 5, 6, 7, 8, 9)
+# In this order, as a terminal is too narrow for all.
+_LEAST_IMPORTANT = ("memory", "own", "wait", "cpu", "ago", "host", "rate")
+_LEAST_LINE = 10  # characters of a rank's last line
+_MARK = "\x00"
 
 
 def jobs_table(jobs: Sequence[tuple[int, Facts]]) -> str:
@@ -92,13 +95,30 @@ def head_lines(facts: Facts) -> list[str]:
     return [", ".join(parts), *said]
 
 
-def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str]) -> list[str]:
-    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs."""
-    rows = [[*map(str.upper, COLUMNS), *(["GPU"] if gpus else []), "LAST LINE"]]
+def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:
+    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs.
+
+    Args:
+        width: of the terminal, 0 for any. Whole columns are left out until the table fits.
+    """
+    names = list(COLUMNS)
+    for left_out in ("", *_LEAST_IMPORTANT):
+        names = [name for name in names if name != left_out]
+        lines = _table(ranks, gpus, names)
+        if not width or max(line.find(_MARK) for line in lines) + _LEAST_LINE <= width:
+            break
+    return [line.replace(_MARK, "").rstrip() for line in lines]
+
+
+def _table(ranks: Sequence[Facts], gpus: Mapping[int, str], names: Sequence[str]) -> list[str]:
+    """A mark stands before the last column, which a terminal may cut."""
+    rows = [[*map(str.upper, names), *(["GPU"] if gpus else []), f"{_MARK}LAST LINE"]]
     for rank in ranks:
-        cells = [_cell(rank.get(fact), text) for fact, text, _ in COLUMNS.values()]
-        rows.append([*cells, *([gpus.get(rank["rank"], "-")] if gpus else []), _text(rank["line"])])
-    return align_columns(rows, right=_RIGHT).split("\n")
+        cells = [_cell(rank.get(COLUMNS[name][0]), COLUMNS[name][1]) for name in names]
+        gpu = [gpus.get(rank["rank"], "-")] if gpus else []
+        rows.append([*cells, *gpu, f"{_MARK}{_text(rank['line'])}"])
+    right = [index for index, name in enumerate(names) if name not in ("host", "state")]
+    return align_columns(rows, right=right).split("\n")
 
 
 def _cell(value: Any, text: Callable[[Any], str]) -> str:

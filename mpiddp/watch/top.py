@@ -109,7 +109,10 @@ class _Top:
     def _lines(self) -> tuple[list[str], list[str]]:
         shown = f"sorted by {self._sort}, {self._host or 'all hosts'}  {_KEYS} {self._typed}"
         ranks = shown_ranks(self._facts, self._sort, self._host)
-        return [*head_lines(self._facts), shown], ["", *rank_lines(ranks, self._gpus)]
+        return [*head_lines(self._facts), shown], [
+            "",
+            *rank_lines(ranks, self._gpus, shutil.get_terminal_size().columns),
+        ]
 
     def _press(self, key: str) -> None:
         if key == "s":
@@ -122,7 +125,10 @@ class _Top:
             self._typed += key
         elif key in ("\n", "\r") and self._typed:
             rank, self._typed = int(self._typed[:9]), ""
-            sentence, _, stacks = stacks_text(self._job, rank).partition("\n\n")
+            try:
+                sentence, _, stacks = stacks_text(self._job, rank).partition("\n\n")
+            except UserError as error:  # no such rank; one of no job ends the loop at its next turn
+                sentence, stacks = str(error), ""
             main_thread = stacks.partition("\n\n")[0].split("\n")
             _show([sentence, "any key: back"], ["", *main_thread], shows_end=True)
             _keys(None)

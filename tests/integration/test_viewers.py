@@ -94,7 +94,9 @@ def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
         f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b"),
         "",
     )
-    assert mpiddp("stacks", PID, "--rank", "7").stdout.endswith("rank 7 has sent no stack.\n")
+    refused = mpiddp("stacks", PID, "--rank", "7")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--rank 7: there is no such rank" in refused.stderr
 
 
 @pytest.mark.parametrize(

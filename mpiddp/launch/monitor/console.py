@@ -31,6 +31,7 @@ from mpiddp.text import escaped
 
 _MOST_WAITING = 16  # viewers
 _TRIES = 3  # another launcher may remove the empty folder
+_QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
 _LONGEST_LINE = 200  # characters of a rank's last line
 
 
@@ -192,6 +193,8 @@ def _rank_facts(ranks: Ranks, rank: int, now: float) -> dict[str, Any]:
         facts |= {"step": step, "ago_s": now - since, "memory": ranks.paces[rank].memory}
         if time_of_step := ranks.paces[rank].step_time:
             step_s, own_s, _, cpu_s = time_of_step
+            if facts["state"] == "running" and now - since > max(_QUIET_STEPS * step_s, _QUIET_S):
+                facts["state"], step_s = "quiet", now - since
             facts |= {"rate": 1 / step_s, "own_s": own_s, "wait_s": max(0.0, step_s - own_s)}
             facts["cores"] = cpu_s / step_s
     return facts

@@ -17,6 +17,7 @@ from mpiddp.launch.monitor.console import job_facts
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from mpiddp.watch.jobs import Job, chosen
+from mpiddp.watch.stacks import stacks_text
 from mpiddp.watch.table import head_lines, jobs_table, rank_lines, shown_ranks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -92,3 +93,38 @@ def test_a_job_is_named_by_its_pid_or_its_name(facts: dict[str, Any]) -> None:
             chosen(jobs, name)
     with pytest.raises(UserError, match=error("yours runs")):
         chosen([], None)
+
+
+def test_a_narrow_terminal_has_whole_columns(facts):
+    lines = rank_lines(shown_ranks(facts, "rank", ""), {}, 50)
+    assert lines[:2] == [
+        "RANK  HOST  STATE     STEP  RATE  AGO  LAST LINE",
+        "   0  a     running     18   2/s  3 s   20%\\x1b[2J",
+    ]
+
+
+def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls():
+    ranks = Ranks(("a",))
+    ranks.note(Message(0, "started", {"host": "a", "pid": 7}, 0.0))
+    ranks.note(Message(0, "joining", {"timeout_s": 60}, 0.0))
+    for second in range(3):
+        ranks.note(Message(0, "progress", progress(second), float(second)))
+    running, quiet = (job_facts(ranks, {}, at)["ranks"][0] for at in (11.0, 42.0))
+    assert (running["state"], running["rate"]) == ("running", 1.0)
+    assert (quiet["state"], quiet["rate"]) == ("quiet", 1 / 40)
+
+
+def test_a_stack_begins_where_the_script_is(monkeypatch):
+    stack = (
+        "thread MainThread:\n"
+        '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
+        '  File "/venv/site-packages/mpiddp/__main__.py", line 7, in <module>\n    sys.exit(main())\n'
+        '  File "/home/me/train.py", line 3, in <module>\n    main()\n'
+    )
+    job = Job(Path("x"), 7, {"name": "train.py", "ranks": [{}]})
+    answer = {"sentence": "rank 0 is in main.", "stacks": {"0": stack}}
+    monkeypatch.setattr(Job, "stacks", lambda self: answer)
+    assert stacks_text(job, 0).splitlines()[2:4] == [
+        "thread MainThread:",
+        '  File "/home/me/train.py", line 3, in <module>',
+    ]
