@@ -91,8 +91,7 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    said = [_text(facts[name]) for name in ("holder", "pause") if name in facts]
-    return [", ".join(parts), *said]
+    return [", ".join(parts), *([_text(facts["holder"])] if "holder" in facts else [])]
 
 
 def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:

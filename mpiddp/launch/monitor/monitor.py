@@ -85,8 +85,6 @@ class Monitor:
         facts = job_facts(self._ranks, latest, now)
         if sentence := self._holder:
             facts["holder"] = sentence
-        if self._looks.pause:
-            facts["pause"] = self._looks.pause
         return facts
 
     @property

@@ -35,7 +35,6 @@ class Place(NamedTuple):
     cpu_s: float = 0.0  # that the rank and the processes below it have used
     is_in_disk: bool = False  # the kernel waits for a disk, or a network file system
     runs: bool = False  # the main thread has a core
-    unsent: frozenset[tuple[str, str]] = frozenset()  # own and other address of full connections
 
     @property
     def waits(self) -> bool:
@@ -82,7 +81,6 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
         stacks["cpu_s"],
         stacks["state"] == "D",
         stacks["state"] == "R",
-        frozenset((own, other) for own, other in stacks["unsent"]),
     )
 
 

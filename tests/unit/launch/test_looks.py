@@ -50,7 +50,6 @@ class Job:
         where: Frames = SLEEPS,
         *,
         own_s: float = 0.1,
-        unsent: Sequence[tuple[str, str]] = (),
         **facts: object,
     ) -> list[str]:
         """What is said meanwhile.
@@ -58,7 +57,6 @@ class Job:
         Args:
             at_work: the share of each rank's time in which it is at `where`. Else it waits for the others.
             own_s: that a rank uses its core in a second, in which it makes ten steps; 0 for no steps.
-            unsent: the connections whose data wait to be sent, by the hosts, whose names are addresses.
         """
         said = []
         for _ in range(seconds):
@@ -74,8 +72,7 @@ class Job:
             self.ranks.forget_stacks()
             for rank, share in enumerate(at_work):
                 frames = where if self.random.random() < share else ALL_REDUCE
-                full = [[own, other] for own, other in unsent if own == self.ranks.hosts[rank]]
-                sent = stacks(stack(frames), unsent=full, **facts)
+                sent = stacks(stack(frames), **facts)
                 assert is_valid("stacks", sent)
                 self.ranks.note(Message(rank, "stacks", sent, self.now))
             said += self.watch.look(self.now)
@@ -105,20 +102,6 @@ def test_a_rank_that_uses_no_core_is_named_once_after_half_a_minute(
     assert job.watch.holder == ""
 
 
-def test_a_full_link_is_named_by_the_host_that_all_waiting_data_pass() -> None:
-    job, said = Job(3), []
-    for second in range(60):  # now one of its connections is full, now the other
-        said += job.after(1, [0, 0, 0], unsent=[[("a", "b"), ("b", "c")][second % 2]])
-    (said,) = said
-    assert said == (
-        "the link of b holds the others up: in 30 of 30 looks, all ranks wait while data wait to be sent "
-        "there. The likely cause is the network."
-    )
-    (said,) = Job(2).after(60, [0, 0], unsent=[("b", "a")])
-    assert said.startswith("the link between a and b holds")
-    assert Job(3).after(600, [0, 0, 0], unsent=[("a", "b"), ("b", "c"), ("c", "a")]) == []
-
-
 @pytest.mark.parametrize(
     "at_work", [[0.25] * 4, [0.5, 0.5], [0.9] * 4, [0.2, 0, 0, 0], [0.5, 0.5, 0, 0]]
 )
@@ -135,26 +118,4 @@ def test_ranks_that_wait_for_an_agreement_are_not_at_work() -> None:
 def test_ranks_that_compute_are_not_looked_at() -> None:
     job = Job(4)
     job.after(100, [0, 1, 0, 0], own_s=60.0)
-    assert job.looks == 0
-
-
-def test_a_single_long_step_is_told_to_viewers_alone() -> None:
-    """Rank 1 evaluates, or its file system is away."""
-    job = Job(4)
-    job.after(5, [0] * 4, own_s=60.0)
-    assert job.after(40, [0, 1, 0, 0], SLEEPS, own_s=0) == []
-    assert 1 < job.looks <= 10
-    assert job.watch.pause == ""
-    assert job.after(50, [0] * 4, own_s=60.0) == []
-    assert job.watch.pause == (
-        "rank 1 on b held the others up once, for 41 s after step 50: it is in hook (train.py:12): "
-        "time.sleep(0.1)."
-    )
-
-
-def test_a_save_is_no_pause() -> None:
-    job = Job(2)
-    job.after(5, [0, 0], own_s=60.0)
-    job.ranks.note(Message(1, "saving", {"active": True}, job.now))
-    assert job.after(40, [0, 1], own_s=0) == []
     assert job.looks == 0

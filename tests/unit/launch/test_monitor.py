@@ -44,7 +44,6 @@ def test_the_rank_that_holds_the_others_up_is_said_once_and_always_shown() -> No
     assert unequal_steps(ranks, monitor, 200) == [HELD]
     facts = monitor.job_facts({1: b"hello\n"}, 200.0)
     assert (facts["holder"], facts["step"], facts["ranks"][1]["line"]) == (HELD, 200, "hello")
-    assert "pause" not in facts
     first, second = monitor.status_lines(2, 200.0)
     assert first == "step 200  1 steps/s"
     assert second == "2 ranks on 2 hosts  attempt 2  1.1 GB a rank  rank 0 on a holds the others up"
