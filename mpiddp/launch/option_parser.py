@@ -23,7 +23,7 @@ def option_parser() -> argparse.ArgumentParser:
         "interrupted.",
         allow_abbrev=False,
     )
-    for add_group in (_add_where, _add_how, _add_failures, _add_ends, _add_output):
+    for add_group in (add_where, add_how, _add_failures, _add_ends, _add_output):
         add_group(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -38,7 +38,8 @@ def parse_values(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     return values
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """The hosts, for every verb that starts ranks."""
     add = parser.add_argument_group("where (default: the scheduler's allocation, or this machine)")
     either = add.add_mutually_exclusive_group()
     either.add_argument(
@@ -76,7 +77,8 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_how(parser: argparse.ArgumentParser) -> None:
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """How the ranks start, for the same verbs."""
     add = parser.add_argument_group("how")
     add.add_argument(
         "--mpirun", metavar="PATH", help="mpirun of the MPI to use (its library is used too)"
