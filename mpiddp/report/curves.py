@@ -1,4 +1,4 @@
-"""Curves as they look, in few points: the smallest and the largest value of each pixel's steps.
+"""Curves as they look, in few points: the smallest and the largest value of each part of the steps.
 
 A mean would hide the one loss that explodes among a thousand; both extremes keep it.
 """
@@ -6,7 +6,6 @@ A mean would hide the one loss that explodes among a thousand; both extremes kee
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 
 
@@ -27,26 +26,18 @@ class Curve:
         self.values.append(value)
 
 
-def thinned(curve: Curve, pixels: int) -> tuple[array[float], array[float]]:
-    """At most 2 * `pixels` + 2 points of the curve: its ends, and the extremes of each pixel, in order."""
+def thinned(curve: Curve, parts: int) -> tuple[array[float], array[float]]:
+    """At most 2 * `parts` points of the curve, in order: the extremes of each part."""
     steps, values = curve.steps, curve.values
-    if len(steps) <= 2 * pixels:
+    if len(steps) <= 2 * parts:
         return steps, values
-    width = (steps[-1] - steps[0]) / pixels
-    kept = [0]
-    begin = 0
-    for pixel in range(pixels):
-        end = bisect_left(steps, steps[0] + (pixel + 1) * width, begin)
-        if pixel == pixels - 1:  # the sum may be rounded below the last step
-            end = len(steps)
-        if begin < end:
-            within = values[begin:end]
-            extremes = {begin + within.index(min(within)), begin + within.index(max(within))}
-            kept += sorted(extremes)
-        begin = end
-    kept += [len(steps) - 1]
-    indices = dict.fromkeys(kept)  # without the repetitions at the ends
-    return array("d", [steps[i] for i in indices]), array("d", [values[i] for i in indices])
+    kept: dict[int, None] = {}
+    for part in range(parts):
+        begin, end = part * len(steps) // parts, (part + 1) * len(steps) // parts
+        within = values[begin:end]
+        extremes = {begin + within.index(min(within)), begin + within.index(max(within))}
+        kept |= dict.fromkeys(sorted(extremes))
+    return array("d", [steps[i] for i in kept]), array("d", [values[i] for i in kept])
 
 
 def some_of(values: Sequence[float], most: int) -> list[float]:
