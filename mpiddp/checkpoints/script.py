@@ -285,12 +285,16 @@ class Checkpoints:
         if self._run is not None:
             self._run.close()
 
-    def _note_end(self, outcome: str = "failed", error: BaseException | None = None) -> None:
-        """Say once in the run's folder how this rank ended. Without a word, it has failed."""
+    def _note_uncaught(self) -> None:
+        """At the exit of a script without a `with` that an error has ended."""
+        if error := getattr(sys, "last_value", None):
+            self._note_end("failed", error)
+
+    def _note_end(self, outcome: str, error: BaseException | None = None) -> None:
+        """Say once in the run's folder how this rank ended. A rank that says nothing has failed."""
         if self._run is None or self._has_noted_end or os.getpid() != self._pid:
             return
         self._has_noted_end = True
-        error = error or getattr(sys, "last_value", None)  # uncaught
         failure = ending_of(error).sentence if outcome == "failed" else ""
         rank = self._run.ranks.rank
         if rank == 0 or failure:
@@ -341,8 +345,7 @@ class Checkpoints:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
             self._records.note(event="started", step=step, hosts=hosts, versions=versions)
-        session.before_exit(self._note_end)
-        atexit.register(self._note_end)
+        atexit.register(self._note_uncaught)
         if run.owner is not None:
             atexit.register(
                 run.owner.release
