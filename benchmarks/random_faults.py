@@ -1,57 +1,59 @@
-"""Random jobs, random signals to random processes of them, and a comparison with undisturbed runs.
+"""Random signals to random jobs, or one long job that is killed again and again, beside undisturbed runs.
 
     python -m benchmarks.random_faults --minutes 60 --seed 7 --out random.jsonl
     python -m benchmarks.random_faults --seed 7 --only 12 --out again.jsonl     # the twelfth job alone
+    python -m benchmarks.random_faults --one-job --minutes 20 --kill-every 60   # a soak
 
-The seed and its number define a job: how it starts, its options, and its faults. A fault is a signal to a
-process, at a step or some time after the start. Each job is resumed until its steps are done, by the command
-that it has printed, or else by its own. Then no bit of its weights may differ from those of an undisturbed
-run, and no save may be lost. Whatever still runs is counted when the job's command has ended, and 10 s later.
+The seed and its number define a job: how it starts, its options, and its faults. Each job is resumed until
+its steps are done, by the command that it has printed, or else by its own. Then no bit of its weights may
+differ from those of an undisturbed run, no save may be lost, and nothing may still run 10 s after its end.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import os
+import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mpiddp
-from benchmarks.faults.job import Job, start
-from benchmarks.faults.random_jobs import (
-    CHILD,
-    GROUP,
-    OUTPUT,
-    STEPS,
-    STOPPED_BRIEFLY,
-    Fault,
-    Plan,
-    draw_plan,
-)
-from benchmarks.faults.stops import TEE, last_step
-from benchmarks.harness import OPENMPI5
-from benchmarks.harness import start as start_script
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
-from mpiddp.bench.options import picked
-from mpiddp.bench.report import markdown
-from mpiddp.drill import injectors
+from benchmarks.harness import ENV, MPIS, OPENMPI5, markdown
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
+from mpiddp.checkpoints import directory
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support import cluster
-from tests.support.cluster import Cluster, Host
-from tests.support.cluster.host import Process
-from tests.support.training import contents, unequal
+from tests.support.cluster import Cluster, Host, Program
+from tests.support.cluster.host import ROOT_PATH, Process
+from tests.support.mpis import library_of, mpirun_of
+from tests.support.ranks import ROOT
+from tests.support.training import contents, records, unequal
 
+SCRIPT = str(ROOT / "benchmarks" / "ranks" / "steady.py")
+STEPS = 40
+START_S = 4.0  # in which a fault hits the start of a job
+REACHED_S = 60.0  # the time in which a job reaches a step
 END_S = 90.0  # a job that takes longer after its faults hangs
 LATER_S = 10.0  # after the end, when nothing of the job may be left
 MOST_RESUMES = 3
+BRIEFLY = "STOP+CONT"
+GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
+SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
+TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
+TEE = ("bash", "-c", 'trap : INT; "$@" 2>&1 | tee log; exit ${PIPESTATUS[0]}', "bash")
 _RANK = r"\S*python\S* -m mpiddp (run|train)\b"
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -60,54 +62,166 @@ _COMMANDS = {
 }
 
 
-@dataclass
-class Result:
-    """One job. `faults` has the injected ones. `codes`: of its command and of those that resumed it."""
+@dataclass(frozen=True)
+class Fault:
+    """A signal to the process `which` (0 to 1) of those of `target`, at a step or, if 0, after some time."""
 
-    number: int
-    command: str
-    faults: list[tuple[str, str, float]] = field(default_factory=list)  # signal, target, second
-    codes: list[int | None] = field(default_factory=list)
-    resumed: bool = False
-    not_done: bool = False
-    lost_saves: int = 0
-    different: bool = False  # a bit of the weights
-    hung: int = 0
-    orphans: int = 0  # when its command had ended
-    orphans_later: int = 0
-    tracebacks: int = 0  # with a line of mpiddp
-    native_frames: int = 0
-    said: str = ""  # if something is wrong
-
-    @property
-    def is_right(self) -> bool:
-        return not any(getattr(self, name) for name in COUNTS[1:] if name != "orphans")
-
-
-COUNTS = (
-    *("resumed", "not_done", "lost_saves", "different", "hung", "orphans", "orphans_later"),
-    *("tracebacks", "native_frames"),
-)
+    signal: str
+    target: str
+    which: float
+    step: int
+    after_s: float
+    stopped_s: float  # between STOP and CONT
 
 
 @dataclass(frozen=True)
-class Options:
-    minutes: float
-    seed: int
-    only: int | None
-    out: Path
+class Plan:
+    """One job. `way`: launch, command (`launch -- python SCRIPT`) or raw (`mpirun … mpiddp run`)."""
+
+    starter: str
+    program: str  # script or train
+    way: str
+    where: str
+    ranks: int
+    options: tuple[str, ...] = ()
+    tee: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    def job(self) -> list[str]:
+        if self.program == "script":
+            return [SCRIPT, ".", str(STEPS)]
+        train = ["-m", "mpiddp", "train", "--use-syn", "--batch-size", "2", "--arch", "resnet20"]
+        train += ["--amp", "off", "--epochs", "1", "--steps-per-epoch", str(STEPS)]
+        return [*train, "--save-every", "5", "--log-every", "1", "--out", "."]
+
+    def command(self) -> list[str]:
+        mpirun, python = mpirun_of(self.starter), sys.executable
+        if self.way != "raw":
+            inner = ["--", python, *self.job()] if self.way == "command" else self.job()
+            where = ["--mpirun", mpirun, "-H", self.where]
+            return [python, "-m", "mpiddp", "launch", *where, *self.options, *inner]
+        is_hydra = self.starter in ("mpich", "intelmpi")
+        flags = [] if is_hydra else ["--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
+        run = ["-m", "mpiddp", "run"] if self.program == "script" else []
+        return [mpirun, *flags, "-n", str(self.ranks), python, *run, *self.job()]
+
+    def env(self) -> dict[str, str]:
+        path = f"{Path(mpirun_of(self.starter)).parent}:{ROOT_PATH}"
+        return {**ENV, **library_of(self.starter), "PATH": path} if self.way == "raw" else dict(ENV)
 
 
-def processes(job: Job) -> dict[str, list[tuple[Host, Process]]]:
-    """The processes of the job on all hosts, by what they are."""
-    found = defaultdict(list)
-    first = job.hosts["node0"].processes()[:1]  # the job's command, which leads its process group
-    found[GROUP] = [(job.hosts["node0"], process) for process in first]
+def draw_plan(seed: int, number: int) -> Plan:
+    """The job with this number."""
+    draw = random.Random(f"{seed}/{number}")
+    program = draw.choice(("script", "train"))
+    way = draw.choice(("launch", "launch", "command", "raw"))
+    ranks = draw.randint(1, 4)
+    where = f"node0:{ranks}"
+    if way != "raw" and ranks > 1 and draw.random() < 0.4:
+        where = f"node0:{ranks - ranks // 2},node1:{ranks // 2}"
+    options: list[str] = []
+    if draw.random() < 0.4:
+        options += ["--max-restarts", str(draw.randint(1, 2))]
+    if draw.random() < 0.3:
+        options += ["--grace", draw.choice(("0.2", "2"))]
+    if draw.random() < 0.3:
+        options += ["--log-dir", "printed"]
+    faults = []
+    for _ in range(draw.choice((1, 1, 2))):
+        step = draw.choice((0, *range(1, STEPS, 3)))
+        times = (draw.uniform(0, START_S), draw.uniform(0.2, 2.0))
+        which = (draw.choice(SIGNALS), draw.choice(TARGETS), draw.random())
+        faults.append(Fault(*which, step, *times))
+    starter, tee = draw.choice(MPIS), draw.random() < 0.25
+    return Plan(starter, program, way, where, ranks, tuple(options), tee, tuple(faults))
+
+
+@dataclass
+class Job:
+    """A job that was started on node0, in `folder`, which all hosts share."""
+
+    hosts: Cluster
+    folder: Path
+    program: Program
+    plan: Plan
+    lines: list[str] = field(default_factory=list)  # of stderr
+
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.program.stderr is not None
+        self.lines.extend(line.rstrip("\n") for line in self.program.stderr)
+
+    def end(self, timeout_s: float) -> int | None:
+        """The exit code, or None if it had to be killed after this time."""
+        try:
+            self.program.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.program.end()
+            return None
+        finally:
+            self._reader.join(1.0)  # an orphaned rank may keep the pipe open
+        return self.program.returncode
+
+    def last_step(self) -> int:
+        return max((record["step"] for record in self._records()), default=0)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return records(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+
+    def saved(self) -> int:
+        """The newest checkpoint, -1 if one is broken."""
+        newest, broken = directory.survey(self.folder / "checkpoints")
+        return -1 if broken else directory.step_of(newest) if newest else 0
+
+    def processes(self) -> list[Process]:
+        """The processes that still run on the hosts, except ssh logins."""
+        found = [each for host in self.hosts.hosts for each in host.processes()]
+        return [each for each in found if not each.command.startswith("sshd")]
+
+    def kill_orphans(self) -> list[Process]:
+        """Give the job's processes time to end. Kill and return those that remain."""
+        deadline = time.monotonic() + LATER_S
+        while (orphans := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for host in self.hosts.hosts:
+            host.kill_processes()
+        return orphans
+
+    def resume(self, printed: str) -> subprocess.CompletedProcess[str]:
+        """Run the command that the job has printed, else its own."""
+        command = self.plan.command()
+        if found := re.search("mpiddp: to resume: mpiddp (.*)", printed):
+            command = [sys.executable, "-m", "mpiddp", *shlex.split(found[1])]
+        run, env = self.hosts["node0"].run, self.plan.env()
+        return run(command, env=env, cwd=self.folder, timeout_s=2 * END_S)
+
+    def printed(self) -> str:
+        files = [self.folder / "stdout", self.folder / "log", *self.folder.glob("printed/*")]
+        texts = [file.read_text(errors="replace") for file in files if file.exists()]
+        return "".join([*texts, "\n".join(self.lines)])
+
+
+def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:
+    folder.mkdir(exist_ok=True)
+    command = [*(TEE if plan.tee else ()), *plan.command()]
+    with (folder / "stdout").open("a") as stdout:
+        out = stdout.fileno()
+        program = hosts["node0"].popen(command, cwd=folder, env=plan.env(), stdout=out)
+    return Job(hosts, folder, program, plan)
+
+
+def victims(job: Job, target: str) -> list[tuple[Host, Process]]:
+    """The processes of the job on all hosts of this kind."""
+    if target == GROUP:  # the job's command leads its process group
+        node = job.hosts["node0"]
+        return [(node, process) for process in node.processes()[:1]]
+    found = []
     for host in job.hosts.hosts:
         table = {process.pid: process for process in host.processes()}
-        for process in table.values():
-            if kind := _kind(process, table):
-                found[kind].append((host, process))
+        found += [(host, each) for each in table.values() if _kind(each, table) == target]
     return found
 
 
@@ -127,127 +241,125 @@ def _kind(process: Process, table: dict[int, Process]) -> str:
 
 def inject(job: Job, fault: Fault) -> bool:
     """Send the signal. Return False if there is no such process, or the job has ended."""
-    try:
-        if fault.step:
-            job.wait_until(lambda: last_step(job) >= fault.step, f"step {fault.step}")
-        else:
-            time.sleep(fault.after_s)
-    except TimeoutError:
+    deadline = time.monotonic() + (REACHED_S if fault.step else fault.after_s)
+    while not fault.step or job.last_step() < fault.step:
+        if job.program.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            if fault.step:
+                return False
+            break
+        time.sleep(0.005)
+    found = victims(job, fault.target)
+    if not found:
         return False
-    victims = processes(job)[fault.target]
-    if not victims:
-        return False
-    host, each = victims[int(fault.which * len(victims))]
-    try:
-        victim = host.pid_here(each.pid)
-    except LookupError:
-        return False
-    if fault.signal == STOPPED_BRIEFLY:
-        job.stop_for(fault.stopped_s, victim, is_group=fault.target == GROUP)
+    host, each = found[int(fault.which * len(found))]
+    with contextlib.suppress(LookupError):  # it has just ended
+        send = os.killpg if fault.target == GROUP else os.kill
+        pid = host.pid_here(each.pid)
+        first, *rest = fault.signal.split("+")
+        send(pid, getattr(signal, f"SIG{first}"))
+        for name in rest:
+            time.sleep(fault.stopped_s)
+            send(pid, getattr(signal, f"SIG{name}"))
+            job.program.send_signal(signal.SIGCONT)  # nsenter stops with its program
         return True
-    send = injectors.send_to_group if fault.target == GROUP else injectors.send
-    send(getattr(signal, f"SIG{fault.signal}"), victim)
-    return True
+    return False
 
 
-def run(number: int, each: Plan, hosts: Cluster, right: Any) -> Result:
+@dataclass
+class Result:
+    """One job. `faults` has the injected ones. `codes`: of its command and of those that resumed it."""
+
+    number: int
+    command: str
+    faults: list[tuple[str, str, float]] = field(default_factory=list)  # signal, target, second
+    codes: list[int | None] = field(default_factory=list)
+    resumed: bool = False
+    not_done: bool = False
+    lost_saves: int = 0
+    different: bool = False  # a bit of the weights
+    hung: int = 0
+    orphans_later: int = 0
+    tracebacks: int = 0  # with a line of mpiddp
+    said: str = ""  # if something is wrong
+
+    @property
+    def is_right(self) -> bool:
+        return not any(getattr(self, name) for name in COUNTS[1:])
+
+
+COUNTS = (
+    *("resumed", "not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks"),
+)
+
+
+def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
     """Run one job with its faults, resume it until it is done, and judge it by the weights of `right`."""
     folder = hosts.shared / f"random-{number}"
-    around = TEE if each.tee else ()
-    job = start(hosts, folder, each.starter, each.command(), each.env(), around=around)
-    result = Result(number, f"{each.starter}: {' '.join(each.command())}{' | tee' * each.tee}")
+    job = start(hosts, folder, plan)
+    result = Result(number, f"{plan.starter}: {shlex.join(plan.command())}{' | tee' * plan.tee}")
     since, saved = time.monotonic(), 0
-    for fault in each.faults:
-        saved = max(saved, _saved(job))
+    for fault in plan.faults:
+        saved = max(saved, job.saved())
         if inject(job, fault):
             at_s = round(time.monotonic() - since, 1)
             result.faults.append((fault.signal, fault.target, at_s))
-    code = job.end(END_S)
-    result.codes.append(code)
-    result.orphans = len(job.processes())
-    left = job.kill_orphans(LATER_S)
-    output = _printed(job)
-    result.lost_saves += _saved(job) < saved
-    result.lost_saves += code == STOPPED and _saved(job) < last_step(job)
-    while not _is_done(each, folder, result) and len(result.codes) <= MOST_RESUMES:
-        saved = _saved(job)
+    result.codes.append(code := job.end(END_S))
+    left = job.kill_orphans()
+    output = job.printed()
+    result.lost_saves += job.saved() < saved
+    result.lost_saves += code == STOPPED and job.saved() < job.last_step()
+    while not _is_done(plan, folder, result) and len(result.codes) <= MOST_RESUMES:
+        saved = job.saved()
         try:
-            resumed = job.resume(output, 2 * END_S)
+            resumed = job.resume(output)
         except subprocess.TimeoutExpired:
             result.codes.append(None)
         else:
             output += resumed.stdout + resumed.stderr
             result.codes.append(resumed.returncode)
-        left += job.kill_orphans(LATER_S)
-        result.lost_saves += _saved(job) < saved
+        left += job.kill_orphans()
+        result.lost_saves += job.saved() < saved
     result.hung, result.orphans_later = result.codes.count(None), len(left)
-    result.not_done = not _is_done(each, folder, result)
+    result.not_done = not _is_done(plan, folder, result)
     result.resumed = len(result.codes) > 1 and not result.not_done
-    result.different = not result.not_done and _differ(each, folder, right)
-    result.tracebacks, result.native_frames = _own_tracebacks(output), output.count("frame #")
+    with contextlib.suppress(OSError):  # there are none
+        result.different = True
+        result.different = bool(unequal(weights(plan, folder), right))
+    result.tracebacks = output.count(f'File "{Path(mpiddp.__file__).parent}/')
     if not result.is_right:
         result.said = output[-6000:] + "".join(f"\nleft: {process.command}" for process in left)
     return result
 
 
-def _saved(job: Job) -> int:
-    """The newest checkpoint, -1 if one is broken."""
-    try:
-        return job.newest_checkpoint()
-    except AssertionError:
-        return -1
-
-
-def _printed(job: Job) -> str:
-    files = [job.folder / "stdout", job.folder / "log", *(job.folder / "printed").glob("*")]
-    return (
-        "".join(file.read_text(errors="replace") for file in files if file.exists()) + job.output()
-    )
-
-
-def _own_tracebacks(output: str) -> int:
-    """The tracebacks with a line of this package."""
-    package = f'File "{Path(mpiddp.__file__).parent}/'
-    _, *tracebacks = re.split(r"Traceback \(most recent call last\)", output)
-    indented = (re.match(r"[^\n]*\n(?:(?:\[[^]]*\] ?)?  [^\n]*\n)*", each) for each in tracebacks)
-    return sum(package in found[0] for found in indented if found)
-
-
-def _is_done(each: Plan, folder: Path, result: Result) -> bool:
+def _is_done(plan: Plan, folder: Path, result: Result) -> bool:
     """Whether all steps are done. A script that has stopped on request may end with 0 as well."""
-    is_whole = each.program != "script" or (folder / "weights").exists()
+    is_whole = plan.program != "script" or (folder / "weights").exists()
     return result.codes[-1] == DONE and is_whole
 
 
-def weights(each: Plan, folder: Path) -> Any:
-    return (folder / "weights").read_text() if each.program == "script" else contents(folder, STEPS)
+def weights(plan: Plan, folder: Path) -> Any:
+    return (folder / "weights").read_text() if plan.program == "script" else contents(folder, STEPS)
 
 
-def _differ(each: Plan, folder: Path, right: Any) -> bool:
-    try:
-        return bool(unequal(weights(each, folder), right))
-    except OSError:  # there are none
-        return True
-
-
-def undisturbed(each: Plan, hosts: Cluster) -> Any:
+def undisturbed(plan: Plan, hosts: Cluster) -> Any:
     """The weights of this program on as many ranks of each host, whose threads they share; of one MPI."""
-    plain = Plan(OPENMPI5, each.program, "launch", each.where, each.ranks, (), False, ())
-    folder = hosts.shared / f"{each.program}-{each.where}"
-    job = start(hosts, folder, plain.starter, plain.command(), plain.env())
+    plain = Plan(OPENMPI5, plan.program, "launch", plan.where, plan.ranks)
+    folder = hosts.shared / f"{plan.program}-{plan.where}"
+    job = start(hosts, folder, plain)
     code = job.end(2 * END_S)
-    assert code == DONE, job.output()
+    assert code == DONE, job.printed()
     return weights(plain, folder)
 
 
 def table(results: Iterable[Result]) -> str:
     """One row for each signal to each kind of process. A job counts once for each of its faults."""
-    rows = defaultdict(list)
+    rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
         for sent, target, _ in result.faults:
             rows[target, sent].append(result)
-    names = (name.replace("_", " ") for name in COUNTS)
-    head = ["process", "signal", "jobs", "exit codes", *names]
+    head = ["process", "signal", "jobs", "exit codes", *(n.replace("_", " ") for n in COUNTS)]
     cells = []
     for (target, sent), group in sorted(rows.items()):
         codes = Counter(str(each.codes[0]) for each in group)
@@ -257,48 +369,131 @@ def table(results: Iterable[Result]) -> str:
     return markdown(head, cells)
 
 
-def main() -> int:
-    options = _options()
-    results, right = [], {}
+def random_jobs(options: argparse.Namespace) -> int:
+    results: list[Result] = []
+    right: dict[tuple[str, str], Any] = {}
     deadline = time.monotonic() + options.minutes * 60
-    numbers = iter([options.only]) if options.only else iter(range(1, sys.maxsize))
+    numbers = [options.only] if options.only else range(1, sys.maxsize)
     with cluster.up(2) as hosts:
         for number in numbers:
             if time.monotonic() > deadline:
                 break
-            each = draw_plan(options.seed, number)
-            key = (each.program, each.where)
+            plan = draw_plan(options.seed, number)
+            key = (plan.program, plan.where)
             if key not in right:
-                right[key] = undisturbed(each, hosts)
-            results.append(result := run(number, each, hosts, right[key]))
+                right[key] = undisturbed(plan, hosts)
+            results.append(result := run(number, plan, hosts, right[key]))
             with options.out.open("a") as lines:
                 lines.write(json.dumps(asdict(result)) + "\n")
             verdict = "right" if result.is_right else f"WRONG: {result}"
-            print(
-                f"{number}: {result.faults} {result.codes} {verdict}", file=sys.stderr, flush=True
-            )
+            print(f"{number}: {result.faults} {result.codes} {verdict}", file=sys.stderr)
     print(table(results))
     return int(not all(result.is_right for result in results))
 
 
-def _options() -> Options:
+# ---- one long job
+
+HOSTS = "node0:1,node1:1,node2:1"
+VICTIMS = ("node1", "node2")
+EPOCH, LOG_EVERY = 500, 10  # steps
+CUT_S = 25.0  # the launcher gives the host up after about 12 s; a later restart finds it again
+EXPECTED_GOODPUT = 0.7
+
+
+def soak(options: argparse.Namespace) -> int:
+    """Three ranks on three hosts. A fault hits a rank, a daemon or a link in turn until all steps are done.
+
+    Goodput is the time of all steps, each counted once and without saves, by the command's wall time.
+    """
+    draw = random.Random(options.seed)
+    with cluster.up(3) as hosts:
+        disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
+        trial = hosts.shared / "trial"
+        _run(hosts, _train(trial, 1, 200))
+        step_s = _seconds_of_steps(trial) / 200
+        epochs = max(1, round(options.minutes * 60 * EXPECTED_GOODPUT / step_s / EPOCH))
+        since, injected = time.monotonic(), Counter[str]()
+        job = hosts["node0"].popen(
+            _train(disturbed, epochs, EPOCH), cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL
+        )
+        lines: list[str] = []
+        assert job.stderr is not None
+        reader = threading.Thread(target=lines.extend, args=(job.stderr,))
+        reader.start()
+        for number in range(sys.maxsize):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(draw.expovariate(1 / options.kill_every))
+                break
+            kind = ("rank", "daemon", "link")[number % 3]
+            injected[kind] += _disturb(hosts[draw.choice(VICTIMS)], kind)
+        wall_s = time.monotonic() - since
+        reader.join()
+        assert job.returncode == 0, "".join(lines)
+        useful_s = _seconds_of_steps(disturbed)
+        _run(hosts, _train(alone, epochs, EPOCH))
+        steps = epochs * EPOCH
+        different = unequal(contents(disturbed, steps), contents(alone, steps))
+    restarts = sum("restarting on" in line for line in lines)
+    print(f"faults injected: {dict(injected)}, restarts: {restarts}, steps: {steps}")
+    print(f"goodput: {useful_s / wall_s:.3f} ({useful_s:.0f} s of steps in {wall_s:.0f} s)")
+    print(f"bit-identical to the undisturbed run: {'no' if different else 'yes'} {different[:5]}")
+    return int(bool(different))
+
+
+def _disturb(host: Host, kind: str) -> bool:
+    """Return False if there is no such process, as between two attempts."""
+    if kind == "link":
+        # Setting the interface down would lose the routes that lead through it.
+        for verb, pause_s in (("add", CUT_S), ("del", 0.0)):
+            host.run(["ip", "rule", verb, "pref", "1", "blackhole"], check=True)
+            time.sleep(pause_s)
+        return True
+    table = {process.pid: process for process in host.processes()}
+    for each in table.values():
+        if _kind(each, table) == kind:
+            with contextlib.suppress(LookupError, ProcessLookupError):  # it has just ended
+                os.kill(host.pid_here(each.pid), signal.SIGKILL)
+                return True
+    return False
+
+
+def _train(out: Path, epochs: int, steps_per_epoch: int) -> list[str]:
+    command = [sys.executable, "-m", "mpiddp", "launch", "--max-restarts", "1000", "-H", HOSTS]
+    command += ["-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"]
+    command += ["--amp", "off", "--epochs", str(epochs), "--steps-per-epoch", str(steps_per_epoch)]
+    return [*command, "--save-every", "5s", "--log-every", str(LOG_EVERY), "--out", str(out)]
+
+
+def _run(hosts: Cluster, command: list[str]) -> None:
+    ran = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=7200)
+    assert ran.returncode == 0, ran.stderr
+
+
+def _seconds_of_steps(run: Path) -> float:
+    timed = (record["step_time_s"] for record in records(run) if "step_time_s" in record)
+    return float(sum(timed)) * LOG_EVERY
+
+
+def main() -> int:
     parser = OneSentenceParser(
         prog="python -m benchmarks.random_faults",
-        description="Send random signals to random processes of random jobs, and compare their weights.",
+        description="Send random signals to random jobs, or kill one long job, and compare their weights.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
     )
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, metavar="M", help="begin jobs until then"
-    )
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="K", help="seed of all jobs")
-    parser.add_argument(
-        "--only", type=whole(1), metavar="N", help="run only the N-th job of the seed"
-    )
+    add: Callable[..., Any] = parser.add_argument
+    add("--minutes", type=float, default=60.0, metavar="M", help="begin jobs until then")
+    add("--seed", type=whole(0), default=0, metavar="K", help="seed of all jobs and faults")
+    add("--only", type=whole(1), metavar="N", help="run only the N-th job of the seed")
     out = "append one line of JSON per job"
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=out)
-    return picked(Options, parser.parse_args())
+    add("--out", type=Path, default=Path("random.jsonl"), metavar="FILE", help=out)
+    add("--one-job", action="store_true", help="one training of about --minutes, killed repeatedly")
+    mean = "mean time between two faults of --one-job"
+    add("--kill-every", type=duration, default=60.0, metavar="1m", help=mean)
+    options = parser.parse_args()
+    return soak(options) if options.one_job else random_jobs(options)
 
 
 if __name__ == "__main__":
-    start_script(main)
+    os.environ.update(ENV)
+    sys.exit(main())

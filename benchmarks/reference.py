@@ -1,6 +1,6 @@
 """What the network costs a training, and what gives it back: the chart of docs/evidence/performance.md.
 
-    python -m benchmarks.reference --rounds 3        # about 10 minutes on 2 idle cores; as root
+    python -m benchmarks.reference --rounds 3 --chart reference.png    # 10 minutes on 2 idle cores; as root
 
 The hosts of the test cluster get equal shares of this machine's cores, so that one host computes as fast
 beside three others as alone, and a loss is the network's. Their links are limited to 1 Gbit/s and to 100
@@ -10,42 +10,40 @@ training on synthetic images. All variants alternate in every round.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import ENV, start_benchmark
-from mpiddp.arguments import whole
-from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.charts import Chart, Panel
+from benchmarks.harness import ENV, markdown
+from mpiddp.arguments import whole, wholes
+from mpiddp.bench import scaling
+from mpiddp.bench.figures import Result, Spread, ratios, read_results, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
-from mpiddp.bench.options import add_rounds, counts
-from mpiddp.bench.report import Spread, markdown, shown, spread
-from mpiddp.bench.result_lines import Result, read_results
-from mpiddp.bench.rounds import ratios, turns
+from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.option_parser import option
 from tests.support import cluster
 from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT
 
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 SLOWEST = "100 Mbit/s"
-ALONE, SHARED = "1 host", "2 workers on 1 host"
-PLAIN, POWERSGD = "plain", "powersgd"
+ALONE, SHARED, PLAIN = "1 host", "2 workers on 1 host", "plain"
 REMEDIES = {
     "accumulate 4": ("--grad-accum-steps=4",),
     "bf16": ("--grad-compression=bf16",),
     "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
-    POWERSGD: ("--grad-compression=powersgd",),
 }
 DISCARDED = 2  # all-reduces before the first step, which fix DDP's buckets
-POWERSGD_FROM_STEP = 100  # mpiddp.train.parallel's, whose import would load torch
+COLOURS = ("#0072B2", "#E69F00", "#009E73")  # Okabe and Ito's
 
 
 @dataclass(frozen=True)
@@ -64,34 +62,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int
-    hosts: tuple[int, ...]
-    cores: float
-    steps: int
-    warmup: int
-    arch: str
-    batch_size: int
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_rounds(parser, default=3)
-    parser.add_argument(
-        "--hosts", type=counts(2), default="2,4", metavar="2,4", help="numbers of hosts"
+    rounds: int = option(
+        "reference", "rounds; each variant runs once in each", type=whole(1), default=3
     )
-    parser.add_argument(
-        "--cores", type=float, default=0.4, metavar="C", help="cores of each worker"
-    )
-    parser.add_argument(
-        "--steps", type=whole(1), default=20, metavar="K", help="steps to time in each job"
-    )
-    parser.add_argument(
-        "--warmup", type=whole(0), default=5, metavar="K", help="steps before the timed ones"
-    )
-    parser.add_argument(
-        "--arch", default="resnet20", choices=ARCHITECTURES, metavar="ARCH", help="model"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole(2), default=32, metavar="K", help="images per worker and pass"
+    hosts: tuple[int, ...] = option("reference", "numbers of hosts", type=wholes(2), default="2,4")
+    cores: float = option("reference", "cores of each worker", type=float, default=0.4)
+    steps: int = option("reference", "steps to time in each job", type=whole(1), default=20)
+    warmup: int = option("reference", "steps before the timed ones", type=whole(0), default=5)
+    arch: str = option("reference", "model", default="resnet20")
+    batch_size: int = option("reference", "images per worker and pass", type=whole(2), default=32)
+    chart: str | None = option(
+        "reference", "draw the chart of the page into this PNG", metavar="FILE"
     )
 
 
@@ -108,7 +89,7 @@ def _name(hosts: int, link: str) -> str:
     return f"{counted(hosts, 'host')}, {link}"
 
 
-def measure(options: Options, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Result:
     if reason := cluster.why_not() or cpus.why_not():
         raise UserError(f"{reason}.")
     every = variants(options.hosts)
@@ -118,12 +99,11 @@ def measure(options: Options, jobs: Jobs) -> Results:
     with cluster.up(max(options.hosts)) as hosts:
         for number, name in turns(list(every), options.rounds):
             run = _run(hosts, every[name], options, jobs.timeout_s)
-            found = run.pop("settings")
-            settings = found if name == ALONE else settings
+            settings = run.pop("settings")
             runs[name].append(run)
             speed = f"{run['images_per_s']:,.0f} images/s"
             note(f"reference: {name}, round {number} of {options.rounds}: {speed}")
-    return {
+    results: Result = {
         "settings": settings,
         "load_before": load,
         "num_cores": os.cpu_count(),
@@ -131,6 +111,9 @@ def measure(options: Options, jobs: Jobs) -> Results:
         "sizes": options.hosts,
         "runs": runs,
     }
+    if options.chart:
+        draw(results, Path(options.chart))
+    return results
 
 
 def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: float) -> Result:
@@ -143,10 +126,10 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
-    warmup = options.warmup + POWERSGD_FROM_STEP * (variant.training == REMEDIES[POWERSGD])
-    job = ["-m", "mpiddp", "bench-rank", "scaling", f"--steps={options.steps}"]
-    job += [f"--warmup={warmup}", f"--arch={options.arch}", f"--batch-size={options.batch_size}"]
-    command = [*launch_command("-H", variant.where), *job, "--backend=gloo", *variant.training]
+    timed = scaling.Options(None, 1, options.steps, options.warmup)
+    job = ["-m", "mpiddp", "bench-rank", "scaling", json.dumps(asdict(timed))]
+    job += [f"--arch={options.arch}", f"--batch-size={options.batch_size}", "--backend=gloo"]
+    command = [*launch_command("-H", variant.where), *job, *variant.training]
     with contextlib.ExitStack() as stack:
         for host in used:
             stack.enter_context(cpus.limited(host, options.cores * variant.workers_per_host))
@@ -169,114 +152,99 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         "settings": run["settings"],
         "images_per_s": run["global_batch_size"] * options.steps / run["total_s"],
         "step_s": run["step_s"],
-        "num_steps": warmup + options.steps,
+        "num_steps": options.warmup + options.steps,
         "sent_bytes": sent,
         "wall_s": wall_s,
     }
 
 
-def table(results: Results) -> str:
+def table(results: Result) -> str:
     sizes, load = results["sizes"], results["load_before"]
     shared = [ALONE, SHARED, *(_name(hosts, link) for hosts in sizes for link in LINKS)]
     head = ["workers", "images/s", "of the ideal", "step ms", "MB sent per host and all-reduce"]
-    remedies = {PLAIN: _name(sizes[-1], SLOWEST), **{name: name for name in REMEDIES}}
-    second = [f"{sizes[-1]} hosts, {SLOWEST}", "images/s", "of the ideal", "of plain", head[-1]]
+    rows = [_row(name, results) for name in (*shared, *REMEDIES)]
     return (
-        f"{_title(results)}\n\n"
-        f"{markdown(head, [_row(name, name, results) for name in shared])}\n\n"
-        f"{markdown(second, [_remedy(label, name, results) for label, name in remedies.items()])}\n\n"
+        f"{_title(results)}; {', '.join(REMEDIES)}: {_plain(results)}\n\n{markdown(head, rows)}\n\n"
         f"Each worker has {results['cores_per_worker']:g} of this machine's {results['num_cores']} cores. "
         f"Load before the first job: {load:.1f}. MB include the start of the job."
     )
 
 
-def _row(label: str, name: str, results: Results) -> list[str]:
+def _row(name: str, results: Result) -> list[str]:
     runs = results["runs"][name]
+    workers = variants(tuple(results["sizes"]))[name]
+    num_workers = workers.hosts * workers.workers_per_host
+    own = [run["images_per_s"] / num_workers for run in runs]
+    ideal = ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]])
     step = spread([1000 * sum(run["step_s"]) / len(run["step_s"]) for run in runs])
+    sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
     return [
-        label,
+        name,
         shown(_speed(name, results), ",.0f"),
-        f"{_efficiency(name, results)['median']:.0%}",
+        f"{spread(ideal)['median']:.0%}",
         f"{step['median']:.0f}",
-        _megabytes(name, results),
+        f"{spread(sent)['median']:.2f}",
     ]
 
 
-def _remedy(label: str, name: str, results: Results) -> list[str]:
-    runs = results["runs"]
-    speeds = [[run["images_per_s"] for run in runs[each]] for each in (name, _plain(results))]
-    row = _row(label, name, results)
-    gain = spread(ratios(*speeds))["median"]
-    return [*row[:3], f"{gain:.2f}", row[4]]
-
-
-def _plain(results: Results) -> str:
+def _plain(results: Result) -> str:
     return _name(results["sizes"][-1], SLOWEST)
 
 
-def _speed(name: str, results: Results) -> Spread:
+def _speed(name: str, results: Result) -> Spread:
     return spread([run["images_per_s"] for run in results["runs"][name]])
 
 
-def _efficiency(name: str, results: Results) -> Spread:
-    """The speed per worker, by that of a worker alone in the same round."""
-    workers = variants(tuple(results["sizes"]))[name]
-    num_workers = workers.hosts * workers.workers_per_host
-    own = [run["images_per_s"] / num_workers for run in results["runs"][name]]
-    return spread(ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]]))
-
-
-def _megabytes(name: str, results: Results) -> str:
-    """What a host sends for an all-reduce. PowerSGD's warm-up is not compressed, so it has no figure."""
-    if name == POWERSGD:
-        return "-"
-    runs = results["runs"][name]
-    sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
-    return f"{spread(sent)['median']:.2f}"
-
-
-def _title(results: Results) -> str:
-    settings: Mapping[str, object] = results["settings"]
+def _title(results: Result) -> str:
+    settings = results["settings"]
     return (
         f"Weak scaling over hosts: {settings['arch']}, {settings['batch_size']} synthetic images per "
         f"worker and pass, amp {settings['amp']}, gloo"
     )
 
 
-def chart(results: Results) -> Chart:
+def draw(results: Result, path: Path) -> None:
+    """The chart of docs/evidence/performance.md: scaling by link, and what gives back the network's part."""
+    from matplotlib.figure import Figure  # without pyplot it needs no screen
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    lines, bars = figure.subplots(1, 2)
     sizes = [1, *results["sizes"]]
     alone = _speed(ALONE, results)
-    scaling = {
-        link: {
-            hosts: alone if hosts == 1 else _speed(_name(hosts, link), results) for hosts in sizes
-        }
-        for link in LINKS
-    }
-    scaling |= {
-        SHARED: {2: _speed(SHARED, results)},
-        "ideal": {hosts: spread([alone["median"] * hosts]) for hosts in sizes},
-    }
+    for link, colour in zip(LINKS, COLOURS, strict=True):
+        points = [alone, *(_speed(_name(hosts, link), results) for hosts in sizes[1:])]
+        _with_whiskers(lines, sizes, points, fmt="o-", color=colour, label=link)
+    _with_whiskers(lines, [2], [_speed(SHARED, results)], fmt="o", color="#CC79A7", label=SHARED)
+    lines.plot(
+        sizes, [alone["median"] * hosts for hosts in sizes], "k--", linewidth=1, label="ideal"
+    )
+    lines.set(
+        xlabel="hosts with one worker each", ylabel="images/s over all workers", ylim=(0, None)
+    )
+    lines.legend(frameon=False)
     names = {PLAIN: _plain(results), **{name: name for name in REMEDIES}}
-    reached = {shown.replace(", ", ",\n"): _speed(name, results) for shown, name in names.items()}
-    panels = (
-        Panel("images/s over all workers", "hosts with one worker each", scaling),
-        Panel(
-            f"images/s over {sizes[-1]} hosts at {SLOWEST}",
-            f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s",
-            {"reached": reached},
-            "bars",
-        ),
+    speeds = [_speed(name, results) for name in names.values()]
+    bars.bar(list(names), [each["median"] for each in speeds], color=COLOURS[0])
+    _with_whiskers(bars, list(names), speeds, fmt="none", ecolor="black")
+    bars.set(xlabel=f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s")
+    bars.set(ylabel=f"images/s over {_plain(results)}")
+    figure.suptitle(
+        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker", fontsize=10
     )
-    title = (
-        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker; load of this machine "
-        f"before: {results['load_before']:.1f}"
-    )
-    return Chart(title, panels)
+    figure.savefig(path, dpi=150)
 
 
-BENCHMARK = Benchmark(
-    Options, _add_options, measure, table, chart, size=(11, 4.8), takes_hosts=False
-)
+def _with_whiskers(on: Any, at: Sequence[Any], values: Sequence[Spread], **look: Any) -> None:
+    medians = [each["median"] for each in values]
+    below = [each["median"] - each["low"] for each in values]
+    above = [each["high"] - each["median"] for each in values]
+    on.errorbar(at, medians, [below, above], capsize=3, **look)
+
 
 if __name__ == "__main__":
-    start_benchmark("reference", "what the network costs, and what gives it back", BENCHMARK)
+    os.environ.update(ENV)
+    row = Row("what the network costs, and what gives it back", takes_hosts=False)
+    module = sys.modules[__name__]
+    sys.exit(
+        run_benchmark("python -m benchmarks.reference", "reference", row, module, sys.argv[1:])
+    )

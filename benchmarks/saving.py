@@ -1,128 +1,59 @@
 """Measure the time that saves add to the steps, and print the table of docs/evidence/performance.md.
 
     python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
-    python -m benchmarks.saving -H localhost:2 --rounds 12 --variants thread,torch,dcp --disk-mb-per-s 100
 
-Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; with a
-save that completes before the next step; and with the saves of other programs. The
-checkpoints are written into a new folder in --folder. A step is timed until the next one begins, so it
-includes the snapshot. The last step of a block does not wait for the writing thread.
-`benchmarks.ranks.saving` runs in the ranks.
+Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; and with
+a save that completes before the next step. The checkpoints are written into a new folder in --folder. A step
+is timed until the next one begins, so it includes the snapshot. The last step of a block does not wait for
+the writing thread. `benchmarks.ranks.saving` runs in the ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-from benchmarks import slow_disk
-from benchmarks.harness import start_benchmark
+from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
-from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.figures import Result, ratios
 from mpiddp.bench.jobs import Jobs, note
-from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
-from mpiddp.bench.report import markdown
-from mpiddp.bench.rounds import ratios
+from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.text import counted
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.option_parser import option
 
-NO_SAVE = "no save"
-VARIANTS = {
-    "thread": "in a thread",
-    "at-once": "at once",
-    "torch": "torch.save",
-    "lightning": "Lightning",
-    "dcp": "async_save of DCP",
-}
+NO_SAVE, THREAD, AT_ONCE = "no save", "in a thread", "at once"
+VARIANTS = (NO_SAVE, THREAD, AT_ONCE)
 
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int
-    steps: int
-    batch_size: int
-    arch: str
-    stem: str
-    image_size: int
-    parallel: str
-    backend: str
-    folder: str | None
-    variants: str
-    disk_mb_per_s: int | None
+    rounds: int = option(
+        "saving", "rounds; each variant runs once in each", type=whole(1), default=5
+    )
+    steps: int = option("saving", "steps of a block, and so of a save", type=whole(2), default=20)
+    batch_size: int = option("saving", "images per rank and step", type=whole(1), default=64)
+    arch: str = option("saving", "model", default="resnet18")
+    stem: str = option(
+        "saving", "stem of the model", default="cifar", choices=("cifar", "imagenet")
+    )
+    image_size: int = option("saving", "pixels", type=whole(1), default=32)
+    parallel: str = option(
+        "saving", "a copy on each rank, or shards", default="ddp", choices=("ddp", "fsdp")
+    )
+    backend: str = option("saving", "process group", default="gloo", choices=("gloo", "nccl"))
+    folder: str | None = option("saving", "folder of the checkpoints (default: a temporary one)")
 
 
-def rank_options(argv: list[str]) -> Options:
-    return parse_rank_options("benchmarks.ranks.saving", Options, _add_options, argv)[0]
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_rounds(parser, default=5)
-    parser.add_argument(
-        "--steps", type=whole(2), default=20, metavar="N", help="steps of a block, and so of a save"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole(1), default=64, metavar="N", help="images per rank and step"
-    )
-    parser.add_argument(
-        "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="model"
-    )
-    parser.add_argument(
-        "--stem", default="cifar", choices=("cifar", "imagenet"), help="stem of the model"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=whole(1),
-        default=32,
-        metavar="PIXELS",
-        help="width and height of the images",
-    )
-    parser.add_argument(
-        "--parallel", default="ddp", choices=("ddp", "fsdp"), help="a copy on every rank, or shards"
-    )
-    parser.add_argument(
-        "--backend", default="gloo", choices=("gloo", "nccl"), help="backend of the process group"
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", help="folder of the checkpoints (default: the temporary folder)"
-    )
-    parser.add_argument(
-        "--variants",
-        type=_variants,
-        default="thread,at-once",
-        metavar="V,V",
-        help=f"how blocks save: {', '.join(VARIANTS)} (default: thread,at-once)",
-    )
-    parser.add_argument(
-        "--disk-mb-per-s",
-        type=whole(1),
-        metavar="N",
-        help="write files on this machine no faster than N MB/s (default: as fast as its disk)",
-    )
-
-
-def _variants(text: str) -> str:
-    if unknown := set(text.split(",")) - set(VARIANTS):
-        raise argparse.ArgumentTypeError(
-            f'"{unknown.pop()}" is no variant: expected some of {", ".join(VARIANTS)}'
-        )
-    return text
-
-
-def measure(options: Options, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Result:
     note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
-    job = ("-m", "benchmarks.ranks.saving", *as_arguments(options))
-    with tempfile.TemporaryDirectory() as folder:
-        if options.disk_mb_per_s is not None:
-            library = slow_disk.build(Path(folder), options.disk_mb_per_s)
-            jobs = replace(jobs, where=(*jobs.where, "-x", f"LD_PRELOAD={library}"))
-        [found] = jobs.run_job(*job, ranks=jobs.slots).results
-    return found
+    job = ("-m", "benchmarks.ranks.saving", json.dumps(asdict(options)))
+    return jobs.run_job(*job, ranks=jobs.slots)
 
 
-def table(results: Results) -> str:
+def table(results: Result) -> str:
     """Medians over the rounds; a ratio is relative to the block without a save in the same round."""
     seconds: dict[str, list[list[float]]] = results["step_s"]
     plain_means = [mean(block) for block in seconds[NO_SAVE]]
@@ -133,7 +64,7 @@ def table(results: Results) -> str:
         saving = [block[0] for block in blocks]
         rows.append(
             [
-                VARIANTS.get(variant, variant),
+                variant,
                 f"{median(means) * 1e3:.0f}",
                 f"{median(ratios(means, plain_means)):.3f}",
                 f"{median(saving) * 1e3:.0f}",
@@ -145,9 +76,8 @@ def table(results: Results) -> str:
     return markdown(("variant", *times, "CPU s a block, rank 0"), rows)
 
 
-BENCHMARK = Benchmark(
-    Options, _add_options, measure, table, example="-H localhost:2 --rounds 12 --stem imagenet"
-)
-
 if __name__ == "__main__":
-    start_benchmark("saving", "the cost of a save", BENCHMARK)
+    os.environ.update(ENV)
+    module = sys.modules[__name__]
+    row = Row("the cost of a save")
+    sys.exit(run_benchmark("python -m benchmarks.saving", "saving", row, module, sys.argv[1:]))

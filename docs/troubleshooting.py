@@ -1,6 +1,6 @@
-"""The pages of known failures, from the table that holds them.
+"""The page of known failures, from the table that holds them.
 
-python -m docs.troubleshooting     # writes troubleshooting.md and evidence/explanations.md
+python -m docs.troubleshooting     # writes troubleshooting.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from mpiddp.doctor.explanations import explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
 
 PAGE = Path(__file__).with_suffix(".md")
-EVIDENCE = Path(__file__).parent / "evidence" / "explanations.md"
 _TESTS = Path(__file__).parent.parent / "tests"
 _TEXTS = _TESTS / "data" / "failures"
 
@@ -70,22 +69,6 @@ What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours
 """
 
 
-_EVIDENCE = """\
-# The texts behind the explanations
-
-<!-- Written by `python -m docs.troubleshooting`. -->
-
-`mpiddp explain` knows {rows} failures. Each has what the real program prints in `tests/data/failures`,
-{texts} texts in all, and `tests/integration/test_explanations.py` feeds each of them to its row:
-
-    python -m pytest tests/integration/test_explanations.py
-
-- *provoked here*: {provoked} texts, by a function of that name in `tests/support/provoke_failures.sh`.
-- *issue*: as people have posted it in a public issue, for failures that need a GPU or another network.
-- *source*: by the program's own source, which prints it.
-"""
-
-
 def text() -> str:
     """The page."""
     parts = [_HEAD, "## Most searched\n", "| message | entry |\n|---|---|"]
@@ -101,21 +84,6 @@ def text() -> str:
                 f"{failure.cause}\n\n**Mend it:** {failure.mend}"
             )
     return "\n".join(parts) + "\n"
-
-
-def evidence() -> str:
-    """The page that says how each text was obtained, by which a test holds the row that explains it."""
-    made, found = provoked(), sources()
-    rows = []
-    for path in sorted(_TEXTS.glob("*.txt")):
-        kind, where = ("provoked here", "") if path.stem in made else found[path.stem]
-        row = path.stem.partition(".")[0]
-        rows.append(f"| [{row}](../troubleshooting.md#{row}) | `{path.name}` | {kind} | {where} |")
-    count, real = len(rows), sum(path.stem in made for path in _TEXTS.glob("*.txt"))
-    head = _EVIDENCE.format(rows=len(FAILURES), texts=count, provoked=real)
-    return (
-        "\n".join([head, "| entry | text | obtained | from |", "|---|---|---|---|", *rows]) + "\n"
-    )
 
 
 def provoked() -> set[str]:
@@ -139,4 +107,3 @@ def _looks_like(failure: Failure) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(text())
-    EVIDENCE.write_text(evidence())

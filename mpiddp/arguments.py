@@ -36,7 +36,7 @@ VERBS = {
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "bench": (
         "mpiddp.bench.main",
-        "measure scaling, all-reduce, steps, data, start-up, rendezvous",
+        "measure scaling, all-reduce, start-up, steps, data",
     ),
 }
 
@@ -108,6 +108,15 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected {error}, not {shown(text)!r}") from None
 
     return whole_number
+
+
+def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser for ascending lists of whole numbers such as 1,2,4."""
+
+    def several(text: str) -> tuple[int, ...]:
+        return tuple(sorted({whole(low)(each) for each in text.split(",")}))
+
+    return several
 
 
 def duration(text: str) -> float:

@@ -120,12 +120,12 @@ def duration(seconds: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """ "950 B", "12.3 kB", "1.2 GB"."""
-    for unit in ("B", "kB", "MB"):
+    """ "950 B", "12.3 kB", "1.2 GB", "3.4 TB"."""
+    for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
         size /= 1000
-    return f"{size:.1f} GB"
+    return f"{size:.1f} TB"
 
 
 def percentile(values: Collection[float], percent: int) -> float:

@@ -122,16 +122,6 @@ def _agree(connections: Sequence[socket.socket]) -> None:
             connection.recv(4096)
 
 
-def names(ranks: int) -> None:
-    """Resolve the names of all hosts with a name server that answers slowly.
-
-    It runs in namespaces of its own, so that this machine's resolver is left alone. Only root may do so.
-    """
-    hosts = max(1, ranks // RANKS_PER_HOST)
-    inside = [sys.executable, "-m", "benchmarks.ranks.slow_names", str(hosts)]
-    subprocess.run(["unshare", "--net", "--mount", *inside], check=True)
-
-
 def _start(part: str, *arguments: int) -> subprocess.Popen[str]:
     """Start another part as a process, and wait until it has imported everything, which does not count."""
     command = [sys.executable, "-m", __spec__.name, part, *map(str, arguments)]
@@ -167,7 +157,6 @@ PARTS: dict[str, Callable[..., None]] = {
     "clients": clients,
     "server": server,
     "members": members,
-    "names": names,
 }
 
 if __name__ == "__main__":

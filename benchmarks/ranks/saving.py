@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import sys
 import tempfile
@@ -12,10 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks.peer_saves import PEERS
-from benchmarks.saving import NO_SAVE, rank_options
-from mpiddp.bench.result_lines import emit
-from mpiddp.bench.rounds import turns
+from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
+from mpiddp.bench.figures import emit, turns
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group, device_of
@@ -31,7 +30,7 @@ from mpiddp.train.resnet import ARCHS
 
 
 def main() -> None:
-    options = rank_options(sys.argv[1:])
+    options = Options(**json.loads(sys.argv[1]))
     training = parse(
         [
             *(
@@ -66,21 +65,14 @@ def main() -> None:
             checkpoints.resume()
             global_batch = num_images * coordinator.world.world_size
             step = Step((torch.arange(num_images),), global_batch, True)
-            variants = (NO_SAVE, *options.variants.split(","))
-            peers = {name: PEERS[name]() for name in variants if name in PEERS}
 
             def save(variant: str, number: int) -> None:
-                if peer := peers.get(variant):
-                    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    peer.save(states, root / f"{variant} {number}")
-                elif variant != NO_SAVE:
+                if variant != NO_SAVE:
                     checkpoint.save(checkpoints, state, Progress(number), config, "synthetic")
-                if variant == "at-once":
-                    wait_for_saves(variant)
+                if variant == AT_ONCE:
+                    wait_for_saves()
 
-            def wait_for_saves(variant: str) -> None:
-                if peer := peers.get(variant):
-                    peer.wait()
+            def wait_for_saves() -> None:
                 current().wait_for_saves()
                 dist.barrier()
 
@@ -97,31 +89,22 @@ def main() -> None:
                     marks.append(_now(device))
                 return [end - start for start, end in itertools.pairwise(marks)]
 
-            step_s: dict[str, list[list[float]]] = {variant: [] for variant in variants}
-            cpu_s: dict[str, list[float]] = {variant: [] for variant in variants}
+            step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
+            cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
             first = 0
             # The warm-up round allocates memory and momentum, and selects kernels.
-            for number, variant in turns(variants, options.rounds, warmup=1):
+            for number, variant in turns(VARIANTS, options.rounds, warmup=1):
                 start = time.process_time()
                 seconds = block(variant, first)
-                wait_for_saves(variant)
+                wait_for_saves()
                 if number > 0:
                     step_s[variant].append(seconds)
                     cpu_s[variant].append(time.process_time() - start)
-                if variant in peers and coordinator.world.rank == 0:
-                    _remove(root / f"{variant} {first + 1}")
                 first += options.steps
             checkpoints.close()
             if coordinator.world.rank == 0:
                 shutil.rmtree(root)
                 emit({"step_s": step_s, "cpu_s": cpu_s})
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _now(device: torch.device) -> float:

@@ -6,7 +6,7 @@
     mpirun -np 2 python -m mpiddp run examples/gpt/train.py
 
 Run the same command again to resume, after a SIGTERM as well as after a crash: the training ends with the
-same bits. docs/evidence/gpt.md has its curve and its figures.
+same bits. examples/gpt/README.md has its curve and its figures.
 """
 
 from __future__ import annotations

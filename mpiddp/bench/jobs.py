@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-import os
+import json
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from mpiddp.bench.result_lines import Result, read_results
-from mpiddp.protocol.variables import PREFIX
+from mpiddp.bench.figures import Result, read_results
 from mpiddp.text import counted
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
 
@@ -47,7 +47,7 @@ class Finished:
 
     @property
     def results(self) -> list[Result]:
-        """The results that its ranks sent with `mpiddp.bench.result_lines.emit`."""
+        """What its ranks sent with `emit`."""
         return read_results(self.lines)
 
 
@@ -65,8 +65,8 @@ class Jobs:
     timeout_s: float
     training: tuple[str, ...] = ()
 
-    def run(self, name: str, *arguments: str, ranks: int) -> Finished:
-        """Run `mpiddp bench-rank NAME ARGUMENTS TRAINING…` as every rank of a job over the hosts.
+    def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Result:
+        """Run `mpiddp bench-rank NAME` as every rank of a job, and return what rank 0 sent.
 
         A rank has as many threads as in a job on all slots. Otherwise a single rank would be faster
         because it uses the whole host.
@@ -75,63 +75,59 @@ class Jobs:
             BenchJobFailed: it did not succeed within `timeout_s`.
         """
         job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name]
-        return self.run_job(*job, *arguments, *self.training, ranks=ranks)
+        return self.run_job(*job, json.dumps(asdict(options)), *self.training, ranks=ranks)
 
-    def run_job(self, *job: str, ranks: int) -> Finished:
-        """Run a job (`-m`, a module, or a script, and its arguments) over the hosts given.
-
-        Raises:
-            BenchJobFailed: it did not succeed within `timeout_s`.
-        """
+    def run_job(self, *job: str, ranks: int) -> Result:
+        """The same for any job: `-m`, a module, or a script, and its arguments."""
         command = [*launch_command(*self.where), "-n", str(ranks), *job]
-        return run(command, timeout_s=self.timeout_s)
-
-    def run_here(self, ranks: int, *job: str) -> Finished:
-        """Run a job on this machine alone.
-
-        Raises:
-            BenchJobFailed: it did not succeed within `timeout_s`.
-        """
-        return run(self.command_here(ranks, *job), timeout_s=self.timeout_s)
-
-    def command_here(self, ranks: int, *job: str) -> list[str]:
-        timeout_s = f"{self.timeout_s:.0f}"
-        where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
-        return [*launch_command(*where), *job]
+        [found] = time_command(command, timeout_s=self.timeout_s).results
+        return found
 
 
 def launch_command(*options: str) -> list[str]:
-    # A job that has exceeded its time has nothing to save. Every rank sends its results over stdout.
-    fixed = ("--grace", "1s", "--log-ranks", "all")
-    return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
+    # A job that has exceeded its time has nothing to save.
+    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
 
 
-def run(
-    argv: Sequence[str],
-    *,
-    timeout_s: float,
-    on_line: OnLine | None = None,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
+def time_command(
+    argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None
 ) -> Finished:
-    """Run a command to its end, in this process's environment and directory unless others are given.
+    """Run a command to its end. It does not outlive this function.
 
     Raises:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
     before, started_at = _cpu_s(), time.time()
     lines: list[str] = []
+    timed_out = threading.Event()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
-        _child(argv, errors.fileno(), env, cwd) as child,
-        _alarm(timeout_s, child) as timed_out,
+        subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors.fileno(),
+            text=True,
+            errors="replace",
+        ) as child,
     ):
         assert child.stdout is not None
-        for line in child.stdout:
-            lines.append(line.rstrip("\n"))
-            if on_line is not None:
-                on_line(child.pid, line)
-        code = child.wait()
+
+        def end() -> None:
+            timed_out.set()  # before the child ends, so that the reader of its end finds the cause
+            child.terminate()
+
+        alarm = threading.Timer(timeout_s, end)
+        alarm.start()
+        try:
+            for line in child.stdout:
+                lines.append(line.rstrip("\n"))
+                if on_line is not None:
+                    on_line(child.pid, line)
+            code = child.wait()
+        finally:
+            alarm.cancel()
+            child.terminate()
         wall_s = time.time() - started_at
         errors.seek(0)
         text = errors.read().strip()
@@ -140,48 +136,6 @@ def run(
     if code != 0:
         raise BenchJobFailed(code, text)
     return Finished(started_at, wall_s, _cpu_s() - before, lines)
-
-
-@contextmanager
-def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.Event]:
-    """Terminate the child if the body takes longer, and set the event in that case."""
-    timed_out = threading.Event()
-
-    def terminate() -> None:
-        timed_out.set()  # before the child ends, so that the reader of its end finds the cause
-        child.terminate()
-
-    alarm = threading.Timer(seconds, terminate)
-    alarm.start()
-    try:
-        yield timed_out
-    finally:
-        alarm.cancel()
-
-
-@contextmanager
-def _child(
-    argv: Sequence[str], stderr: int, env: Mapping[str, str] | None, cwd: Path | None
-) -> Iterator[subprocess.Popen[str]]:
-    """Run the command as a child that does not outlive the body."""
-    child = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        errors="replace",
-        env={**(os.environ if env is None else env), PREFIX: "never"},
-        cwd=cwd,
-    )
-    try:
-        yield child
-    finally:
-        if child.poll() is None:
-            child.send_signal(signal.SIGTERM)
-            child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
 
 
 def _cpu_s() -> float:

@@ -1,22 +1,57 @@
-"""`mpiddp bench NAME`: measure one thing, print a table, write its numbers as JSON and a chart as PNG.
+"""`mpiddp bench NAME`: measure one thing, print a table, and write its numbers as JSON.
 
-mpiddp bench scaling --hostfile hostfiles/two_nodes --arch resnet50
+    mpiddp bench scaling --hostfile hostfiles/two_nodes --arch resnet50
+
+Each benchmark is a module of this package with `Options`, `measure(options, jobs)` and `table(results)`,
+which run in the launching process, without torch. `mpiddp.bench.ranks` has the ranks of its jobs.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from mpiddp.bench.run import run_benchmark
-from mpiddp.errors import DONE, UserError
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
+from mpiddp.bench.machine import machine
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
+from mpiddp.launch.options import HOW, WHERE, parse_options
+from mpiddp.launch.options import add_options as add_launch_options
+from mpiddp.launch.plan import make_plan
+from mpiddp.launch.starters.environment import shell_line, without_values
+from mpiddp.paths import named_by
+from mpiddp.train.option_parser import add_options
+from mpiddp.train.options import parse as parse_training
+
+_OF_ALL_SLOTS = ("n", "npernode")  # a job of fewer ranks says so itself
+
+
+@dataclass(frozen=True)
+class Row:
+    """A benchmark. With `takes_training` it accepts the options of `mpiddp train` too."""
+
+    purpose: str
+    takes_hosts: bool = True  # otherwise its jobs run on this machine
+    takes_training: bool = False
+
 
 BENCHMARKS = {
-    "scaling": "images/s and efficiency against the number of ranks",
-    "allreduce": "the bandwidth of gloo's and NCCL's all-reduce by size",
-    "launch": "the time from the command to the first all-reduce, compared with torchrun",
-    "step": "time of each part of a step, and the runner's overhead over a bare loop",
-    "loader": "the images/s of each data source, compared with the speed of the model",
-    "rendezvous": "time to join, by number of ranks",
+    "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
+    "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
+    "start": Row("the time from the command to the first all-reduce, beside torchrun", False),
+    "step": Row(
+        "the runner's loop beside a bare loop, and the phases of a step", takes_training=True
+    ),
+    "loader": Row("the images/s of a data source, beside those of the model", takes_training=True),
 }
 
 
@@ -27,20 +62,118 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before the first measurement.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        lines = "\n".join(f"  {name:<12}{row.purpose}" for name, row in BENCHMARKS.items())
+        print(f"usage: mpiddp bench NAME [options]\n\n{lines}\n\nSee: mpiddp bench NAME --help")
         return DONE
     name, *rest = argv
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
         raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}.')
-    benchmark = import_module(f"mpiddp.bench.{name}").BENCHMARK
-    return run_benchmark(f"mpiddp bench {name}", BENCHMARKS[name], benchmark, rest)
+    module = import_module(f"mpiddp.bench.{name}")
+    return run_benchmark(f"mpiddp bench {name}", name, BENCHMARKS[name], module, rest)
 
 
-def usage() -> str:
-    lines = "\n".join(f"  {name:<12}{purpose}" for name, purpose in BENCHMARKS.items())
-    return (
-        f"usage: mpiddp bench NAME [options]\n\n{lines}\n\n"
-        "Each benchmark prints a table and writes NAME.json and NAME.png.\n"
-        "See: mpiddp bench NAME --help"
+def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) -> int:
+    """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
+
+    Args:
+        module: has `Options`, `measure` and `table`.
+
+    Raises:
+        UserError: bad input, found before the first measurement.
+        JobFailed: a disk has failed or is full.
+    """
+    started = time.localtime()
+    parser, where = _parser(prog, name, row, module)
+    values, training = parser.parse_known_args(argv)
+    if row.takes_training:
+        parse_training(training)  # before the ranks start
+    elif training:
+        parser.error(f"unrecognized arguments: {' '.join(training)}")
+    own = {each: getattr(values, each) for each in module.Options.__dataclass_fields__}
+    options = module.Options(**own)
+    out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
+    jobs = _jobs(values, where, training)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
+    try:
+        results = module.measure(options, jobs)
+    except BenchJobFailed as failure:
+        print(failure, file=sys.stderr)
+        note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
+        return BAD_INPUT if failure.code == BAD_INPUT else FAILED
+    print(module.table(results))
+    exports = getattr(values, "exports", [])
+    record = {
+        "benchmark": name,
+        "command": shell_line([*prog.split(), *without_values(argv, exports, {})]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
+        "environment": {
+            "mpi": jobs.starter,
+            "hosts": results.pop("hosts", None) or [asdict(machine())],
+        },
+        "options": {**own, "training": training},
+        "results": results,
+    }
+    with named_by("--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{out / f'{name}.json'}")
+    return DONE
+
+
+def _parser(
+    prog: str, name: str, row: Row, module: Any
+) -> tuple[OneSentenceParser, Sequence[argparse.Action]]:
+    """The parser, and its options that are `mpiddp launch`'s."""
+    training = " Takes the options of mpiddp train too." if row.takes_training else ""
+    parser = OneSentenceParser(
+        prog=prog,
+        description=f"Measure {row.purpose}; print a table and write {name}.json.{training}",
+        allow_abbrev=False,
+        formatter_class=DefaultsShown,
+        conflict_handler="resolve",  # --timeout is the job's here
     )
+    if row.takes_hosts:
+        for group in (WHERE, HOW):
+            add_launch_options(parser, group)
+    where = [each for each in parser._actions if each.dest != "help"]
+    add_options(parser, module.Options)
+    add = parser.add_argument_group("the benchmark")
+    limit = "time limit of one job"
+    add.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
+    out = "folder of the results (default: bench/<time>-<name>)"
+    add.add_argument("--out", metavar="DIR", help=out)
+    return parser, [each for each in where if each.option_strings]
+
+
+def _jobs(
+    values: argparse.Namespace, where: Sequence[argparse.Action], training: list[str]
+) -> Jobs:
+    """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
+    options = [option for each in where for option in _as_options(each, values)]
+    if not where:
+        options = ["-H", "localhost:1"]
+    fewer = [each for each in where if each.dest not in _OF_ALL_SLOTS]
+    plan = make_plan(parse_options([*options, "-m", "mpiddp", "bench-rank"]), os.environ)
+    hosts = plan.request.hosts
+    return Jobs(
+        tuple(option for each in fewer for option in _as_options(each, values)),
+        plan.request.world_size,
+        max(host.ranks for host in hosts.hosts),
+        plan.starter.name,
+        values.timeout,
+        tuple(training),
+    )
+
+
+def _as_options(action: argparse.Action, values: argparse.Namespace) -> list[str]:
+    """What was given for this option, as a command line has it."""
+    value, flag = getattr(values, action.dest), action.option_strings[0]
+    if value == action.default:
+        return []
+    if action.nargs == 0:
+        return [flag]
+    if isinstance(value, list):
+        return [f"{flag}={each}" if flag.startswith("--") else f"{flag}{each}" for each in value]
+    return [flag, str(value)]

@@ -241,6 +241,17 @@ class RunOwner:
                 os.utime(self._path)
 
 
+def owner_is_alive(run: RunDir) -> bool:
+    """Whether a process owns the run's folder: one of this machine, or one that touches its file."""
+    with contextlib.suppress(OSError):
+        record = _Record.parse(_read(run.owner) or b"")
+        is_dead = record.is_dead if record else None
+        return run.owner.exists() and not (
+            time.time() - run.owner.stat().st_mtime > OWNER_STALE_S if is_dead is None else is_dead
+        )
+    return False
+
+
 def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
     """Become the owner of the run's folder.
 

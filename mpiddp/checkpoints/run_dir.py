@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,11 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """A line for each start of the run, and for each rank of it that says how it ended."""
+        return self.path / "attempts.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -135,6 +141,11 @@ class RunRecords:
             self._is_warned = False
         except OSError as error:
             self._warn(error)
+
+    def note(self, **facts: Any) -> None:
+        """Append a line about this start of the run to attempts.jsonl."""
+        with contextlib.suppress(OSError):
+            _append(self._run.attempts, json.dumps({"at": time.time(), **facts}).encode() + b"\n")
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:

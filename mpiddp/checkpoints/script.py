@@ -5,10 +5,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import platform
+import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.contents import MAX_STEP, Contents, Resumed, read
@@ -86,6 +91,7 @@ class Checkpoints:
         self._verified: Path | None = None  # the checkpoint that this host has just verified
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
+        self._has_noted_end, self._pid = False, os.getpid()
         session = current()
         if session.run is None or session.run.is_closed:
             session.run = self._records
@@ -103,6 +109,7 @@ class Checkpoints:
         if not ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
             self.close()
         else:
+            self._note_end("failed", error)
             self._give_up()
 
     @property
@@ -268,12 +275,31 @@ class Checkpoints:
                 self._saver.finish()
         finally:
             self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
+            failed = sys.exc_info()[1]  # its last save
+            outcome = "stopped" if current().stop.has_stopped else "done"
+            self._note_end("failed" if failed else outcome, failed)
             self._give_up()
 
     def _give_up(self) -> None:
         self._records.is_closed = True
         if self._run is not None:
             self._run.close()
+
+    def _note_uncaught(self) -> None:
+        """At the exit of a script without a `with` that an error has ended."""
+        if error := getattr(sys, "last_value", None):
+            self._note_end("failed", error)
+
+    def _note_end(self, outcome: str, error: BaseException | None = None) -> None:
+        """Say once in the run's folder how this rank ended. A rank that says nothing has failed."""
+        if self._run is None or self._has_noted_end or os.getpid() != self._pid:
+            return
+        self._has_noted_end = True
+        failure = ending_of(error).sentence if outcome == "failed" else ""
+        rank = self._run.ranks.rank
+        if rank == 0 or failure:
+            facts = {"rank": rank, "host": socket.gethostname(), "outcome": outcome}
+            self._records.note(event="ended", **facts, failure=failure)
 
     def _wait_for_own_save(self) -> None:
         saver = self._saver  # another thread may close
@@ -315,6 +341,11 @@ class Checkpoints:
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
         session.send("run_dir", path=str(self._dir.path.absolute()))
+        if run.ranks.rank == 0:
+            versions = f"python {platform.python_version()}, torch {torch.__version__}"
+            hosts = list(self._coordinator.hostnames)
+            self._records.note(event="started", step=step, hosts=hosts, versions=versions)
+        atexit.register(self._note_uncaught)
         if run.owner is not None:
             atexit.register(
                 run.owner.release

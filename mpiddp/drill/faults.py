@@ -13,26 +13,20 @@ class Fault:
     """One fault, and how the run goes on after it.
 
     act: what a rank does to itself (`plan.Plan.act`). send: the signal from outside, with act "hold".
-    harm: what happens to the newest checkpoint before the resume.
-    before, after: ranks fewer than asked for, in the run that the fault hits and in its resume; with
-        `of_hosts`, hosts fewer.
+    damage: what happens to the newest checkpoint before the resume.
+    fewer_ranks_first, fewer_ranks_at_resume: than asked for.
     """
 
     name: str
     act: str = "kill"
     send: Callable[[int], None] | None = None
-    harm: injectors.Damage | None = None
-    before: int = 0
-    after: int = 0
-    of_hosts: bool = False
+    damage: injectors.Damage | None = None
+    fewer_ranks_first: int = 0
+    fewer_ranks_at_resume: int = 0
 
     @property
     def changes_ranks(self) -> bool:
-        return self.before != self.after
-
-    @property
-    def needs_hosts(self) -> bool:
-        return self.of_hosts or self.act == "link"
+        return self.fewer_ranks_first != self.fewer_ranks_at_resume
 
     @property
     def is_of_save(self) -> bool:
@@ -51,14 +45,11 @@ FAULTS = (
     Fault("ctrl-c", "hold", injectors.ctrl_c),
     Fault("timeout", "hold", injectors.time_limit),
     Fault("full", "full in save"),
-    Fault("torn", harm=injectors.tear),
-    Fault("flip", harm=injectors.flip_bit),
-    Fault("fewer", after=1),
-    Fault("more", before=1),
-    Fault("host-fewer", after=1, of_hosts=True),
-    Fault("host-more", before=1, of_hosts=True),
-    Fault("link", "link"),
+    Fault("torn", damage=injectors.tear),
+    Fault("flip", damage=injectors.flip_bit),
+    Fault("fewer", fewer_ranks_at_resume=1),
+    Fault("more", fewer_ranks_first=1),
     Fault("hang", "hang"),
-    Fault("launcher", "hold", injectors.kill),
+    Fault("launcher", "hold", injectors.kill_launcher),
 )
 NAMES = tuple(fault.name for fault in FAULTS)

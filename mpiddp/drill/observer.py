@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.plan import Plan, act_in_save, act_in_step
+from mpiddp.drill.plan import Plan, PlannedFault
 from mpiddp.drill.records import position
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
@@ -47,15 +47,20 @@ def observe() -> None:
     observer = _Observer(folder, int(os.environ["RANK"]), Plan.read(folder))
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
-    observer.watch_model()
+    nn.modules.module.register_module_forward_pre_hook(observer.before_forward)
     _watch_saves(observer)
-    _watch_samples(observer.samples)
+    _watch_batches(observer)
 
 
 class _Observer:
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
         self.folder, self.rank, self.plan = folder, rank, plan
-        self.samples: list[int] = []
+        self.fault = PlannedFault(plan, folder, rank)
+        # Those that the model has not seen: the loader, and the numbers of the samples.
+        self.batches: list[tuple[object, list[int]]] = []
+        self._samples: list[int] = []  # of this step
+        self._ahead = 0  # batches that the script has before it calls its model
+        self._is_resumed = any(folder.glob(f"rank_{rank}_*.jsonl"))
         self.steps = 0  # of this process
         self._position = 0  # the step that this process has resumed from
         self._optimizer: Optimizer | None = None  # the first one that makes a step
@@ -63,19 +68,20 @@ class _Observer:
         self._first_buffers = ""
         name = f"rank_{rank}_{time.time_ns()}.jsonl"
         self._file = (folder / name).open("w", buffering=1)
-        world = int(os.environ["WORLD_SIZE"])
-        self._write(kind="start", rank=rank, world=world, host=socket.gethostname(), at=time.time())
+        self._write(kind="start", rank=rank)
 
-    def watch_model(self) -> None:
-        """Remember the outermost module of the first forward pass, and its buffers before that."""
-
-        def called(module: nn.Module, inputs: object) -> None:
-            if self._model is None:
-                self._model = module
-                self._first_buffers = _digest(list(module.buffers()))
-            handle.remove()
-
-        handle = nn.modules.module.register_module_forward_pre_hook(called)
+    def before_forward(self, module: nn.Module, inputs: object) -> None:
+        """Remember the outermost module of the first forward pass. Each call of it takes a batch."""
+        if self._model is None:
+            self._model = module
+            self._first_buffers = _digest(list(module.buffers()))
+        if module is not self._model or not torch.is_grad_enabled() or not self.batches:
+            return
+        if not self._ahead:
+            self._ahead = len(self.batches)
+            if self._is_resumed:  # a script may skip the batches of before by getting them
+                del self.batches[: -self.plan.ahead]
+        self._samples += self.batches.pop(0)[1]
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._optimizer is not None:
@@ -88,6 +94,7 @@ class _Observer:
         self._write(
             kind="first",
             **state,
+            ahead=self._ahead,
             # A model may be divided or wrapped so that it has other parameters; then none is known.
             is_of_model=not of_model or any(id(each) in of_model for each in parameters),
         )
@@ -98,12 +105,15 @@ class _Observer:
             return
         self.steps += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if not self._samples:  # the model that is called is not the first that was
+            self._samples = [number for _, numbers in self.batches for number in numbers]
+            self.batches.clear()
+        samples, self._samples = self._samples, []
         self._write(
-            kind="step", at=time.time(), rates=rates, samples=self.samples, **self._state(optimizer)
+            kind="step", at=time.time(), rates=rates, samples=samples, **self._state(optimizer)
         )
-        self.samples.clear()
         step = self._position + self.steps
-        act_in_step(self.plan, self.folder, self.rank, step)
+        self.fault.after_step(step)
         if self.plan.last and step >= self.plan.last:
             raise SystemExit(0)
 
@@ -113,7 +123,8 @@ class _Observer:
         A save that a fault breaks is not recorded: nothing can resume from it.
         """
         step = self._position + self.steps
-        act_in_save(self.plan, self.folder, self.rank, step, write, data)
+        if write is not None:
+            self.fault.in_save(step, write, data)
         self._write(kind="save", step=step, path=path, in_handler=_in_handler())
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -126,7 +137,6 @@ class _Observer:
             "optimizer": _digest(held) if held else "",
             "buffers": _digest(buffers),
             "random": _random_digest(),
-            "norms": [float(_local(each).detach().double().norm()) for each in parameters[:64]],
         }
 
     def _write(self, **event: Any) -> None:
@@ -195,15 +205,31 @@ def _watch_saves(observer: _Observer) -> None:
     torch.save = observed  # this process is a rehearsal; nothing else replaces functions of torch
 
 
-def _watch_samples(samples: list[int]) -> None:
-    """Append the numbers of the samples of each batch when the script gets it.
+def _watch_batches(observer: _Observer) -> None:
+    """Note the numbers of the samples of each batch when the script gets it.
 
     A loader's workers have later batches already. A batch for an evaluation does not count.
     """
     from torch.utils.data import dataloader
 
     Loader: Any = dataloader._BaseDataLoaderIter
-    draw, deliver = Loader._next_index, Loader.__next__
+    create, reset, draw, deliver = (
+        getattr(Loader, name) for name in ("__init__", "_reset", "_next_index", "__next__")
+    )
+
+    def forget(self: Any, loader: object) -> None:
+        """An epoch begins. What a `break` has left of the one before is never delivered, or never used."""
+        self.__dict__["_drill_drawn"] = []
+        observer.batches[:] = [each for each in observer.batches if each[0] is not loader]
+
+    def begin(self: Any, loader: Any) -> None:
+        forget(self, loader)
+        self.__dict__["_drill_loader"] = loader
+        create(self, loader)
+
+    def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:
+        forget(self, loader)
+        reset(self, loader, first_iter)
 
     def next_index(self: Any) -> Any:
         drawn = draw(self)
@@ -216,7 +242,9 @@ def _watch_samples(samples: list[int]) -> None:
         numbers = numbers.pop(0)
         if torch.is_grad_enabled():
             many = numbers if isinstance(numbers, (list, tuple)) else [numbers]
-            samples.extend(int(each) for each in many if each is not None)
+            whole = [int(each) for each in many if each is not None]
+            observer.batches.append((self.__dict__.get("_drill_loader"), whole))
         return batch
 
+    Loader.__init__, Loader._reset = begin, begin_again
     Loader._next_index, Loader.__next__ = next_index, deliver_next

@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# Python's tempfile, hex digits as of a uuid, a step.
-_NUMBERS = re.compile(r"tmp[a-z0-9_]{8}|[0-9a-f]{4,}|[0-9]+")
 State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
 
 
@@ -20,27 +18,9 @@ class Attempt:
     """One process of a rank, from its start to its end. `first`: the state before its first step."""
 
     rank: int
-    host: str
-    at: float
     first: State | None
     steps: list[State]
     saves: list[State]  # of each file
-
-    @property
-    def files_of_saves(self) -> list[list[State]]:
-        """The files of each save, which a thread may write while the training makes steps.
-
-        A save ends where one of its files, numbers aside, comes again at another step.
-        """
-        found: list[list[State]] = []
-        steps: dict[str, int] = {}
-        for file in self.saves:
-            name, step = without_numbers(file["path"]), file["step"]
-            if not found or steps.setdefault(name, step) != step:
-                found.append([])
-                steps = {name: step}
-            found[-1].append(file)
-        return found
 
 
 @dataclass
@@ -89,9 +69,13 @@ class Recording:
 
     @property
     def saved_steps(self) -> list[int]:
-        """The steps at which saves began."""
-        attempts = [attempt for rank in self.ranks for attempt in rank.attempts]
-        return sorted({files[0]["step"] for each in attempts for files in each.files_of_saves})
+        return sorted({save["step"] for save in self.saves})
+
+    def saved_before_fault(self, undisturbed: Recording) -> list[int]:
+        """The steps of the saves of the first attempts."""
+        saves = [save for rank in self.ranks for save in rank.attempts[0].saves]
+        written = [each for each in saves if each["path"] or not undisturbed.saves_files]
+        return sorted({each["step"] for each in written if each["step"] < self.reached})
 
     @property
     def resumed_from(self) -> int | None:
@@ -103,20 +87,11 @@ class Recording:
         """The steps of rank 0's first attempt."""
         return len(self.ranks[0].attempts[0].steps)
 
-    def saved_before_fault(self, undisturbed: Recording) -> list[int]:
-        """The steps of the saves that were complete: with as many files as those of the undisturbed run."""
-        found = []
-        for own, whole in zip(self.ranks, undisturbed.ranks, strict=False):
-            complete = min(map(len, whole.attempts[0].files_of_saves), default=0)
-            for files in own.attempts[0].files_of_saves:
-                has_file = any(file["path"] for file in files) or not undisturbed.saves_files
-                if has_file and len(files) >= complete:
-                    found.append(files[0]["step"])
-        return [step for step in found if step < self.reached]
-
-    def ranks_beside(self, host: str) -> list[int]:
-        """The ranks that run on other hosts."""
-        return [n for n, rank in enumerate(self.ranks) if rank.attempts[0].host != host]
+    @property
+    def ahead(self) -> int:
+        """The batches that rank 0 had when it first called its model."""
+        first = self.ranks[0].attempts[0].first if self.ranks else None
+        return first["ahead"] if first else 1
 
     @property
     def longest_step_s(self) -> float:
@@ -127,11 +102,6 @@ class Recording:
         """How often each sample was in the steps that count."""
         steps = (step for rank in self.ranks for step in rank.steps[1:])
         return Counter(number for step in steps for number in step["samples"])
-
-
-def without_numbers(path: str) -> str:
-    """The same text for the files of one kind of all steps: numbers, and the random names of new files."""
-    return _NUMBERS.sub("0", path)
 
 
 def find(steps: list[State], weights: str) -> int | None:
@@ -152,10 +122,8 @@ def read(folder: Path) -> Recording:
 
 def position(folder: Path, rank: int, weights: str) -> int:
     """The step that earlier attempts of this rank had reached with these weights; 0 if none."""
-    attempts = (
-        _read_attempt(file) for file in sorted(folder.glob(f"rank_{rank}_*.jsonl"), key=_started)
-    )
-    earlier = [each for each in attempts if each is not None][:-1]
+    files = sorted(folder.glob(f"rank_{rank}_*.jsonl"), key=_started)
+    earlier = [each for each in map(_read_attempt, files) if each is not None][:-1]
     return find(History(earlier).steps, weights) or 0
 
 
@@ -165,15 +133,11 @@ def _started(file: Path) -> int:
 
 
 def _read_attempt(file: Path) -> Attempt | None:
-    lines = file.read_text().rpartition("\n")[0].splitlines()
-    events = [json.loads(line) for line in lines]
+    events = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
     if not events:
         return None
-    start = events[0]
-    by_kind: dict[str, list[State]] = {"first": [], "step": [], "save": []}
-    for event in events[1:]:
+    by_kind: dict[str, list[State]] = {"start": [], "first": [], "step": [], "save": []}
+    for event in events:
         by_kind[event["kind"]].append(event)
     first = by_kind["first"][0] if by_kind["first"] else None
-    return Attempt(
-        start["rank"], start["host"], start["at"], first, by_kind["step"], by_kind["save"]
-    )
+    return Attempt(events[0]["rank"], first, by_kind["step"], by_kind["save"])

@@ -10,21 +10,21 @@ from mpiddp.drill.verdict import Result
 from mpiddp.text import align_columns
 
 _HEAD = (
-    *("fault", "verdict", "codes", "steps lost", "twice", "never", "weights", "learning rate"),
-    *("left", "files", "s lost"),
+    *("fault", "verdict", "samples repeated", "samples skipped", "checkpoint lost"),
+    *("weights equal", "leftover processes"),
 )
+_YES_OR_NO = {None: "-", True: "yes", False: "no"}
+_VERDICTS = {None: "-", True: "pass", False: "FAIL"}
 
 
 def line(result: Result) -> str:
     """`kill: pass`, or `kill: FAIL: why`."""
-    return f"{result.fault}: {_verdict(result)}" + (f": {result.cause}" if result.cause else "")
+    return f"{result.fault}: {_VERDICTS[result.passed]}" + (result.cause and f": {result.cause}")
 
 
 def table(results: Sequence[Result]) -> str:
-    rows = [_HEAD, *(_row(each) for each in results)]
-    said = [(each.fault, text) for each in results for text in (each.cause, each.note) if text]
-    sentences = [f"{fault}: {text}." for fault, text in said]
-    return "\n".join([align_columns(rows, right=range(3, 6)), *sentences])
+    sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
+    return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
 
 
 def as_json(results: Sequence[Result]) -> str:
@@ -32,27 +32,12 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    codes = ", ".join("none" if code is None else str(code) for code in result.codes)
+    samples = (result.samples_repeated, result.samples_skipped)
     return (
         result.fault,
-        _verdict(result),
-        codes or "-",
-        "-" if result.steps_lost is None else str(result.steps_lost),
-        str(result.twice),
-        str(result.never),
-        _weights(result.difference),
-        result.rate or "-",
-        str(result.left),
-        str(result.files_left),
-        "-" if result.seconds_lost is None else f"{result.seconds_lost:.0f}",
+        _VERDICTS[result.passed],
+        *("-" if number is None else str(number) for number in samples),
+        _YES_OR_NO[result.checkpoint_lost],
+        _YES_OR_NO[result.weights_equal],
+        str(result.leftover_processes),
     )
-
-
-def _verdict(result: Result) -> str:
-    return "-" if result.passed is None else "pass" if result.passed else "FAIL"
-
-
-def _weights(difference: float | None) -> str:
-    if difference is None:
-        return "-"
-    return "equal" if difference == 0.0 else f"{difference:.1e}"

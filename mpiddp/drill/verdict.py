@@ -1,27 +1,37 @@
 """From what was recorded to pass or fail, with the cause in one sentence and what to change. Pure functions.
 
 A resumed run passes if it ends with the bits of the undisturbed one. Only then does it not matter how it got
-there; otherwise the first thing that differs at the first step after the resume is the cause.
+there; otherwise the first check of CHECKS that has a sentence names the cause.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from mpiddp.drill.causes import UNNOTICED, cause_of, last_error, state_cause
 from mpiddp.drill.faults import Fault
-from mpiddp.drill.records import Recording, without_numbers
+from mpiddp.drill.records import History, Recording, State
 from mpiddp.drill.rehearse import Rehearsal
-from mpiddp.errors import DONE
+from mpiddp.errors import BAD_INPUT, DONE
+
+_DAMAGED = re.compile(
+    r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
+    r"unexpected EOF|is truncated|zip archive"
+)
+_ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", re.M)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_PHRASE_LENGTH = 160
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `passed` is None if the fault did not occur. `difference`: 0.0 for equal bits.
+    """One row of the table. `passed` is None if the fault did not occur; other None are not known.
 
-    note: how the fault was made, if another way than usual.
+    weights_equal: the bits of parameters, optimizer and buffers at the end. checkpoint_lost: the run resumed
+    from an older step than that of its newest save.
     """
 
     fault: str
@@ -29,105 +39,279 @@ class Result:
     cause: str = ""
     codes: tuple[int | None, ...] = ()
     steps_lost: int | None = None
-    twice: int = 0  # samples
-    never: int = 0
-    difference: float | None = None
-    rate: str = ""  # the learning rate at the first step after the resume, and what it was
-    left: int = 0
-    files_left: int = 0
-    seconds_lost: float | None = None
-    note: str = ""
+    samples_repeated: int | None = None
+    samples_skipped: int | None = None
+    checkpoint_lost: bool | None = None
+    weights_equal: bool | None = None
+    leftover_processes: int = 0
 
 
-def judge(
-    fault: Fault, whole: Rehearsal, other: Rehearsal, again: Callable[[], Rehearsal]
-) -> Result:
-    """Compare a disturbed run with the undisturbed one. `again` makes a second undisturbed run."""
-    if not other.fired:
-        why = "the script ended before" if other.codes[-1] == DONE else last_error(other)
-        why = other.note or why
-        return Result(fault.name, None, f"did not occur: {why}", tuple(other.codes))
-    ours, theirs = whole.recording, other.recording
-    cause = cause_of(fault, whole, other)
-    difference = None if fault.changes_ranks else _difference(ours, theirs)
-    if not cause and not fault.changes_ranks and difference != 0.0:
-        repeats = first_difference(whole, other) is None
-        cause = UNNOTICED if fault.harm and repeats else state_cause(ours, theirs, repeats=repeats)
-        # A script whose undisturbed runs differ as much is not to blame.
-        allowed = 0.0 if cause or difference is None else _difference(ours, again().recording)
-        if not cause and (difference is None or not allowed or difference > 4 * allowed):
-            cause = _unequal(ours, theirs, difference, allowed)
-    extra, missing = theirs.samples() - ours.samples(), ours.samples() - theirs.samples()
-    at = theirs.resumed_from
+@dataclass(frozen=True)
+class Case:
+    """The undisturbed run, and the one that a fault has hit."""
+
+    fault: Fault
+    undisturbed: Rehearsal
+    disturbed: Rehearsal
+
+    @property
+    def before(self) -> Recording:
+        return self.undisturbed.recording
+
+    @property
+    def after(self) -> Recording:
+        return self.disturbed.recording
+
+    @cached_property
+    def first_difference(self) -> int | None:
+        """The first step before the fault whose weights are not those of the undisturbed run.
+
+        None if all are: then a resumed run should end with the same bits.
+        """
+        if self.fault.fewer_ranks_first or not self.after.ranks or not self.before.ranks:
+            return None
+        attempt = self.after.ranks[0].attempts[0]
+        states = [*filter(None, [attempt.first]), *attempt.steps]
+        pairs = zip(self.before.ranks[0].steps, states, strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), None)
+
+    @property
+    def is_comparable(self) -> bool:
+        return not self.fault.changes_ranks and self.first_difference is None
+
+    @property
+    def weights_equal(self) -> bool | None:
+        if not self.is_comparable:
+            return None
+        return [*_ends(self.before)] == [*_ends(self.after)]
+
+
+def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
+    """Compare a disturbed run with the undisturbed one."""
+    codes = tuple(disturbed.codes)
+    if not disturbed.injected:
+        ended = disturbed.codes[-1] == DONE
+        why = "the script ended before" if ended else last_error(disturbed)
+        return Result(fault.name, None, f"did not occur: {why}", codes)
+    case = Case(fault, undisturbed, disturbed)
+    before, after = case.before, case.after
+    cause = next((text for check in CHECKS if (text := check(case))), "")
+    at, saved = after.resumed_from, after.saved_before_fault(before)
+    repeated = skipped = None
+    if case.is_comparable:
+        repeated = (after.samples() - before.samples()).total()
+        skipped = (before.samples() - after.samples()).total()
     return Result(
         fault.name,
         not cause,
         cause,
-        tuple(other.codes),
-        steps_lost=None if at is None else theirs.reached - at,
-        twice=0 if fault.changes_ranks else extra.total(),
-        never=0 if fault.changes_ranks else missing.total(),
-        difference=difference,
-        rate=_rates(ours, theirs),
-        left=other.left,
-        files_left=len(_patterns(other) - _patterns(whole)),
-        seconds_lost=other.seconds - whole.seconds,
-        note=other.note,
+        codes,
+        steps_lost=None if at is None else after.reached - at,
+        samples_repeated=repeated,
+        samples_skipped=skipped,
+        checkpoint_lost=None if at is None or not saved else at < max(saved),
+        weights_equal=case.weights_equal,
+        leftover_processes=disturbed.leftover,
     )
 
 
-def judge_undisturbed(whole: Rehearsal) -> Result:
+def judge_undisturbed(undisturbed: Rehearsal) -> Result:
     """Whether the script can be drilled at all, and what shows without a fault."""
-    recording = whole.recording
-    cause = ""
-    if whole.codes[-1] is None:
+    recording, code, cause = undisturbed.recording, undisturbed.codes[-1], ""
+    if code is None:
         cause = (
-            "the undisturbed run did not end within --budget: end it after fewer steps, --steps N"
+            "the undisturbed run did not end within an hour: end it after fewer steps, --steps N"
         )
-    elif whole.codes[-1] != DONE:
-        cause = f"the undisturbed run ended with code {whole.codes[-1]}: {last_error(whole)}"
+    elif code != DONE:
+        cause = f"the undisturbed run ended with code {code}: {last_error(undisturbed)}"
     elif not recording.length:
         cause = "no step of a torch optimizer was seen"
     elif shared := _shared_file(recording):
         cause = f"{shared}: save on rank 0 alone"
-    return Result("none", not cause, cause, tuple(whole.codes), left=whole.left)
+    codes = tuple(undisturbed.codes)
+    return Result("none", not cause, cause, codes, leftover_processes=undisturbed.leftover)
 
 
-def first_difference(whole: Rehearsal, other: Rehearsal) -> int | None:
-    """The first step before the fault whose weights are not those of the undisturbed run; None if all are."""
-    ours, theirs = whole.recording.ranks, other.recording.ranks
-    if not theirs or len(theirs[0].attempts) == 0:
-        return None
-    attempt = theirs[0].attempts[0]
-    pairs = zip(ours[0].steps, [*filter(None, [attempt.first]), *attempt.steps], strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), None)
+# ---- the checks, in the order in which they name a cause
 
 
-def _unequal(
-    ours: Recording, theirs: Recording, difference: float | None, allowed: float | None
-) -> str:
-    if ours.length != theirs.length:
-        return f"the resumed run ended after step {theirs.length}, the undisturbed one after {ours.length}"
-    if difference and allowed:
+def _leftover(case: Case) -> str:
+    left = case.disturbed.leftover
+    return f"processes of the job remained after its end: {left}" if left else ""
+
+
+def _in_handler(case: Case) -> str:
+    if not any(save["in_handler"] for save in case.after.saves):
+        return ""
+    return (
+        "the script saves within its signal handler, in the middle of a step: let the handler set a "
+        "flag, and save at the end of the step"
+    )
+
+
+def _other_tensors(case: Case) -> str:
+    lasts = [rank.attempts[-1].first for rank in case.after.ranks]
+    if all(first is None or first["is_of_model"] for first in lasts):
+        return ""
+    return (
+        "the optimizer updates tensors that are no longer the model's: load the weights in place, or "
+        "create the optimizer after the model"
+    )
+
+
+def _worker(case: Case) -> str:
+    is_cut = case.fault.is_request and case.disturbed.codes[0] != DONE
+    if not is_cut or "DataLoader worker" not in case.disturbed.said[0]:
+        return ""
+    return (
+        "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
+        "worker_init_fn, and let the rank decide"
+    )
+
+
+def _no_checkpoint(case: Case) -> str:
+    # A script whose first weights are others each time resumes from no known step, also if it begins anew.
+    if case.before.saves or case.after.resumed_from:
+        return ""
+    if case.after.resumed_from is None and case.disturbed.codes[-1] != DONE:
+        return ""
+    return f"no checkpoint was written within {case.before.length} steps: nothing survives"
+
+
+def _different_states(case: Case) -> str:
+    points = [rank.last_resume for rank in case.after.ranks]
+    if case.fault.changes_ranks or len(set(points)) < 2:
+        return ""
+    shown = ", ".join(f"rank {n} from step {at}" for n, at in enumerate(points))
+    return f"the ranks resume from different states ({shown}): load the checkpoint on every rank"
+
+
+def _failed_resume(case: Case) -> str:
+    fault, code, said = case.fault, case.disturbed.codes[-1], case.disturbed.said[-1]
+    if code == DONE:
+        return ""
+    if code is None:
+        return "the resumed run did not end in time"
+    error = last_error(case.disturbed)
+    how = f"the resumed run ended with code {code}: {error}"
+    if "Weights only load failed" in said:
+        return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
+    if fault.is_of_save:
+        return f"the checkpoint is torn ({error}): write into a file beside it, then os.replace"
+    if fault.damage is not None and _DAMAGED.search(said):
+        return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
+    return how
+
+
+def _begins_anew(case: Case) -> str:
+    saved = case.after.saved_before_fault(case.before)
+    if case.after.resumed_from != 0 or not saved:
+        return ""
+    return (
+        f"the run begins anew, although it had saved at step {max(saved)}: load "
+        "the newest checkpoint at the start"
+    )
+
+
+def _unnoticed(case: Case) -> str:
+    is_unknown = bool(case.after.ranks[0].resumed_from) and case.after.resumed_from is None
+    if case.fault.damage is None:
+        return "the weights at the resume are those of no step of the run" * is_unknown
+    if not is_unknown and case.weights_equal is not False:
+        return ""
+    return (
+        "the damage was loaded without an error: keep a checksum beside the checkpoint, as "
+        "mpiddp.Checkpoints does"
+    )
+
+
+def _state(case: Case) -> str:
+    """The first state of rank 0, or of another, that is not what it was at the step of the resume."""
+    if case.weights_equal or case.fault.changes_ranks:
+        return ""
+    pairs = zip(case.before.ranks, case.after.ranks, strict=False)
+    found = (_state_of(n, *pair, case.is_comparable) for n, pair in enumerate(pairs))
+    return next(filter(None, found), "")
+
+
+def _state_of(number: int, before: History, after: History, repeats: bool) -> str:
+    """`repeats`: whether both runs had the same weights. If not, they have other samples anyway."""
+    at, last = after.last_resume, after.attempts[-1]
+    if at is None or last.first is None or at + 1 >= len(before.steps) or not last.steps:
+        return ""
+    saved, first, then, now = after.steps[at], last.first, before.steps[at + 1], last.steps[0]
+    if first["optimizer"] != saved["optimizer"] and at:
+        lacks = "is not in the checkpoint" if not first["optimizer"] else "is another one"
+        return f"rank {number}'s optimizer state {lacks}: save and load optimizer.state_dict()"
+    if now["rates"] != then["rates"]:
+        return _rate_cause(before, at, now)
+    if number == 0 and first["buffers"] != saved["buffers"]:
         return (
-            f"the weights at the end differ by {difference:.1e}, those of two undisturbed runs by "
-            f"{allowed:.1e}"
+            "the model's buffers, such as BatchNorm's statistics, are not in the checkpoint: save "
+            "model.state_dict() and not its parameters alone"
         )
-    pairs = zip(ours.ranks[0].steps, theirs.ranks[0].steps, strict=True)
-    first = next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), ours.length)
+    if repeats and sorted(now["samples"]) != sorted(then["samples"]):
+        return _order_cause(before, at, now)
+    if repeats and now["random"] != then["random"]:
+        return (
+            "the random numbers after the resume are not those that would have come: save and restore "
+            "torch.get_rng_state(), and those of random and numpy, for each rank"
+        )
+    return ""
+
+
+def _rate_cause(before: History, at: int, now: State) -> str:
+    rates = [step["rates"][0] for step in before.steps[1:]]
+    was, found = rates[at], now["rates"][0]
+    facts = f"learning rate {found:.3g} at the first step after the resume, was {was:.3g}"
+    if rates[0] == found and rates[0] < max(rates[: at + 1]):
+        return f"the warm-up begins anew ({facts}): save and load the scheduler, or use the step's number"
+    return f"the scheduler is not in the checkpoint ({facts}): save and load scheduler.state_dict()"
+
+
+def _order_cause(before: History, at: int, now: State) -> str:
+    earlier = [sorted(step["samples"]) for step in before.steps[1:]]
+    length = _steps_of_epoch(earlier)
+    if sorted(now["samples"]) not in earlier[:at]:
+        return (
+            "the samples after the resume are others: save the seed of the order, the epoch and the position "
+            "in it"
+        )
+    number = earlier.index(sorted(now["samples"])) + 1
+    if number <= length and at >= length and (at + 1 - number) % length == 0:
+        return "the resumed run repeats epoch 0's order: call sampler.set_epoch with the epoch's number"
+    return (
+        f"the resumed run reads the samples of step {number} again: save the position in the epoch, and skip "
+        "the batches before it"
+    )
+
+
+def _steps_of_epoch(steps: list[list[int]]) -> int:
+    """The steps before the first sample that comes again."""
+    seen: set[int] = set()
+    for number, samples in enumerate(steps):
+        if seen & set(samples):
+            return number
+        seen.update(samples)
+    return len(steps)
+
+
+def _other_end(case: Case) -> str:
+    if case.weights_equal is not False:
+        return ""
+    before, after = case.before, case.after
+    if before.length != after.length:
+        return f"the resumed run ended after step {after.length}, the undisturbed one after {before.length}"
+    pairs = zip(before.ranks[0].steps, after.ranks[0].steps, strict=True)
+    different = (n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"])
+    first = next(different, before.length)
     return f"the weights differ from step {first} on, by a cause that was not recorded"
 
 
-def _difference(ours: Recording, theirs: Recording) -> float | None:
-    """0.0 for equal bits at the end of all ranks; else the largest relative difference of a tensor's norm."""
-    if [*_ends(ours)] == [*_ends(theirs)]:
-        return 0.0
-    if ours.length != theirs.length or not theirs.ranks:
-        return None
-    a, b = ours.ranks[0].steps[-1]["norms"], theirs.ranks[0].steps[-1]["norms"]
-    return max(
-        (abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in zip(a, b, strict=False)), default=0.0
-    ) or float.fromhex("0x1p-53")  # bits differ that no norm shows
+CHECKS: tuple[Callable[[Case], str], ...] = (
+    *(_leftover, _in_handler, _other_tensors, _worker, _no_checkpoint, _different_states),
+    *(_failed_resume, _begins_anew, _unnoticed, _state, _other_end),
+)
 
 
 def _ends(recording: Recording) -> Iterator[tuple[object, ...]]:
@@ -138,30 +322,26 @@ def _ends(recording: Recording) -> Iterator[tuple[object, ...]]:
         yield len(rank.steps), end.get("weights"), end.get("optimizer"), buffers
 
 
-def _rates(ours: Recording, theirs: Recording) -> str:
-    at = theirs.resumed_from
-    if at is None or at + 1 > ours.length or not theirs.ranks[0].attempts[-1].steps:
-        return ""
-    now = theirs.ranks[0].attempts[-1].steps[0]["rates"][0]
-    was = ours.ranks[0].steps[at + 1]["rates"][0]
-    return "as before" if now == was else f"{now:.3g}, was {was:.3g}"
-
-
 def _shared_file(recording: Recording) -> str:
     """A sentence about a file that several ranks write."""
     writers: dict[str, set[int]] = {}
     for number, rank in enumerate(recording.ranks):
-        for attempt in rank.attempts:
-            for save in attempt.saves:
-                if save["path"]:
-                    writers.setdefault(save["path"], set()).add(number)
+        for save in (each for attempt in rank.attempts for each in attempt.saves):
+            writers.setdefault(save["path"], set()).add(number)
     for path, ranks in writers.items():
-        if len(ranks) > 1:
+        if path and len(ranks) > 1:
             numbers = ", ".join(map(str, sorted(ranks)))
             return f"ranks {numbers} write into one file, {Path(path).name}"
     return ""
 
 
-def _patterns(rehearsal: Rehearsal) -> set[str]:
-    """The names of its files, with the same digit for each number."""
-    return {without_numbers(file) for file in rehearsal.files}
+def last_error(rehearsal: Rehearsal) -> str:
+    said = _COLOUR.sub("", rehearsal.said[-1])
+    lines = [line for line in said.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("mpiddp: ")]
+    if rehearsal.codes[-1] == BAD_INPUT:
+        # A rank refuses its input; what the launcher said before is no error.
+        ours = [line for line in lines if line not in ours][-1:]
+    errors = _ERROR.findall(said) or ours or lines[-1:]
+    text = (errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip()
+    return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

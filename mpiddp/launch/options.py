@@ -420,8 +420,8 @@ def _begins(name: str, known: str) -> bool:
     return known.endswith("-") and name.startswith(known)
 
 
-def option_parser(*, is_whole_help: bool = True) -> argparse.ArgumentParser:
-    """The parser, for `parse_values`. Its help lists the common options, or all of them."""
+def option_parser(listed: str = "all") -> argparse.ArgumentParser:
+    """The parser, for `parse_values`. Its help lists all options, the "common" ones, or "none"."""
     parser = _Parser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -434,13 +434,14 @@ def option_parser(*, is_whole_help: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show the most used options")
     parser.add_argument("--help-all", action=_Help, nargs=0, help="show every option")
-    groups: dict[str, Any] = {}
-    for each in (each for each in fields(LaunchOptions) if each.metadata):
-        is_listed = is_whole_help or each.metadata["common"]
-        name = each.metadata["group"] if is_whole_help else "the most used options"
-        if is_listed and name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        _add(groups[name] if is_listed else parser, each, is_listed=is_listed)
+    if listed == "all":
+        for group in (WHERE, HOW, FAILURES, ENDS, OUTPUT):
+            add_options(parser, group)
+    else:
+        common = parser.add_argument_group("the most used options")
+        for each in (each for each in fields(LaunchOptions) if each.metadata):
+            is_listed = listed == "common" and each.metadata["common"]
+            _add(common if is_listed else parser, each, is_listed=is_listed)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
     )
@@ -462,17 +463,25 @@ Options of mpiddp launch stand before the script. What follows the script is the
 """
 
 
+def add_options(parser: argparse.ArgumentParser, group: str) -> None:
+    """Add the options of a group, WHERE or HOW, for every verb that starts ranks."""
+    found = parser.add_argument_group(group)
+    for each in fields(LaunchOptions):
+        if each.metadata and each.metadata["group"] == group:
+            _add(found, each, is_listed=True)
+
+
 def _add(group: Any, each: Field[Any], *, is_listed: bool) -> None:
     """Add an option. The help shows its first spelling; a later one is what other launchers call it."""
     flags, argument = each.metadata["flags"], dict(each.metadata["argument"])
     own = [flag for flag in flags if flag not in _SPELLINGS]
     text = argument.pop("help")
     shown_text = text if is_listed else _HIDDEN
-    group.add_argument(*own, dest=each.name, default=_default(each), help=shown_text, **argument)
-    if others := [flag for flag in flags if flag in _SPELLINGS]:
-        group.add_argument(
-            *others, dest=each.name, default=argparse.SUPPRESS, help=_HIDDEN, **argument
-        )
+    option = group.add_argument(
+        *own, dest=each.name, default=_default(each), help=shown_text, **argument
+    )
+    for flag in flags:  # argparse would list all spellings of an option
+        group._option_string_actions[flag] = option
 
 
 _SPELLINGS = ("--machinefile", "--host", "--hosts", "-np", "--nproc-per-node")
@@ -489,7 +498,7 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         is_short = rest[-1] in ("-h", "--help") and parser.prog == "mpiddp launch"
-        (option_parser(is_whole_help=False) if is_short else parser).print_help()
+        (option_parser("common") if is_short else parser).print_help()
         raise SystemExit(0)
 
 
@@ -519,7 +528,7 @@ def _dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def parse_options(argv: list[str]) -> LaunchOptions:
+def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too.
 
     Raises:
@@ -531,7 +540,7 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     }
     files = [read_env_file(path, os.environ) for path in values.env_files]
     job = _job(values)
-    refuse_misplaced(job, "mpiddp launch")
+    refuse_misplaced(job, verb)
     hints = job.check_options()
     if hints is not None and hints.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
         given["log_ranks"] = "all"

@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-from dataclasses import replace
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import MAX_SLOTS, Hosts, parse_host_list, read_hostfile, slots_of
+from mpiddp.hosts.hostfile import MAX_SLOTS, parse_host_list, read_hostfile, slots_of
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
@@ -24,8 +22,7 @@ from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.traffic import VALUE_BYTES, Training, traffic
 from mpiddp.text import shown
 
-_GPUS = 8  # per host of --hosts
-_MAGNITUDES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_MAGNITUDES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +39,7 @@ def main(argv: list[str]) -> int:
         parse_sizes(options.sizes), hosts, tp_across_hosts=across, layers=training.layers
     )
     layout = Layout(sizes, tuple(hosts))
-    sent = traffic(layout, training) if training.params or training.has_activations else []
+    sent = traffic(layout, training)
     if options.json:
         print(json.dumps(report.record(layout, sent)))
     else:
@@ -68,12 +65,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("output")
     add.add_argument("--all", action="store_true", help="print every host and every group")
     add.add_argument("--json", action="store_true", help="print one line of JSON, with every group")
-    for argument in argv:  # as many frameworks spell them
-        option, _, size = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and option in DIMENSIONS:
-            raise UserError(
-                f"{shown(argument)}: write it without dashes: {option}={shown(size) or 'N'}"
-            )
     return parser.parse_intermixed_args(argv)
 
 
@@ -91,7 +82,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=whole(1),
         metavar="K",
-        help=f"GPUs of each host of --hosts (default: {_GPUS}), or of hosts without a slot count",
+        default=8,
+        help="GPUs of each host of --hosts (default: 8)",
     )
     add.add_argument(
         "--tp-across-hosts",
@@ -139,16 +131,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _amount(text: str) -> float:
     """A parser for 7e9, 7000000000, 7B, 350M, 1.5T."""
-    match = re.fullmatch(
-        r"([0-9]{1,16}(?:\.[0-9]{1,16})?)(?:e\+?([0-9]{1,2})|([KMBT]?))",
-        text,
-        re.ASCII | re.IGNORECASE,
-    )
-    amount = 0.0
-    if match:
-        amount = (
-            float(match[1]) * 10.0 ** int(match[2] or 0) * _MAGNITUDES[(match[3] or "").upper()]
-        )
+    factor = _MAGNITUDES.get(text[-1:].upper())
+    try:
+        amount = float(text[:-1] if factor else text) * (factor or 1.0)
+    except ValueError:
+        amount = 0.0
     if not 1 <= amount <= 1e18:
         raise argparse.ArgumentTypeError(
             f"expected a number of parameters such as 7e9, 7B or 350M, not {shown(text)!r}"
@@ -157,65 +144,34 @@ def _amount(text: str) -> float:
 
 
 def _training(options: argparse.Namespace) -> Training:
-    given = [name for name in ("layers", "hidden", "seq") if getattr(options, name)]
-    missing = [name for name in ("layers", "hidden", "seq") if name not in given]
-    if given and missing:
-        raise UserError(
-            f"--{given[0]} is given without {' and '.join(f'--{name}' for name in missing)}. The activations "
-            "have a size only with all three."
-        )
-    return Training(
-        params=options.params,
-        value_bytes=VALUE_BYTES[options.dtype],
-        layers=options.layers,
-        hidden=options.hidden,
-        seq=options.seq,
-        micro_batch=options.micro_batch,
-        micro_batches=options.micro_batches,
-        fsdp=options.fsdp,
-    )
+    """--layers alone limits the stages; --hidden and --seq need each other and it."""
+    if (options.hidden or options.seq) and not (options.layers and options.hidden and options.seq):
+        raise UserError("--layers, --hidden and --seq together give the size of the activations.")
+    names = ("params", "layers", "hidden", "seq", "micro_batch", "micro_batches", "fsdp")
+    given = {name: getattr(options, name) for name in names}
+    return Training(value_bytes=VALUE_BYTES[options.dtype], **given)
 
 
 def _hosts(options: argparse.Namespace) -> list[str]:
     """The host of every rank, in the order in which `mpiddp launch` numbers them."""
     if options.hosts is not None:
-        gpus = options.gpus or _GPUS
-        if options.hosts * gpus > MAX_SLOTS:
-            raise UserError(
-                f"--hosts {options.hosts} with {gpus} GPUs each are {options.hosts * gpus} GPUs; "
-                f"expected at most {MAX_SLOTS}."
-            )
-        return [f"host{index}" for index in range(options.hosts) for _ in range(gpus)]
-    named = _with_slots(_named(options), options.gpus)
-    return [host.name for host in named.hosts for _ in range(slots_of(named, host))]
-
-
-def _named(options: argparse.Namespace) -> Hosts:
-    """The hosts by name. Nothing starts there, so names that Open MPI would confuse do no harm."""
+        if options.hosts * options.gpus > MAX_SLOTS:
+            raise UserError(f"--hosts {options.hosts}: at most {MAX_SLOTS} GPUs are planned.")
+        return [f"host{index}" for index in range(options.hosts) for _ in range(options.gpus)]
     if options.host_list is not None:
-        return parse_host_list(options.host_list)
-    if options.hostfile is not None:
-        return read_hostfile(options.hostfile, keep_fqdn=True)
-    granted = find_allocation(os.environ)
-    if granted is None:
+        named = parse_host_list(options.host_list)
+    elif options.hostfile is not None:
+        # Nothing starts there, so names that Open MPI would confuse do no harm.
+        named = read_hostfile(options.hostfile, keep_fqdn=True)
+    elif granted := find_allocation(os.environ):
+        named = granted
+    else:
         raise UserError(
             "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"
         )
-    return granted
-
-
-def _with_slots(hosts: Hosts, gpus: int | None) -> Hosts:
-    """The hosts, with `gpus` slots where the list has no count."""
-    if gpus is not None and not hosts.without_slots:
+    if named.without_slots:
+        host = named.without_slots[0]
         raise UserError(
-            f"--gpus {gpus} is for hosts without a slot count, and each host of {hosts.source} "
-            "has one."
+            f"{named.where(host)}: {host.name} has no slot count. Example: {host.name} slots=8"
         )
-    if gpus is None and hosts.without_slots:
-        host = hosts.without_slots[0]
-        raise UserError(
-            f"{hosts.where(host)}: {host.name} has no slot count. Write one, as in {host.name}:8, or give "
-            "--gpus 8 for all such hosts."
-        )
-    filled = (replace(host, slots=gpus) if host.slots is None else host for host in hosts.hosts)
-    return replace(hosts, hosts=tuple(filled))
+    return [host.name for host in named.hosts for _ in range(slots_of(named, host))]

@@ -16,15 +16,14 @@ cp, which depend on the routing of tokens and on the attention; and the gradient
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mpiddp.meshes.layout import Layout
 
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-MODEL, ACTIVATIONS = "--params", "--layers, --hidden and --seq"
 
 
 @dataclass(frozen=True)
@@ -47,41 +46,25 @@ class Training:
     micro_batches: int = 1
     fsdp: bool = False
 
-    @property
-    def has_activations(self) -> bool:
-        return bool(self.layers and self.hidden and self.seq)
-
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one dimension sends in a step. The bytes are exact for a layout; hosts may differ.
+    """The bytes that one dimension sends in a step: of the busiest GPU inside its host, of the busiest host.
 
-    inside: by rank, to ranks of the same host. network: by host, to other hosts.
-    missing: the options without which there is no figure; both are then empty.
+    All groups of a dimension are alike on equal hosts.
     """
 
     dimension: str
     operation: str
-    inside: Mapping[int, float]
-    network: Mapping[str, float]
-    missing: str = ""
-
-    @property
-    def most_inside(self) -> float:
-        return max(self.inside.values(), default=0.0)
-
-    @property
-    def most_network(self) -> float:
-        return max(self.network.values(), default=0.0)
+    inside: float
+    network: float
 
 
 def traffic(layout: Layout, training: Training) -> list[Traffic]:
-    """The traffic of every dimension with more than one rank, fastest first."""
-    return [
-        _of_dimension(layout, name, training)
-        for name in reversed(list(layout.sizes))
-        if layout.sizes[name] > 1
-    ]
+    """The traffic of every dimension with more than one rank, fastest first; none of what is not known."""
+    names = [name for name in reversed(list(layout.sizes)) if layout.sizes[name] > 1]
+    found = (_of_dimension(layout, name, training) for name in names)
+    return [each for each in found if each is not None]
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
@@ -149,70 +132,44 @@ def stage_bytes(training: Training, sizes: Mapping[str, int]) -> float:
     return activation_bytes(training, sizes) * training.micro_batches
 
 
-def _of_dimension(layout: Layout, name: str, training: Training) -> Traffic:
+_GRADIENTS = "all-reduce of gradients"
+_SHARDED = "all-gather of parameters, reduce-scatter of gradients"
+
+
+def _of_dimension(layout: Layout, name: str, training: Training) -> Traffic | None:
     sizes, ranks = layout.sizes, layout.sizes[name]
-    operation = _OPERATIONS[name]
-    if name == "dp" and training.fsdp:
-        operation = _OPERATIONS["dp_shard"]
-    if name in ("tp", "pp"):
-        missing = "" if training.has_activations else ACTIVATIONS
-    else:
-        missing = "" if training.params else MODEL
-    if name in ("ep", "cp"):
-        missing = "no estimate"
-    if missing:
-        return Traffic(name, operation, {}, {}, missing)
-    if name == "pp":
-        return Traffic(name, operation, *_of_chains(layout, stage_bytes(training, sizes)))
-    if name == "tp":
-        volume = tensor_bytes(training, sizes)
-    elif operation == _OPERATIONS["dp_shard"]:
-        volume = sharded_bytes(training, sizes, ranks)
+    if name == "pp" and training.hidden:
+        moved = "activations and their gradients"
+        return Traffic(name, moved, *_busiest(layout, name, stage_bytes(training, sizes), False))
+    if name == "tp" and training.hidden:
+        operation, volume = "all-reduce of activations", tensor_bytes(training, sizes)
+    elif name in ("tp", "pp", "ep", "cp") or not training.params:
+        return None
+    elif name == "dp_shard" or (name == "dp" and training.fsdp):
+        operation, volume = _SHARDED, sharded_bytes(training, sizes, ranks)
     elif sizes.get("dp_shard", 1) > 1:
-        volume = replica_bytes(training, sizes, ranks)
+        operation, volume = _GRADIENTS, replica_bytes(training, sizes, ranks)
     else:
+        operation = _GRADIENTS
         volume = all_reduce_bytes(parameter_bytes(training, sizes), ranks)
-    return Traffic(name, operation, *_of_rings(layout, name, volume))
+    return Traffic(name, operation, *_busiest(layout, name, volume, True))
 
 
-_OPERATIONS = {
-    "tp": "all-reduce of activations",
-    "cp": "exchange of keys and values",
-    "ep": "all-to-all of tokens",
-    "dp_shard": "all-gather of parameters, reduce-scatter of gradients",
-    "dp": "all-reduce of gradients",
-    "dp_replicate": "all-reduce of gradients",
-    "pp": "activations and their gradients",
-}
+def _busiest(layout: Layout, name: str, volume: float, is_ring: bool) -> tuple[float, float]:
+    """What the busiest GPU sends inside its host, and the busiest host to others.
 
-
-def _of_rings(
-    layout: Layout, name: str, volume: float
-) -> tuple[dict[int, float], dict[str, float]]:
-    """Every rank sends `volume` to the next one of its ring, which visits each host once."""
-    sends = []
+    Each rank sends `volume` to the next of its ring, which visits each host once; else it exchanges it with
+    the next stage, in both directions.
+    """
+    inside: Counter[int] = Counter()
+    network: Counter[str] = Counter()
     for group in layout.groups(name):
-        sends += [(first, second, volume) for first, second in pairwise([*group, group[0]])]
-    return _by_link(layout, sends)
-
-
-def _of_chains(layout: Layout, volume: float) -> tuple[dict[int, float], dict[str, float]]:
-    """Every rank exchanges `volume` with the next stage, in both directions."""
-    sends = []
-    for group in layout.groups("pp"):
-        for first, second in pairwise(group):
-            sends += [(first, second, volume), (second, first, volume)]
-    return _by_link(layout, sends)
-
-
-def _by_link(
-    layout: Layout, sends: Sequence[tuple[int, int, float]]
-) -> tuple[dict[int, float], dict[str, float]]:
-    inside: dict[int, float] = defaultdict(float)
-    network: dict[str, float] = defaultdict(float)
-    for source, target, volume in sends:
-        if layout.hosts[source] == layout.hosts[target]:
-            inside[source] += volume
-        else:
-            network[layout.hosts[source]] += volume
-    return dict(inside), dict(network)
+        pairs = list(pairwise([*group, group[0]] if is_ring else group))
+        both = pairs if is_ring else [*pairs, *((b, a) for a, b in pairs)]
+        for source, target in both:
+            if layout.hosts[source] == layout.hosts[target]:
+                inside[source] += 1
+            else:
+                network[layout.hosts[source]] += 1
+    most = (max(counts.values(), default=0) for counts in (inside, network))
+    return next(most) * volume, next(most) * volume

@@ -5,9 +5,7 @@ The charts get numbers alone: a run is a letter there, and the names of curves s
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from statistics import mean, median
 from typing import Any
 
 from bokeh.embed import components
@@ -15,9 +13,9 @@ from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
+from mpiddp.report.curves import some_of, thinned
 from mpiddp.report.html import COLOURS, letter, text
 from mpiddp.report.read import Run
-from mpiddp.report.thinning import some_of, thinned
 
 _PIXELS = 1000  # of a chart on a wide screen
 _MAX_POINTS = 60_000  # over all charts, of 22 bytes each in the page
@@ -28,26 +26,19 @@ _FIRST = ("train_loss", "loss", "test_loss", "test_accuracy", "accuracy", "lr", 
 
 
 class Charts:
-    """All charts of a page: the curves, and the step times of ranks."""
+    """The charts of a page, and bokeh's script that draws them."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        curves, of_ranks = _curves(runs), _rank_charts(runs)
-        named = [*curves, *of_ranks]
-        scripts, drawn = components([chart for _, chart in named]) if named else ("", ())
+        named = _curves(runs)
+        self.script, drawn = components([chart for _, chart in named]) if named else ("", ())
         figures = [
             f'<figure><figcaption>{text(name)}</figcaption><div class="chart">{div}</div></figure>'
             for (name, _), div in zip(named, drawn, strict=True)
         ]
-        self.curves = _grid(figures[: len(curves)])
-        self.ranks = _grid(figures[len(curves) :])
-        self.script = scripts
+        self.curves = f'<div class="charts">{"".join(figures)}</div>' if figures else ""
         # bokeh's script for charts, without its widgets, tables, WebGL and TeX.
         inline = Resources(mode="inline", components=["bokeh"])
         self.library: str = inline.render_js() if named else ""
-
-
-def _grid(figures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
@@ -74,7 +65,7 @@ def _draw_curve(chart: Any, run: Run, name: str, pixels: int, index: int) -> Non
         chart.scatter(x, y, color=colour, size=4, name=letter(index))
     if saves := some_of(steps, _MAX_MARKS):
         chart.vspan(x=saves, line_color=colour, line_alpha=0.6, line_dash="dotted")
-    resumed = [start.step for start in run.starts[1:] if start.step is not None]
+    resumed = [start.step for start in run.starts[1:]]
     if resumed:
         chart.vspan(x=some_of(resumed, _MAX_MARKS), line_color=colour, line_alpha=0.6, line_width=2)
 
@@ -87,33 +78,6 @@ def _y_range(runs: Sequence[Run], name: str) -> DataRange1d:
 
 def _order(name: str) -> tuple[int, str]:
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
-
-
-def _rank_charts(runs: Sequence[Run]) -> list[tuple[str, Any]]:
-    """The mean step time of each rank, and over the epochs the slowest rank's share above the median."""
-    by_rank, skew = _chart("rank"), _chart("epoch")
-    is_known = False
-    for index, run in enumerate(runs):
-        times = {rank.rank: rank.step_times_s for rank in run.ranks if rank.step_times_s}
-        if not times:
-            continue
-        is_known = True
-        look = {"color": COLOURS[index], "name": letter(index)}
-        means = array("d", map(mean, times.values()))
-        by_rank.scatter(array("d", times), means, size=4, **look)
-        epochs = list(zip(*times.values(), strict=False))  # those that all ranks finished
-        excess = [100 * (max(each) / (median(each) or 1) - 1) for each in epochs]
-        x = array("d", some_of(range(1, len(excess) + 1), 2 * _PIXELS))
-        y = array("d", some_of(excess, 2 * _PIXELS))
-        skew.line(x, y, line_width=1.5, **look)
-        if len(x) <= _MAX_DOTS:
-            skew.scatter(x, y, size=4, **look)
-    if not is_known:
-        return []
-    return [
-        ("mean step time of each rank, s", by_rank),
-        ("slowest rank above the median, %", skew),
-    ]
 
 
 def _chart(x_label: str, **ranges: Any) -> Any:

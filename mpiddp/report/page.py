@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from mpiddp import __version__
 from mpiddp.report import tables
 from mpiddp.report.charts import Charts
-from mpiddp.report.environment import environment
 from mpiddp.report.html import STYLE, items, legend, section, text
 from mpiddp.report.read import Run
 from mpiddp.text import listed
@@ -25,11 +24,8 @@ def page(runs: Sequence[Run]) -> str:
             section("Failures", tables.failures(runs)),
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
-            section("Ranks and hosts", charts.ranks + tables.hosts(runs)),
-            section("Settings that differ" if len(runs) > 1 else "Settings", tables.settings(runs)),
-            section(
-                "Environment that differs" if len(runs) > 1 else "Environment", environment(runs)
-            ),
+            section("Settings", tables.settings(runs)),
+            section("Environment", tables.environment(runs)),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]
     )

@@ -1,8 +1,11 @@
-"""What the folder of a run tells of it: its records, starts, saves, failures and settings.
+"""What the folder of a run tells of it, from JSON alone: records, starts, saves, failures and settings.
+
+config.json, summary.json, metrics.jsonl    the settings, the results, a record of each step
+attempts.jsonl                              how each start began, and how its ranks ended
+starts/start_0001.json                      command, versions, git commit and environment of each start
 
 A run may be going on, have died while it wrote, or be of another version. So every file may be missing,
-torn or strange: what can be read is read, and `Run.notes` has a sentence for each thing that cannot.
-Only the standard library is needed.
+torn or strange: what can be read is read, and `Run.notes` has a sentence for each file that cannot.
 """
 
 from __future__ import annotations
@@ -10,17 +13,20 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.directory import list_steps, step_of
-from mpiddp.checkpoints.run_dir import OWNER_STALE_S, RunDir
+from mpiddp.checkpoints.run import owner_is_alive
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.doctor.explanations import explain
+from mpiddp.doctor.failures import Weight
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
-from mpiddp.report.history import Save, Start, starts_of
-from mpiddp.report.rank_files import RankFiles, end_of_file, read_ranks
-from mpiddp.report.thinning import Curve
+from mpiddp.report.curves import Curve
 from mpiddp.text import counted
 
 _MAX_JSON_BYTES = 16 << 20
@@ -31,17 +37,58 @@ UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
+class Save:
+    step: int
+    at: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The sentence with which a rank ended. Times are in seconds since 1970."""
+
+    at: float
+    rank: int
+    host: str
+    sentence: str
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank had failed before, where the table of known failures has the sentence."""
+        found = explain([self.sentence])
+        return found is not None and found.failure.weight == Weight.CONSEQUENCE
+
+
+@dataclass
+class Start:
+    """One start of the run. What no file tells, as after the loss of a host, is None or empty."""
+
+    begins: float
+    step: int  # of the save from which it went on
+    hosts: list[str]  # of each rank
+    versions: str
+    ends: float | None = None
+    outcome: str = ""  # "done", "stopped" or "failed"
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def failure(self) -> str:
+        """The sentence of the first rank to fail."""
+        causes = [each for each in self.failures if not each.is_consequence]
+        return min(causes, key=lambda each: each.at).sentence if causes else ""
+
+
+@dataclass(frozen=True)
 class Run:
     """A run as its folder shows it."""
 
     path: Path
-    state: str  # "running", "done", "stopped", "failed", "died" (without a word) or "ended"
+    state: str  # "running", "done", "stopped", "failed", or "-" for a run of an earlier version
     config: dict[str, Any]
     summary: dict[str, Any]
     curves: dict[str, Curve]
+    nan_since: dict[str, int]  # the first of the last steps whose value is no number
     saves: list[Save]
     starts: list[Start]
-    ranks: list[RankFiles]
     notes: list[str]
     start_record: dict[str, Any]  # of its newest start: command, versions, git, environment
 
@@ -64,6 +111,8 @@ class Run:
     def shown(self, form: str, *names: str) -> str:
         """The last value of the first name that has one: the summary's at the run's end, else a record's."""
         for name in names:
+            if name in self.nan_since:
+                return f"nan since step {self.nan_since[name]:,}"
             curve = self.curves.get(name)
             values = [number(self.summary, name), curve.values[-1] if curve else None]
             known = [value for value in values if value is not None]
@@ -92,7 +141,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     """Read the folder of a run.
 
     Args:
-        only_end: read the end of the records only, and nothing that ranks printed: enough for one line.
+        only_end: read the end of the records only: enough for one line.
 
     Raises:
         UserError: the folder is not one of a run.
@@ -106,27 +155,47 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         )
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)
-    curves = _curves(run.metrics, notes, only_end=only_end)
-    ranks = read_ranks(run, notes, only_logs=only_end)
+    curves, nan_since = _curves(run.metrics, notes, only_end=only_end)
     saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
-    is_owned, is_running = run.owner.exists(), time.time() - _mtime(run.owner) < OWNER_STALE_S
-    starts = starts_of(ranks, saves, time.time() if is_running else _mtime(run.metrics))
-    # Each start writes config.json anew, and the last one summary.json after it.
-    if is_owned:
-        state = "running" if is_running else "died"
-    elif run.summary.exists() and _mtime(run.summary) >= _mtime(run.config):
+    is_running = owner_is_alive(run)
+    starts = _starts(run, notes)
+    if starts and starts[-1].ends is None:  # nothing else tells when it ended
+        last = time.time() if is_running else _mtime(run.metrics)
+        starts[-1].ends = max(last, starts[-1].begins)
+    # `mpiddp train` writes config.json at each start, and summary.json after its last step.
+    has_summary = _mtime(run.summary) >= _mtime(run.config) > 0
+    if is_running:
+        state = "running"
+    elif has_summary:
         state = "done"
     elif starts:
-        state = {"done": "stopped", "failed": "failed"}.get(starts[-1].outcome, "died")
+        is_cut = starts[-1].outcome == "done" and bool(config)
+        state = "stopped" if is_cut else starts[-1].outcome or "failed"
     else:
-        state = "ended"
-    start = {} if only_end else _newest_start(run, notes)
-    return Run(folder, state, config, summary, curves, saves, starts, ranks, notes, start)
+        state = "failed" if run.owner.exists() else UNKNOWN
+    files = [] if only_end else sorted((folder / "starts").glob("start_*.json"))
+    record = _json(files[-1], notes) if files else {}
+    return Run(folder, state, config, summary, curves, nan_since, saves, starts, notes, record)
 
 
-def _newest_start(run: RunDir, notes: list[str]) -> dict[str, Any]:
-    files = sorted((run.path / "starts").glob("start_*.json"))
-    return _json(files[-1], notes) if files else {}
+def _starts(run: RunDir, notes: list[str]) -> list[Start]:
+    """The starts, from attempts.jsonl. The end of rank 0 is the start's; any rank may tell how it failed."""
+    starts: list[Start] = []
+    for line in _lines(run.attempts, notes):
+        at, step = number(line, "at"), number(line, "step")
+        if at is not None and step is not None and line.get("event") == "started":
+            hosts = line.get("hosts")
+            named = [str(each) for each in hosts] if isinstance(hosts, list) else []
+            starts.append(Start(at, int(step), named, str(line.get("versions", ""))))
+        elif at is not None and starts and line.get("event") == "ended":
+            start, rank = starts[-1], int(number(line, "rank") or 0)
+            start.ends = min(at, start.ends or at) if rank else at
+            if not rank or not start.outcome:
+                start.outcome = str(line.get("outcome", ""))
+            if line.get("failure"):
+                failure = Failure(at, rank, str(line.get("host", "")), str(line["failure"]))
+                start.failures.append(failure)
+    return starts
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -135,11 +204,9 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
         found = json.loads(read_limited(path, _MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        notes.append(f"{path} cannot be read ({error.strerror}); left out.")
-        return {}
-    except (ValueError, RecursionError):
-        notes.append(f"{path} is not JSON, as if its writing was cut off; left out.")
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not JSON"
+        notes.append(f"{path} cannot be read ({why}); left out.")
         return {}
     if not isinstance(found, dict):
         notes.append(f"{path} is of another program: expected a JSON object; left out.")
@@ -147,47 +214,49 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _curves(path: Path, notes: list[str], *, only_end: bool) -> dict[str, Curve]:
-    """The numbers of metrics.jsonl by name. A line that is no record is skipped, and named in a note."""
+def _curves(
+    path: Path, notes: list[str], *, only_end: bool
+) -> tuple[dict[str, Curve], dict[str, int]]:
+    """The numbers of metrics.jsonl by name, and since which step a name has had no number."""
     curves: dict[str, Curve] = {}
-    broken: list[int] = []
-    left_out: set[str] = set()
-    line_number, line = 0, b"\n"
-    lines = end_of_file(path, _TAIL_BYTES if only_end else None)
-    for line_number, line in enumerate(lines, start=1):
-        record = _record(line)
+    nan_since: dict[str, int] = {}
+    for record in _lines(path, notes, _TAIL_BYTES if only_end else None):
         step = number(record, "step")
         if step is None:
-            broken.append(line_number)
             continue
         for name in record:
             value = None if name in _NOT_CURVES else number(record, name)
-            if value is None:
-                continue
-            if name in curves or len(curves) < _MAX_CURVES:
+            if value is not None and (name in curves or len(curves) < _MAX_CURVES):
                 curves.setdefault(name, Curve()).add(step, value)
-            else:
-                left_out.add(name)
-    if broken[-1:] == [line_number] and not line.endswith(b"\n"):
-        broken.pop()
-        notes.append(f"{path}: the last line, {line_number}, is torn; skipped.")
-    if broken:
-        how_many = counted(len(broken), "line")
-        notes.append(
-            f"{path}: {how_many} without a record; skipped. The first is line {broken[0]}."
-        )
-    if left_out:
-        notes.append(f"{path} has more than {_MAX_CURVES} curves; {len(left_out)} are left out.")
-    return curves
+                nan_since.pop(name, None)
+            elif record[name] is None or isinstance(record[name], float):  # JSON has no NaN
+                nan_since.setdefault(name, int(step))
+    if len(curves) == _MAX_CURVES:
+        notes.append(f"{path}: at most {_MAX_CURVES} curves are shown.")
+    return curves, nan_since
 
 
-def _record(line: bytes) -> dict[str, Any]:
-    """The object in a line, empty for any other line."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _lines(path: Path, notes: list[str], most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records in the lines of a file, or of its last `most` bytes. One note counts the others."""
+    if not path.is_file():
+        return
+    kinds: Counter[bool] = Counter()
+    with path.open("rb") as file:
+        if most is not None and file.seek(0, 2) > most:
+            file.seek(-most, 2)
+            file.readline()  # the rest of a line
+        else:
+            file.seek(0)
+        for line in file:
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            kinds[isinstance(found, dict)] += 1
+            if isinstance(found, dict):
+                yield found
+    if kinds[False]:
+        notes.append(f"{path}: {counted(kinds[False], 'line')} without a record.")
 
 
 def _mtime(path: Path) -> float:

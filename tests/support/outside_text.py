@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
-from mpiddp.bench.options import counts, size_bytes
+from mpiddp.arguments import wholes
+from mpiddp.bench.allreduce import size_bytes
 from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run import _Record
@@ -468,7 +469,7 @@ PARSERS: dict[str, Parser] = {
     "duration": Parser(parse_duration, text_of("1", ".", "s", "m", "h"), (ValueError,)),
     "interval": Parser(parse_interval, text_of("1", ".", "s", "m", "h"), (ValueError,)),
     "size": Parser(size_bytes, text_of("1", "K", "G", "B"), (argparse.ArgumentTypeError,)),
-    "counts of a benchmark": Parser(counts(1), text_of("1", ","), (argparse.ArgumentTypeError,)),
+    "counts of a benchmark": Parser(wholes(1), text_of("1", ","), (argparse.ArgumentTypeError,)),
     "launch options": Parser(
         _options(parse_options),
         st.lists(st.sampled_from(LAUNCH_OPTIONS) | text_of("1", "a"), max_size=6),

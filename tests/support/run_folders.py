@@ -5,19 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 BEGAN = 1_700_000_000.0
-FAILED = """\
-{time} failed
-Traceback (most recent call last):
-  File "train.py", line 7, in <module>
-    step()
-{sentence}
-"""
 
 
 def write_run(
@@ -29,7 +21,6 @@ def write_run(
     saves: Sequence[int] = (50, 100),
     num_ranks: int = 2,
     ranks_per_host: int = 2,
-    epochs: int = 0,
     config: dict[str, Any] | None = None,
     failures: dict[int, str] | None = None,
     ends: bool = True,
@@ -38,14 +29,13 @@ def write_run(
 
     Args:
         restarts_at: the steps of the saves that later starts resumed from, 10 s after each save.
-        epochs: how many each rank has printed the step time of, as with --per-rank-log.
         failures: the exceptions with which these ranks ended, in this order, a second apart. The first
             start ends so too, if there are several.
         ends: whether it came to its summary.
     """
     failures = failures or {}
-    logs, checkpoints = folder / "logs", folder / "checkpoints"
-    logs.mkdir(parents=True)
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
     starts = [BEGAN + 3600 * number for number in range(len(restarts_at) + 1)]
     ended = [begun + 10 + step for begun, step in zip(starts, restarts_at, strict=False)]
     for step in saves:
@@ -65,29 +55,22 @@ def write_run(
             }
             file.write(json.dumps(record) + "\n")
         file.write(json.dumps({"step": steps, "epoch": 0, "test_accuracy": 0.91}) + "\n")
-    for rank in range(num_ranks):
-        lines = []
+    hosts = [f"gpu{rank // ranks_per_host:03d}" for rank in range(num_ranks)]
+    with (folder / "attempts.jsonl").open("w") as file:
         for number, begun in enumerate(starts):
-            node, local_rank = divmod(rank, ranks_per_host)
-            lines.append(
-                f"{stamp(begun)} started: rank {rank} of {num_ranks}, local rank {local_rank}, "
-                f"node {node}, host gpu{node:03d}, pid 7, python 3.11.7, torch 2.13.0, by openmpi\n"
-            )
+            step = [0, *restarts_at][number]
+            about = {"event": "started", "at": begun, "step": step, "hosts": hosts}
+            file.write(json.dumps({**about, "versions": "python 3.11.7, torch 2.13.0"}) + "\n")
             is_last = number == len(starts) - 1
-            late = list(failures).index(rank) if rank in failures else 0
-            at = stamp((begun + steps if is_last else ended[number]) + late)
+            at = begun + steps if is_last else ended[number]
             if is_last and ends:
-                lines.append(f"{at} done\n")
-            elif rank in failures:
-                lines.append(FAILED.format(time=at, sentence=failures[rank]))
-        (logs / f"rank_{rank:05d}.log").write_text("".join(lines))
-        if epochs:
-            times = (
-                0.02 * (1.3 if rank == num_ranks // 2 else 1 + rank % 7 / 100)
-                for _ in range(epochs)
-            )
-            printed = (f"num_steps_per_gpu: 20, avg_step_time: {each:.4f}\n" for each in times)
-            (logs / f"rank_{rank:05d}.out").write_text("".join(printed))
+                end = {"event": "ended", "at": at, "rank": 0, "outcome": "done"}
+                file.write(json.dumps(end) + "\n")
+                continue
+            for late, (rank, failure) in enumerate(failures.items()):
+                end = {"event": "ended", "at": at + late, "rank": rank, "host": hosts[rank]}
+                end |= {"outcome": "failed", "failure": failure}
+                file.write(json.dumps(end) + "\n")
     (folder / "config.json").write_text(
         json.dumps({"arch": "resnet20", "lr": 0.4, **(config or {})})
     )
@@ -100,7 +83,3 @@ def write_run(
         }
         (folder / "summary.json").write_text(json.dumps({**summary, "wall_s": 100.0}))
     return folder
-
-
-def stamp(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S,000", time.localtime(seconds))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
-from mpiddp.bench.allreduce import rank_options
+from mpiddp.bench.allreduce import Options
+from mpiddp.bench.figures import emit
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
-from mpiddp.bench.result_lines import emit
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import BACKENDS, choose_backend, default_group, device_of
 from mpiddp.train.metrics import StepTimer, slowest
@@ -18,15 +16,13 @@ from mpiddp.world import World
 WARMUP = 3
 
 
-def run(world: World, argv: list[str]) -> None:
-    options = rank_options(argv)
+def rank(world: World, options: Options, training: list[str]) -> None:
     with join(world) as coordinator:
         with coordinator.all_or_none():
-            backends = (
-                [choose_backend(options.backend)]
-                if options.backend
-                else [each for each in reversed(BACKENDS) if each == "gloo" or _has_gpu()]
-            )
+            has_gpu = choose_backend(None) == "nccl"
+            backends = [each for each in reversed(BACKENDS) if each == "gloo" or has_gpu]
+            if options.backend:
+                backends = [choose_backend(options.backend)]
             devices = [device_of(coordinator.world, backend) for backend in backends]
         hosts = hosts_of(coordinator)
         found = []
@@ -37,10 +33,6 @@ def run(world: World, argv: list[str]) -> None:
                     found.append({"backend": backend, "bytes": size, "seconds": seconds})
         if coordinator.world.rank == 0:
             emit({"sums": found, "hosts": hosts})
-
-
-def _has_gpu() -> bool:
-    return choose_backend(None) == "nccl"
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
@@ -59,5 +51,4 @@ def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[flo
     for _ in range(count):
         dist.all_reduce(numbers)
         timer.tick()
-    times: Sequence[float] = timer.read()
-    return slowest(times, device)
+    return slowest(timer.read(), device)

@@ -1,22 +1,23 @@
-"""A rank of `mpiddp bench loader`: each data source delivers batches, and nothing else runs.
+"""A rank of `mpiddp bench loader`: a data source delivers batches, and nothing else runs.
 
-The sources alternate within one job. Their first passes do not count, because these start workers and fill
-caches, as a training does once. The speed of the model on such batches is measured first.
+The numbers of workers alternate within one job. Their first passes do not count, because these start
+workers and fill caches, as a training does once. The speed of the model is measured first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from mpiddp.bench.loader import rank_options
+from mpiddp.bench.figures import emit, turns
+from mpiddp.bench.loader import Options
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
     bare_step,
@@ -24,9 +25,6 @@ from mpiddp.bench.ranks.training import (
     hosts_of,
     resolve_training,
 )
-from mpiddp.bench.result_lines import emit
-from mpiddp.bench.rounds import turns
-from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.start.join import join
 from mpiddp.text import counted, percentile
@@ -34,104 +32,72 @@ from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.metrics import StepTimer
-from mpiddp.train.opening import default_data_dir, open_data
+from mpiddp.train.opening import open_data
 from mpiddp.world import World
 
 MODEL_S = 2.0  # minimum seconds of the model's steps
 WIDTH, HEIGHT = 500, 375  # of a generated image: the most common size in ImageNet
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A source, its name and its configuration."""
-
-    name: str
-    data: Data
-    config: TrainConfig
-    device: torch.device
-
-
-def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options(argv)
-    with join(world) as coordinator, _generated(coordinator, options.images) as folder:
-        opened, missing = _open_all(coordinator, training, folder, options.workers)
-        hosts = hosts_of(coordinator)
-        shapes = {each.data.shape: each for each in opened}
-        model_speeds = {
-            shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()
-        }
-        speeds: dict[str, list[float]] = {each.name: [] for each in opened}
-        for epoch, each in turns(opened, options.rounds, warmup=1):
-            speed = _images_per_s(coordinator, each, options.batches, epoch)
+def rank(world: World, options: Options, training: list[str]) -> None:
+    is_named = any(each.startswith(("--dataset", "--data-dir", "--use-syn")) for each in training)
+    with join(world) as coordinator, contextlib.ExitStack() as stack:
+        if not is_named:
+            folder = stack.enter_context(_generated(coordinator, options.images))
+            training = [*training, "--dataset", "image-folder", "--data-dir", str(folder)]
+        config, _, device = resolve_training(coordinator, training)
+        opened = _open(coordinator, config, device, options.workers)
+        shape = next(iter(opened.values())).shape
+        hosts, model = hosts_of(coordinator), _model_images_per_s(coordinator, config, device)
+        speeds: dict[str, list[float]] = {name: [] for name in opened}
+        for epoch, name in turns(list(opened), options.rounds, warmup=1):
+            speed = _images_per_s(coordinator, config, opened[name], device, options.batches, epoch)
             if epoch > 0:
-                speeds[each.name].append(speed)
+                speeds[name].append(speed)
         if coordinator.world.rank == 0:
-            found = [
+            sources = [{"source": name, "images_per_s": each} for name, each in speeds.items()]
+            emit(
                 {
-                    "source": each.name,
-                    "batch_size": each.config.batch_size,
-                    "images_per_s": speeds[each.name],
-                    "model_images_per_s": model_speeds[each.data.shape],
+                    "arch": config.arch,
+                    "shape": shape,
+                    "batch_size": config.batch_size,
+                    "model_images_per_s": model,
+                    "sources": sources,
+                    "hosts": hosts,
                 }
-                for each in opened
-            ]
-            arch = opened[0].config.arch
-            emit({"arch": arch, "sources": found, "missing": missing, "hosts": hosts})
+            )
 
 
-def _open_all(
-    coordinator: Coordinator, training: Sequence[str], generated: Path, workers: Sequence[int]
-) -> tuple[list[Opened], dict[str, str]]:
-    """Open the available sources, and return the errors of the others. All ranks must call this."""
-    config, _, _ = resolve_training(coordinator, training)
-    is_named = config.dataset == "image-folder" and config.data_dir is not None
-    folder = config.data_dir if is_named else generated
-    elsewhere = ["--data-dir", str(default_data_dir())] if is_named else []
-    sources = {
-        "synthetic 3×32×32": ["--dataset", "cifar10", "--use-syn"],
-        "synthetic 3×224×224": ["--dataset", "image-folder", "--use-syn"],
-        "CIFAR-10": ["--dataset", "cifar10", *elsewhere],
-        "Fashion-MNIST": ["--dataset", "fashion-mnist", *elsewhere],
-    }
-    for count in workers:
-        options = ["--dataset", "image-folder", "--data-dir", str(folder)]
-        name = f"image folder, {counted(count, 'worker')}"
-        sources[name] = [*options, "--num-workers", str(count)]
-    opened, missing = [], {}
-    for name, options in sources.items():
-        found = _open(coordinator, name, [*training, *options])
-        if isinstance(found, Opened):
-            opened.append(found)
-        else:
-            missing[name] = found
-    return opened, missing
+def _open(
+    coordinator: Coordinator, config: TrainConfig, device: torch.device, workers: tuple[int, ...]
+) -> dict[str, Data]:
+    """The source, for each number of workers if it has any. All ranks must call this."""
+    configs = {config.dataset: config}
+    if config.dataset == "image-folder" and not config.use_syn:
+        configs = {
+            f"image folder, {counted(count, 'worker')}": replace(config, num_workers=count)
+            for count in workers
+        }
+    with coordinator.all_or_none():
+        world = coordinator.world
+        return {name: open_data(each, world, device) for name, each in configs.items()}
 
 
-def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opened | str:
-    """Open the source, or return the error of a rank. All ranks must call this."""
-    config, _, device = resolve_training(coordinator, training)
-    data: Data | None = None
-    problem = ""
-    try:
-        data = open_data(config, coordinator.world, device)
-    except (UserError, JobFailed) as error:
-        problem = str(error)
-    problems = [
-        text for text in coordinator.all_gather_json(problem, timeout_s=EXCHANGE_TIMEOUT_S) if text
-    ]
-    if data is None or problems:
-        return problems[0]
-    return Opened(name, data, config, device)
-
-
-def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: int) -> float:
+def _images_per_s(
+    coordinator: Coordinator,
+    config: TrainConfig,
+    data: Data,
+    device: torch.device,
+    count: int,
+    epoch: int,
+) -> float:
     """The speed over all ranks while all read; the slowest rank determines it. All ranks must call this."""
-    world, size, source = coordinator.world, opened.config.batch_size, opened.data.train
+    world, size, source = coordinator.world, config.batch_size, data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
-    order = numbers % source.num_images
-    batches = prefetched(source.batches(order.split(size), epoch=epoch), opened.device)
+    order = (numbers % source.num_images).split(size)
+    batches = prefetched(source.batches(order, epoch=epoch), device)
     coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
-    timer = StepTimer(opened.device)
+    timer = StepTimer(device)
     timer.resume()
     for _ in batches:
         timer.tick()
@@ -140,17 +106,17 @@ def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: i
     return count * size * world.world_size / slowest
 
 
-def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
+def _model_images_per_s(
+    coordinator: Coordinator, config: TrainConfig, device: torch.device
+) -> float:
     """The speed of the model over all ranks on one repeated batch. All ranks must call this.
 
     The steps have no communication, which gives the highest speed that a source may have to deliver.
     """
-    config, device = replace(opened.config, use_syn=True), opened.device
+    config = replace(config, use_syn=True)
     synthetic = open_data(config, coordinator.world, device)
     state = build_bare(coordinator, config, synthetic, device)
-    images, labels = next(
-        synthetic.train.batches([torch.arange(opened.config.batch_size)], epoch=0)
-    )
+    images, labels = next(synthetic.train.batches([torch.arange(config.batch_size)], epoch=0))
     coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     bare_step(state, config, images, labels)
     timer = StepTimer(device)
@@ -161,7 +127,7 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
             bare_step(state, config, images, labels)
             timer.tick()
         count *= 2
-    own = opened.config.batch_size / percentile(timer.read(), 50)
+    own = config.batch_size / percentile(timer.read(), 50)
     return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
 
 

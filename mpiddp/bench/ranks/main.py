@@ -1,11 +1,12 @@
-"""`mpiddp bench-rank NAME`: one rank of a job that `mpiddp bench` has started.
+"""`mpiddp bench-rank NAME OPTIONS TRAINING…`: one rank of a job that `mpiddp bench` has started.
 
-A rank sends its results as a line of stdout, see `mpiddp.bench.result_lines`.
+OPTIONS are those of the benchmark as JSON. A rank sends its results by `mpiddp.bench.figures.emit`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from importlib import import_module
 
@@ -13,8 +14,6 @@ from mpiddp.runtime.launcher.connected import connected
 from mpiddp.runtime.log import RankParser
 from mpiddp.runtime.start.run import prepare_process
 from mpiddp.world import World
-
-BENCHMARKS = ("scaling", "allreduce", "step", "loader", "rendezvous")
 
 
 def main(argv: list[str]) -> int:
@@ -31,12 +30,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--share", type=int, default=1, help="share the threads of the host among this many ranks"
     )
-    parser.add_argument("name", choices=BENCHMARKS)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
-    options = parser.parse_args(argv)
+    parser.add_argument("name", choices=("scaling", "allreduce", "step", "loader"))
+    parser.add_argument("options", type=json.loads, help="those of the benchmark")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of mpiddp train")
+    values = parser.parse_args(argv)
     world = World.from_env()
-    local_ranks = max(world.local_world_size or 1, options.share)
+    local_ranks = max(world.local_world_size or 1, values.share)
     prepare_process(replace(world, local_world_size=local_ranks))
     with connected(world):
-        import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
+        options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
+        rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
+        rank(world, options, values.training)
     return 0

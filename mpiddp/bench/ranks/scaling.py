@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from mpiddp.bench.figures import emit
 from mpiddp.bench.ranks.training import (
     build,
     open_source,
+    plan_of,
     settings,
     synthetic_job,
-    synthetic_plan,
 )
-from mpiddp.bench.result_lines import emit
-from mpiddp.bench.scaling import rank_options
-from mpiddp.train.data.prefetch import prefetched
+from mpiddp.bench.scaling import Options
 from mpiddp.train.engine import backward
 from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.opening import batches_of
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.world import World
 
 
-def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options(argv)
+def rank(world: World, options: Options, training: list[str]) -> None:
     with synthetic_job(world, training) as job:
         data = open_source(job)
         state = build(job, data)
-        plan = synthetic_plan(job, data, options.warmup + options.steps)
-        steps = list(plan.order.steps(epoch=0))
-        order = [numbers for step in steps for numbers in step.micro_batches]
-        batches = prefetched(data.train.batches(order, epoch=0), job.device)
+        steps = list(plan_of(job, data, options.warmup + options.steps).order.steps(epoch=0))
+        batches = batches_of(steps, data, job.config, job.device, epoch=0)
         timer = StepTimer(job.device)
         timer.resume()
         for step in steps:

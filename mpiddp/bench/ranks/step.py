@@ -1,7 +1,6 @@
-"""A rank of `mpiddp bench step`: the runner's loop, a bare loop, and the parts of a step.
+"""A rank of `mpiddp bench step`: the runner's loop and a bare loop, in blocks that alternate within one job.
 
-All measurements are blocks of steps that alternate within one job, so other work of the machines affects
-all of them equally. The loops start each block with a fresh model.
+Other work of the machines affects both equally. The loops start each block with a fresh model.
 """
 
 from __future__ import annotations
@@ -14,78 +13,65 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-
+from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.ranks.training import (
-    EXCHANGE_TIMEOUT_S,
     Job,
     bare_step,
     build,
     open_source,
+    plan_of,
     settings,
     synthetic_job,
-    synthetic_plan,
 )
-from mpiddp.bench.result_lines import emit
-from mpiddp.bench.rounds import turns
-from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
+from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.protocol.messages import PHASES
 from mpiddp.train.checkpoint import Progress, open_checkpoints
 from mpiddp.train.data.dataset import Batch, Data
-from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.engine import TrainState, autocast, build_model
+from mpiddp.train.engine import build_model
 from mpiddp.train.loop import TrainInputs, build_state, train
-from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, Summary, slowest
+from mpiddp.train.opening import batches_of
 from mpiddp.train.plan import TrainPlan
 from mpiddp.world import World
 
 
-def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options(argv)
+def rank(world: World, options: Options, training: list[str]) -> None:
     count = STARTUP_STEPS + options.steps
-    with synthetic_job(world, training) as job:
+    with synthetic_job(world, [*training, "--grad-accum-steps", "1"]) as job:
         data = open_source(job)
-        phases_data = data
-        if options.real_data:
-            phases_data = open_source(replace(job, config=replace(job.config, use_syn=False)))
+        plan = plan_of(job, data, count)
+        steps = list(plan.order.steps(epoch=0))
+        tensors = list(batches_of(steps, data, job.config, job.device, epoch=0))
+        summaries: list[Summary] = []
         with _scratch_folder(job) as folder:
-            loops = _loops(job, data, folder, count, options.rounds)
-        phases = _phases(job, phases_data, count, options.rounds)
-        gathered = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
+            blocks: dict[str, Callable[[Path], float]] = {
+                RUNNER: lambda out: _time_runner(job, data, plan, out, summaries),
+                BARE: lambda _: _time_bare_loop(job, data, tensors, plan),
+                BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, plan),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in blocks}
+            for number, name in turns(list(blocks), options.rounds):
+                seconds[name].append(blocks[name](folder / str(number)))
         if job.is_rank_0:
             emit(
                 {
-                    "loops": loops,
-                    "phases": gathered,
-                    "hostnames": list(job.coordinator.hostnames),
-                    "data": phases_data.name,
+                    "loops": seconds,
+                    "phases": [
+                        {name: each.phases[name] / each.steps for name in PHASES}
+                        for each in summaries
+                    ],
                     "settings": settings(job),
                     "hosts": job.hosts,
                 }
             )
 
 
-def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[str, list[float]]:
-    """Measure the mean seconds of a step in each block of each loop, without the start-up."""
-    plan = synthetic_plan(job, data, count)
-    numbers = [step.micro_batches[0] for step in plan.order.steps(epoch=0)]
-    tensors = list(data.train.batches(numbers, epoch=0))
-    blocks: dict[str, Callable[[Path], float]] = {
-        RUNNER: lambda out: _time_runner(job, data, plan, out),
-        BARE: lambda _: _time_bare_loop(job, data, tensors, plan),
-        BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, plan),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in blocks}
-    for number, name in turns(list(blocks), rounds):
-        seconds[name].append(blocks[name](folder / str(number)))
-    return seconds
-
-
-def _time_runner(job: Job, data: Data, plan: TrainPlan, out: Path) -> float:
+def _time_runner(
+    job: Job, data: Data, plan: TrainPlan, out: Path, summaries: list[Summary]
+) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = replace(job.config, epochs=1, low_res_epochs=0, out=str(out))
+    config = replace(job.config, epochs=1, out=str(out))
     model = build_model(config, data)
     inputs = TrainInputs(config, plan, data, model, job.coordinator, job.device, RunDir(out))
     state, ddp = build_state(inputs)
@@ -94,6 +80,7 @@ def _time_runner(job: Job, data: Data, plan: TrainPlan, out: Path) -> float:
         summary = train(inputs, state, ddp, Progress(), checkpoints)
     assert summary is not None
     assert summary.images_per_s is not None
+    summaries.append(summary)
     return summary.global_batch_size / summary.images_per_s
 
 
@@ -114,78 +101,11 @@ def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan)
     return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
 
 
-def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[float]]:
-    """This rank's mean seconds of each phase, one for each round.
-
-    The phases are timed in steps without communication. The additional time of steps with communication
-    is its exposed part, which does not overlap with computation.
-    """
-    state = build(job, data)
-    found: dict[str, list[float]] = {name: [] for name in (*PHASES, STEP)}
-    blocks: dict[bool, list[list[float]]] = {False: [], True: []}
-    for _, syncs in turns(list(blocks), rounds):
-        blocks[syncs].append(_time_phases(job, data, state, count, syncs))
-    for alone, synced in zip(blocks[False], blocks[True], strict=True):
-        load, forward, backward, optimizer, other = alone
-        exposed = sum(synced) - sum(alone)
-        parts_of_step = (load, forward, backward, exposed, optimizer, other)
-        for name, seconds in zip(PHASES, parts_of_step, strict=True):
-            found[name].append(seconds)
-        found[STEP].append(sum(synced))
-    return found
-
-
-def _time_phases(job: Job, data: Data, state: TrainState, count: int, syncs: bool) -> list[float]:
-    """The mean seconds of data, forward, backward, optimizer and the rest in a block of steps."""
-    config, device = job.config, job.device
-    order = list(_random_batches(job, data, count))
-    batches = prefetched(data.train.batches(order, epoch=0), device)
-    loss_sum = torch.zeros((), device=device)
-    timer = StepTimer(device)
-    dist.barrier()
-    timer.resume()
-    for _ in range(count):
-        images, labels = next(batches)
-        timer.tick()
-        with contextlib.nullcontext() if syncs else state.model.no_sync():  # type: ignore[operator]
-            with autocast(config, device):
-                loss = F.cross_entropy(
-                    state.model(images), labels, label_smoothing=config.label_smoothing
-                )
-            timer.tick()
-            state.scaler.scale(loss).backward()
-        timer.tick()
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
-        timer.tick()
-        for group in state.optimizer.param_groups:
-            group["lr"] = config.lr
-        loss_sum += loss.detach()
-        timer.tick()
-    ticks = timer.read()[STARTUP_STEPS * TICKS :]
-    return [mean(ticks[phase::TICKS]) for phase in range(TICKS)]
-
-
-TICKS = 5  # of the timer in one step
-
-
-def _random_batches(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
-    """The image numbers of `count` random batches of this rank."""
-    generator = torch.Generator().manual_seed(job.coordinator.world.rank)
-    for _ in range(count):
-        high = data.train.num_images
-        yield torch.randint(high, (job.config.batch_size,), generator=generator)
-
-
 @contextlib.contextmanager
 def _scratch_folder(job: Job) -> Iterator[Path]:
     """A temporary folder on rank 0's host for the records and checkpoints of the runner's loop."""
-    path = Path(
-        job.coordinator.broadcast_json(
-            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""
-        )
-    )
+    own = tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""
+    path = Path(job.coordinator.broadcast_json(own))
     try:
         yield path
     finally:

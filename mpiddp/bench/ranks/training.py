@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpiddp.bench.figures import Result
 from mpiddp.bench.machine import machine
-from mpiddp.bench.result_lines import Result
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
@@ -54,9 +54,14 @@ class Job:
 
 @contextlib.contextmanager
 def synthetic_job(world: World, training: Sequence[str]) -> Iterator[Job]:
-    """Start the job of `mpiddp train TRAINING --use-syn`, up to its process group."""
+    """Start the job of `mpiddp train TRAINING --use-syn`, up to its process group.
+
+    It measures DistributedDataParallel on whole images, unless the options ask for smaller ones.
+    """
+    first = [] if any("--low-res-epochs" in each for each in training) else ["--low-res-epochs=0"]
+    fixed = ["--use-syn", "--parallel=ddp"]
     with join(world) as coordinator:
-        config, backend, device = resolve_training(coordinator, [*training, "--use-syn"])
+        config, backend, device = resolve_training(coordinator, [*first, *training, *fixed])
         hosts = hosts_of(coordinator)
         with default_group(coordinator, backend, device, timeout_s=config.timeout):
             yield Job(coordinator, config, backend, device, hosts)
@@ -121,7 +126,7 @@ def bare_step(state: TrainState, config: TrainConfig, images: Tensor, labels: Te
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def synthetic_plan(job: Job, data: Data, count: int) -> TrainPlan:
+def plan_of(job: Job, data: Data, count: int) -> TrainPlan:
     """Plan `count` steps in one epoch of a synthetic source, and give the source as many images."""
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)

@@ -1,6 +1,6 @@
-"""A drill over several hosts: one host more, and a host's link cut.
+"""A drill over several hosts.
 
-Tests mpiddp/drill/command.py, and the link of mpiddp/drill/injectors.py.
+Tests mpiddp/drill/.
 python -m pytest tests/cluster/train/test_drill_on_hosts.py
 """
 
@@ -40,14 +40,11 @@ def drill(hosts: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
     return hosts["node0"].run(command, cwd=hosts.shared, env=ENV, timeout_s=4 * PATIENCE_S)
 
 
-def test_one_host_more_and_a_link_that_is_cut(hosts: Cluster) -> None:
-    done = drill(hosts, "--only", "host-more,link", "--seed", "3", "--json")
+def test_a_rank_of_two_hosts_is_killed(hosts: Cluster) -> None:
+    done = drill(hosts, "--only", "kill", "--seed", "3", "--json")
     assert done.returncode == 0, done.stderr
-    more, link = json.loads(done.stdout)[1:]
-    assert (more["codes"], link["codes"]) == ([1, 0], [1, 0])
-    assert (link["difference"], link["never"], link["twice"]) == (0.0, 0, 0)
-    rules = hosts["node1"].run(["ip", "rule"], check=True).stdout
-    assert "blackhole" not in rules
+    kill = json.loads(done.stdout)[1]
+    assert (kill["codes"], kill["weights_equal"]) == ([1, 0], True)
     # Its runs were in the working folder, and no host is blamed for the faults.
     assert [path.name for path in hosts.shared.iterdir()] == ["hosts.txt"]
 

@@ -1,4 +1,4 @@
-"""`mpiddp bench` with small real jobs: their tables, JSON and charts are checked for consistency.
+"""`mpiddp bench` with small real jobs: their tables and JSON are checked for consistency.
 
 Tests mpiddp/bench/.
 python -m pytest tests/ranks/examples/test_bench.py
@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
 from tests.support.running import running
-
-pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
 
 BENCH = [sys.executable, "-m", "mpiddp", "bench"]
 RANK = [sys.executable, "-m", "mpiddp", "bench-rank"]
@@ -39,12 +36,7 @@ def measured(out: Path, name: str, *options: str) -> tuple[dict[str, Any], list[
     """The results of a benchmark that succeeded, and the cells of its table's lines."""
     done = bench(name, *options, "--out", str(out))
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in out.iterdir()) == [f"{name}.json", f"{name}.png"]
-    with Image.open(out / f"{name}.png") as chart:
-        colours = chart.convert("RGB").getcolors(maxcolors=1 << 24)
-        assert chart.width > 900
-        assert colours is not None
-        assert len(colours) > 10
+    assert [path.name for path in out.iterdir()] == [f"{name}.json"]
     record = json.loads((out / f"{name}.json").read_text())
     assert record["benchmark"] == name
     assert record["command"].startswith(f"mpiddp bench {name} ")
@@ -75,8 +67,8 @@ def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Pa
         else:  # the slowest rank overall is not the slowest in every step
             assert from_steps <= speeds[-1] * 1.000001 <= 2 * from_steps
     assert both["efficiency"]["median"] == pytest.approx(speeds[1] / 2 / speeds[0])
-    assert both["ideal_images_per_s"] == pytest.approx(2 * speeds[0])
     assert results["settings"]["arch"] == "resnet20"
+    assert results["settings"]["low_res_epochs"] == 0
     assert [line[:3] for line in lines[3:5]] == [["1", "1", "2"], ["2", "1", "4"]]
 
 
@@ -87,16 +79,15 @@ def test_allreduce_bus_bandwidth_of_three_ranks(tmp_path: Path) -> None:
     assert "private-value" not in (tmp_path / "out" / "allreduce.json").read_text()
     assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
     for point in results["points"]:
-        speed = point["algorithm_gb_per_s"]["median"]
+        speed = point["bytes"] / point["time_s"] / 1e9
         assert point["backend"] == "gloo"
         assert point["count"] == 5  # odd, so that the median speed follows from the median time
-        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
-        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
+        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
     assert lines[-3][:3] == ["gloo", "64", "KiB"]
 
 
-def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
-    results, _ = measured(tmp_path / "out", "launch", "--ranks", "1", "--rounds", "1")
+def test_a_start_is_timed_against_torchrun(tmp_path: Path) -> None:
+    results, _ = measured(tmp_path / "out", "start", "--ranks", "1", "--rounds", "1")
     [point] = results["points"]
     ours, theirs = point["mpiddp"], point["torchrun"]
     for name in ("wall_s", "cpu_s"):
@@ -109,48 +100,43 @@ def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
     assert 0 < ours["child_mb"] < 100
 
 
-def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
-    options = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
-    results, _ = measured(tmp_path / "out", "step", *options)
-    assert [rank["rank"] for rank in results["ranks"]] == [0, 1]
-    for rank in results["ranks"]:
-        parts = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
-        total = sum(rank[part]["median"] for part in parts)
-        assert rank["step"]["median"] == pytest.approx(total)
-        assert min(rank[part]["median"] for part in ("forward", "backward", "optimizer")) > 0
+def test_scaling_trains_on_smaller_images_if_asked(tmp_path: Path) -> None:
+    """It accepted the option, trained on whole images, and wrote that it had not."""
+    seen = {}
+    for low in ("0", "1"):
+        options = ["-H", "localhost:1", "--rounds", "1", "--steps", "3", "--arch", "resnet20"]
+        options += ["--batch-size", "64", "--epochs", "1", "--low-res-epochs", low]
+        results, _ = measured(tmp_path / low, "scaling", *options)
+        assert results["settings"]["low_res_epochs"] == int(low)
+        seen[low] = min(results["points"][0]["step_s"][0])
+    assert seen["1"] < 0.85 * seen["0"]  # 24 pixels instead of 32
+
+
+def test_step_compares_the_runner_with_a_bare_loop(tmp_path: Path) -> None:
+    options = ["-H", "localhost:1", "--rounds", "1", "--steps", "4", *SMALL]
+    results, _ = measured(tmp_path / "out", "step", *options, "--grad-accum-steps", "2")
+    assert results["settings"]["grad_accum_steps"] == 1
+    # The exposed communication was a difference of two blocks, and could be negative.
+    phases = {name: each["low"] for name, each in results["phases"].items()}
+    assert min(phases.values()) >= 0
+    assert min(phases[name] for name in ("forward", "backward", "optimizer")) > 0
     runner, bare, again = results["loops"]
-    assert [each["loop"] for each in (runner, bare, again)] == [
-        "runner",
-        "bare loop",
-        "bare loop again",
-    ]
+    names = [each["loop"] for each in (runner, bare, again)]
+    assert names == ["runner", "bare loop", "bare loop again"]
     ratio = runner["step_s"]["median"] / bare["step_s"]["median"]
     assert runner["to_bare"]["median"] == pytest.approx(ratio)
 
 
-def test_loader_measures_every_available_source(tmp_path: Path) -> None:
+def test_loader_reads_a_generated_folder_with_each_number_of_workers(tmp_path: Path) -> None:
     options = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
-    (tmp_path / "no data").mkdir()
-    options += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
+    options += ["--workers", "0,1", "--batch-size", "4", "--arch", "resnet20"]
     results, _ = measured(tmp_path / "out", "loader", *options)
     speeds = {each["source"]: each["images_per_s"]["median"] for each in results["sources"]}
-    folders = {"image folder, 0 workers", "image folder, 1 worker"}
-    assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
+    assert list(speeds) == ["image folder, 0 workers", "image folder, 1 worker"]
     assert min(speeds.values()) > 0
-    assert "no data" in results["missing"]["CIFAR-10"]
-    assert results["arch"] == "wide_resnet14_2"
     for each in results["sources"]:
-        times = each["images_per_s"]["median"] / each["model_images_per_s"]
+        times = each["images_per_s"]["median"] / results["model_images_per_s"]
         assert each["times_model"] == pytest.approx(times)
-
-
-def test_rendezvous_without_torch(tmp_path: Path) -> None:
-    options = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
-    results, _ = measured(tmp_path / "out", "rendezvous", *options)
-    for ranks, point in zip((2, 3), results["points"], strict=True):
-        assert (point["ranks"], point["series"]) == (ranks, "MPI alone")
-        assert 0 < point["rendezvous_s"]["median"] < point["wall_s"]["median"]
-        assert point["rank_peak_mb"] < 100  # torch would take more than twice that
 
 
 def test_bench_imports_no_torch_in_the_launching_process() -> None:
@@ -176,9 +162,7 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
     [
         (
             ["speed"],
-            error(
-                "bench: unknown", '"speed"', "scaling, allreduce, launch, step, loader, rendezvous"
-            ),
+            error("bench: unknown", '"speed"', "scaling, allreduce, start, step, loader"),
         ),
         (
             ["scaling", "--rounds", "0"],
@@ -195,22 +179,6 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
             ),
         ),
         (
-            ["step", "--resume", "runs/one"],
-            error("which runs", "--resume ", "mpiddp bench step"),
-        ),
-        (
-            ["step", "--parallel", "fsdp"],
-            error("which measures", "--parallel fsdp ", "mpiddp bench step"),
-        ),
-        (
-            ["step", "-H", "localhost:2", "--grad-accum-steps", "2"],
-            error("bench step", "mpiddp bench step ", "--grad-accum-steps"),
-        ),
-        (
-            ["loader", "-H", "localhost:2", "--use-syn"],
-            error("bench loader", "mpiddp bench loader ", "--use-syn"),
-        ),
-        (
             ["step", "--ark", "resnet18"],
             error("--help", "mpiddp train: ", "--ark resnet18", '"--arch"', "mpiddp train --help"),
         ),
@@ -219,25 +187,8 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
             error("available", "--ranks 3 ", " 2 "),
         ),
         (
-            ["scaling", "-H", "localhost:2", "--strong"],
-            error("--strong needs", "--strong ", "--global-batch-size 512"),
-        ),
-        (
-            ["scaling", "-H", "localhost:2", "--global-batch-size", "8"],
-            error(
-                "--global-batch-size applies", "--global-batch-size ", "--strong", "--batch-size"
-            ),
-        ),
-        (
             ["allreduce", "-H", "localhost:1"],
             error("an all-reduce", " 2 ranks", "-H localhost:2"),
-        ),
-        (
-            ["launch", "--out", "setup.py/bench"],
-            error(
-                *("Name another folder", "--out setup.py/bench: "),
-                *(f"{ROOT}/setup.py ", "(Not a directory)"),
-            ),
         ),
     ],
 )
@@ -245,20 +196,6 @@ def test_bad_bench_options_are_refused_in_one_sentence(options: list[str], sente
     done = bench(*options)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-
-
-def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -> None:
-    hidden = tmp_path / "hidden" / "matplotlib"
-    hidden.mkdir(parents=True)
-    (hidden / "__init__.py").write_text("raise ImportError('hidden by a test')\n")
-    out = tmp_path / "out"
-    path = os.pathsep.join([str(hidden.parent), str(ROOT)])
-    done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
-    assert (done.returncode, done.stdout) == (2, "")
-    values = ("(hidden by a test)", f"{sys.executable} -m pip install '", "[bench]'")
-    sentence = error("bench needs", *values)
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-    assert not out.exists()
 
 
 def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page about a real training that was killed once: its restart, its saves, its ranks.
+"""The page about a real training that was killed once: its restart, its saves.
 
 Tests mpiddp/report/ with what `mpiddp train` writes.
 python -m pytest tests/ranks/train/test_report.py
@@ -25,7 +25,7 @@ pytest.importorskip("bokeh", reason="mpiddp report needs it: pip install bokeh")
 
 TRAINING = (
     *("-m", "mpiddp", "train", "--backend=gloo", "--use-syn", "--batch-size=4", "--arch=resnet20"),
-    *("--epochs=2", "--steps-per-epoch=20", "--per-rank-log", "--num-workers=0"),
+    *("--epochs=2", "--steps-per-epoch=20", "--num-workers=0"),
     *("--save-every=10", "--keep=9", "--log-every=1"),
 )
 
@@ -60,14 +60,10 @@ def test_the_folder_tells_of_the_restart(run: Path) -> None:
     found = read_run(run)
     assert (found.state, found.step, found.notes) == ("done", 40, [])
     first, second = found.starts
-    assert first.step == 0
-    assert second.step is not None
+    assert (first.step, first.outcome, second.outcome) == (0, "failed", "done")
     assert second.step % 10 == 0
-    assert [len(rank.attempts) for rank in found.ranks] == [2, 2]
-    assert [rank.step_times_s[-1] > 0 for rank in found.ranks] == [True, True]
-    # mpirun may end rank 0 before it has noticed the loss. Then no file tells when it ended.
-    is_known = first.ends is not None
-    assert (second.idle_s is not None, second.repeated_s is not None) == (is_known, is_known)
+    assert second.step > 0
+    assert len(second.hosts) == 2
     assert len(found.curves["train_loss"].steps) == 40
 
 
@@ -81,4 +77,3 @@ def test_chromium_shows_its_page(run: Path, tmp_path: Path) -> None:
         text = browser.run("return document.body.innerText")
     assert "2 on 1 host" in text
     assert "Time lost" in text
-    assert "Ranks and hosts" in text

@@ -1,6 +1,6 @@
 """What the folder of a run tells, whatever state it is in: whole, going on, half written, of another program.
 
-Tests mpiddp/report/read.py, rank_files.py, history.py and tables.py.
+Tests mpiddp/report/read.py and tables.py.
 python -m pytest tests/unit/report/test_reading.py
 """
 
@@ -8,105 +8,92 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mpiddp.checkpoints.run import _Record
 from mpiddp.errors import UserError
-from mpiddp.report.history import Save
-from mpiddp.report.rank_files import Failure
-from mpiddp.report.read import read_run
-from mpiddp.report.tables import facts
+from mpiddp.report.read import Failure, Save, read_run
+from mpiddp.report.tables import environment, facts, time_lost
 from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
 
 ILLEGAL = "RuntimeError: an illegal memory access was encountered"
-CLOSED = "RuntimeError: Connection closed by peer"
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:7"
+
+
+def texts(part: str) -> list[str]:
+    """The texts of a part of the page, without markup."""
+    return [each for each in re.split(r"<[^>]*>", part) if each.strip()]
 
 
 def test_a_run_with_two_restarts(tmp_path: Path) -> None:
+    failures = {3: ILLEGAL, 0: CLOSED}
+    saves, restarts = [30, 60, 100], [30, 60]
+    folder = tmp_path / "a"
     run = read_run(
-        write_run(
-            tmp_path / "a",
-            steps=100,
-            restarts_at=[30, 60],
-            saves=[30, 60, 100],
-            num_ranks=4,
-            epochs=3,
-            failures={3: ILLEGAL, 0: CLOSED},
-        )
+        write_run(folder, saves=saves, restarts_at=restarts, num_ranks=4, failures=failures)
     )
     assert (run.name, run.state, run.step, run.notes) == ("a", "done", 100, [])
     assert run.saves[0] == Save(30, BEGAN + 30)
     assert [start.step for start in run.starts] == [0, 30, 60]
     assert [start.begins - BEGAN for start in run.starts] == [0, 3600, 7200]
     assert [start.outcome for start in run.starts] == ["failed", "failed", "done"]
+    # The error of a broken connection is no cause.
+    assert [start.failure for start in run.starts] == [ILLEGAL, ILLEGAL, ""]
+    assert run.starts[0].failures[0] == Failure(BEGAN + 40, 3, "gpu001", ILLEGAL)
     # Rank 0 failed a second after rank 3, and each start 10 s after its save.
-    assert [start.cause for start in run.starts] == [None, ILLEGAL, ILLEGAL]
-    assert [start.repeated_s for start in run.starts] == [None, 11, 11]
-    assert [start.idle_s for start in run.starts] == [None, 3600 - 41, 3600 - 71]
-    assert run.seconds == 41 + 71 + 101
-    assert run.ranks[3].failures[0] == Failure(BEGAN + 40, 3, "gpu001", ILLEGAL)
-    assert run.ranks[1].failures == []
-    assert [rank.host for rank in run.ranks] == ["gpu000", "gpu000", "gpu001", "gpu001"]
-    assert run.ranks[0].attempts[0].versions == "python 3.11.7, torch 2.13.0"
-    assert [len(rank.step_times_s) for rank in run.ranks] == [3] * 4
-    assert run.shown("{:.2%}", "test_accuracy") == "91.00%"
-    assert run.shown("{:.2f}", "nothing", "lr") == "0.00"
-    assert run.shown("{:.2f}", "nothing") == "-"
+    assert run.seconds == 41 + 71 + 100
+    assert texts(time_lost([run]))[6:10] == ["30", "11 s", "59 min", ILLEGAL]
+    assert "4 on 2 hosts (gpu000 2, gpu001 2)" in texts(facts([run]))
 
 
-def test_the_times_of_a_log_are_those_of_its_time_zone(tmp_path: Path) -> None:
-    """A container may have another one than this host."""
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/rank_00000.log").write_text(
-        "2026-11-23 09:30:00,250+0530 started: rank 0 of 1, host a, python 3.11.7, torch 2.13.0\n"
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ({"outcome": "done"}, "done"),
+        ({"outcome": "stopped"}, "stopped"),
+        ({}, "failed"),
+        (None, "failed"),
+    ],
+)
+def test_the_run_of_a_script_is_done_failed_or_stopped(
+    tmp_path: Path, end: dict[str, Any] | None, state: str
+) -> None:
+    """It was "ended", however it had ended."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "note": "a"}\n')
+    started = {"event": "started", "at": BEGAN, "step": 0, "hosts": ["a"], "versions": "torch 2"}
+    lines = (
+        [started]
+        if end is None
+        else [started, {"event": "ended", "at": BEGAN + 5, "rank": 0, **end}]
     )
-    (start,) = read_run(tmp_path).starts
-    assert start.begins == datetime(2026, 11, 23, 4, 0, 0, 250_000, timezone.utc).timestamp()
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    run = read_run(tmp_path)
+    assert (run.state, list(run.curves), len(run.starts)) == (state, ["loss"], 1)
 
 
-def test_a_rank_0_that_was_killed_ended_with_the_first_failure(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", failures={1: ILLEGAL}, ends=False)
-    run = read_run(folder)
-    assert run.state == "failed"
-    assert [(start.ends, start.failure) for start in run.starts] == [(BEGAN + 100, ILLEGAL)]
-
-
-def test_the_error_of_a_broken_connection_is_no_cause(tmp_path: Path) -> None:
-    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:7"
-    killed = read_run(write_run(tmp_path / "a", restarts_at=[50], failures={0: closed}))
-    assert killed.ranks[0].failures[0].is_consequence
-    assert killed.starts[1].cause == "a rank ended without a word"
-    raised = write_run(tmp_path / "b", restarts_at=[50], failures={0: closed, 1: ILLEGAL})
-    assert read_run(raised).starts[1].cause == ILLEGAL
-
-
-def test_ranks_that_were_killed_leave_no_sentence(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", restarts_at=[50], ends=False)
-    os.utime(folder / "metrics.jsonl", times=(BEGAN + 3700,) * 2)
-    run = read_run(folder)
-    assert run.state == "died"
-    first, second = run.starts
-    assert (first.ends, second.cause, second.repeated_s) == (None, "not known", None)
-    assert (second.step, second.ends) == (50, BEGAN + 3700)
-
-
-def test_a_run_that_goes_on_has_an_owner_that_renews_its_file(tmp_path: Path) -> None:
+def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", ends=False)
     owner = folder / "owner.json"
-    owner.write_text("{}")
+    owner.write_bytes(_Record.of_this_process("run").encoded())
     assert read_run(folder).state == "running"
     assert read_run(folder).seconds == pytest.approx(time.time() - BEGAN, abs=100)
+    # Killed on this machine: not "running" for another minute.
+    owner.write_bytes(owner.read_bytes().replace(b'"started": "', b'"started": "1'))
+    assert read_run(folder).state == "failed"
+    owner.write_text("{}")  # of another host, which renews it
+    assert read_run(folder).state == "running"
     os.utime(owner, times=(time.time() - 300,) * 2)
-    assert read_run(folder).state == "died"
+    assert read_run(folder).state == "failed"
 
 
-def test_a_run_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> None:
+def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     os.utime(folder / "summary.json", times=(BEGAN,) * 2)  # of the start before
     assert read_run(folder).state == "stopped"
@@ -114,44 +101,31 @@ def test_a_run_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> None:
     assert read_run(folder).state == "stopped"
 
 
+def test_a_loss_that_became_nan_says_so(tmp_path: Path) -> None:
+    """Its last finite value was shown."""
+    folder = write_run(tmp_path / "a", steps=5)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train_loss": null}\n{"step": 7, "train_loss": NaN, "lr": 1}\n')
+    run = read_run(folder)
+    assert run.shown("{:.4g}", "train_loss", "loss") == "nan since step 6"
+    assert "nan since step 6" in texts(facts([run]))
+    assert run.shown("{:.2g}", "lr") == "1"
+
+
 def test_the_steps_that_a_restart_repeats_replace_what_was_recorded(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", steps=5)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lr": 7.0}\n')
     lr = read_run(folder).curves["lr"]
-    assert list(lr.steps) == [1, 2, 3]
-    assert lr.values[-1] == 7.0
+    assert (list(lr.steps), lr.values[-1]) == ([1, 2, 3], 7.0)
 
 
-def test_any_script_has_curves_and_what_its_ranks_printed(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "note": "a", "nan": null}\n')
-    (tmp_path / "logs/rank_00001.err").write_text(
-        "a warning\n[rank1]: Traceback (most recent call last):\n"
-        '[rank1]:   File "a.py", line 1, in <module>\n[rank1]:     1 / 0\n'
-        "[rank1]: ZeroDivisionError: division by zero\n"
-    )
-    run = read_run(tmp_path)
-    assert (run.state, list(run.curves), run.starts) == ("ended", ["loss"], [])
-    assert run.ranks[0].failures == [Failure(None, 1, "", "ZeroDivisionError: division by zero")]
-
-
-@pytest.mark.parametrize(
-    ("line", "note"),
-    [
-        ('{"step": 101, "lr": 0', "the last line, 102, is torn; skipped."),
-        ("not json\n", "1 line without a record; skipped. The first is line 102."),
-        ("[1]\n{}\n", "2 lines without a record; skipped. The first is line 102."),
-        ('{"step": "a", "lr": 1}\n', "1 line without a record; skipped. The first is line 102."),
-        ("[" * 100_000 + "\n", "1 line without a record; skipped. The first is line 102."),
-    ],
-)
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, note: str) -> None:
+def test_lines_without_a_record_are_counted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(line)
+        file.write("not json\n[1]\n" + "[" * 100_000 + '\n{"step": "a", "lr": 1}\n{"step": 101, "l')
     run = read_run(folder)
-    assert run.notes == [f"{folder}/metrics.jsonl: {note}"]
+    assert run.notes == [f"{folder}/metrics.jsonl: 4 lines without a record."]
     assert len(run.curves["lr"].steps) == 100
 
 
@@ -159,8 +133,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, note: str)
 @pytest.mark.parametrize(
     ("content", "note"),
     [
-        ('{"arch": "res', "is not JSON, as if its writing was cut off; left out."),
-        ("", "is not JSON, as if its writing was cut off; left out."),
+        ('{"arch": "res', "cannot be read (not JSON); left out."),
         ("[1, 2]", "is of another program: expected a JSON object; left out."),
     ],
 )
@@ -176,43 +149,21 @@ def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", steps=3)
     strange = {"step": 4, "a": 10**400, "b": [1], "c": True, "d": {"e": 1}, "lr": 1}
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(strange) + "\n" + '{"step": 5, "f": NaN, "g": Infinity}\n')
+        file.write(json.dumps(strange) + "\n")
         file.write(json.dumps({"step": 6, **{f"name{n}": n for n in range(100)}}) + "\n")
-    (folder / "logs" / "rank_00000.log").write_bytes(
-        b"\xff\0\n9999-99-99 99:99:99,999 started: x\n"
+    (folder / "attempts.jsonl").write_text(
+        '{"event": "ended"}\n{"event": "started", "at": "x"}\n[]\n'
     )
-    (folder / "logs" / "rank_99999.log").mkdir()
-    (folder / "logs" / "notes.txt").write_text("mine")
     run = read_run(folder)
-    assert run.notes == [f"{folder}/metrics.jsonl has more than 40 curves; 65 are left out."]
-    assert not set("abcdefg") & set(run.curves)
+    assert f"{folder}/metrics.jsonl: at most 40 curves are shown." in run.notes
+    assert not set("abcd") & set(run.curves)
     assert run.starts == []
-
-
-@pytest.mark.parametrize(
-    ("phases", "expected"),
-    [
-        ({"data": 1.0, "forward": 3.0, "waiting": 0.0}, "data 25%, forward 75%"),
-        ({"data": 1.0, "forward": "3", "save": -1.0}, "data 100%"),
-        ([1.0], None),
-    ],
-)
-def test_what_the_steps_have_spent_their_time_on(
-    tmp_path: Path, phases: object, expected: str | None
-) -> None:
-    folder = write_run(tmp_path / "a")
-    (folder / "summary.json").write_text(json.dumps({"phases": phases}))
-    page = facts([read_run(folder)])
-    if expected is None:
-        assert "time of the steps" not in page
-    else:
-        assert expected in page
 
 
 @pytest.mark.parametrize("name", ["fsdp_run", "script", "sharded_script"])
 def test_runs_of_an_earlier_version(name: str) -> None:
     run = read_run(ROOT / "tests/data/before_one_form" / name)
-    assert (run.state, run.notes) == ("ended", [])
+    assert run.notes == []
     assert run.saves
     assert run.curves
 
@@ -223,3 +174,24 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
     with pytest.raises(UserError, match=no_run):
         read_run(tmp_path)
+
+
+def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -> None:
+    record = {"command": "python -m mpiddp train", "python": "3.11.7", "environment": {"A": "1"}}
+    diff = "-lr = <1>\n+lr = 2"
+    records = (
+        {**record, "packages": {"torch": "2.13.0"}, "git": {"commit": "1f3a", "diff": diff}},
+        {**record, "packages": {"torch": "2.12.1"}, "git": None},
+    )
+    runs = []
+    for name, each in zip("ab", records, strict=True):
+        folder = write_run(tmp_path / name, steps=2)
+        (folder / "starts").mkdir()
+        (folder / "starts/start_0001.json").write_text(json.dumps(each))
+        runs.append(read_run(folder))
+    assert texts(environment(runs)) == [
+        *("A", "B", "git commit", "1f3a", "-", "changed since", "yes", "-"),
+        *("A: changes since the commit", "-lr = &lt;1&gt;\n+lr = 2"),
+        *("1 package that differ", "A", "B", "torch", "2.13.0", "2.12.1"),
+    ]
+    assert {"1 package", "1 variable", "3.11.7"} <= {*texts(environment(runs[:1]))}

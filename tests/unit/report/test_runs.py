@@ -33,11 +33,25 @@ def test_the_runs_of_a_folder(
     (tmp_path / "runs/notes").mkdir()
     assert cli.main(["runs"]) == 0
     assert capsys.readouterr().out == (
-        "RUN        STATE    STEP  ACCURACY    LOSS            RATE  DURATION\n"
-        "a          done    1,000    91.00%  0.1972  1,000 images/s    17 min\n"
-        "b          failed    100    91.00%  0.0639  1,049 images/s     100 s\n"
-        "c\\x1b[31m  ended       7         -  0.5000               -         -\n"
+        "RUN        STATE    STEP  ACCURACY     LOSS            RATE  DURATION\n"
+        "a          done    1,000    91.00%   0.1972  1,000 images/s    17 min\n"
+        "b          failed    100    91.00%  0.06387  1,049 images/s     100 s\n"
+        "c\\x1b[31m  -           7         -      0.5               -         -\n"
     )
+
+
+def test_columns_that_hold_nothing_are_not_printed_and_names_are_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / ("long" * 20)
+    (script / "checkpoints").mkdir(parents=True)
+    (script / "metrics.jsonl").write_text(
+        '{"step": 7, "loss": 0.00001234}\n{"step": 8, "loss": null}\n'
+    )
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == ["RUN", "STEP", "LOSS"]
+    assert line.split() == ["long" * 9 + "lon…", "7", "nan", "since", "step", "8"]
 
 
 AS_NOBODY = """

@@ -1,0 +1,137 @@
+"""The ranks of tests/gpu: `ranks.py WHAT [ARGS]`. Two ranks share GPU 0.
+
+    mpirun -np 2 python tests/gpu/ranks.py sum
+    mpirun -np 2 python tests/gpu/ranks.py train --use-syn …       # any verb of mpiddp
+
+`mpiddp` gives each rank a GPU of its own, so its choice of the device is replaced. Without a GPU the ranks
+use gloo as ever. Rank 0 sends what it has found by `mpiddp.bench.figures.emit`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+import mpiddp
+from mpiddp import cli
+from mpiddp.bench.figures import emit
+from mpiddp.runtime.torch import process_group
+from mpiddp.world import World
+
+FAILS_AT = 20  # steps
+PIDS = "MPIDDP_TEST_PIDS"  # a folder: each rank writes its pid there
+
+
+def share_gpu(world: World) -> None:
+    """NCCL refuses two ranks on one GPU of one host. NCCL_HOSTID lets it take each for a host of its own."""
+    os.environ["NCCL_HOSTID"] = f"host-of-rank-{world.rank}"
+
+    def first_gpu(world: World, backend: str | None = None) -> torch.device:
+        uses_gpu = (backend or process_group.choose_backend(None)) == "nccl"
+        return torch.device("cuda", 0) if uses_gpu else torch.device("cpu")
+
+    process_group.device_of = first_gpu
+
+
+def form_twice() -> None:
+    """Form the process group, use it and leave it, twice."""
+    found = []
+    for _ in range(2):
+        with mpiddp.process_group() as world:
+            one = torch.ones(1, device=world.device)
+            dist.all_reduce(one)
+            everyone: list[Any] = [None] * world.world_size
+            dist.all_gather_object(everyone, world.rank)  # NCCL carries pickles on the GPU
+            found.append(
+                {
+                    "world_size": world.world_size,
+                    "backend": world.backend,
+                    "device": str(world.device),
+                    "bound": str(getattr(dist.group.WORLD, "bound_device_id", None)),
+                    "sum": one.item(),
+                    "ranks": everyone,
+                }
+            )
+    if world.rank == 0:
+        emit({"groups": found, "is_destroyed": not dist.is_initialized()})
+
+
+def sum_and_gradient() -> None:
+    with mpiddp.process_group(timeout_s=60) as world:
+        values = torch.full((4,), float(world.rank + 1), device=world.device)
+        dist.all_reduce(values)
+        model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).to(world.device))
+        model(torch.full((1, 4), float(world.rank), device=world.device)).sum().backward()
+        (gradient,) = (parameter.grad for parameter in model.parameters())
+        assert gradient is not None
+        if world.rank == 0:
+            emit({"sum": values[0].item(), "gradient": gradient[0, 0].item()})
+
+
+def fail(how: str) -> None:
+    """Sum without end, until the last rank fails."""
+    with mpiddp.process_group(timeout_s=300) as world:
+        numbers = torch.ones(1 << 20, device=world.device)
+        for step in range(sys.maxsize):
+            if step == FAILS_AT and world.rank == world.world_size - 1:
+                print("planned failure", flush=True)
+                if how == "raises":
+                    raise ValueError("planned failure")
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+            assert numbers.sum().item() == 1 << 20
+
+
+def watched(verb: list[str]) -> int:
+    """Run a verb, and count steps, momenta in another layout than their weights', and replays of graphs."""
+    found = {"steps": 0, "wrong_layouts": 0, "graph_replays": 0}
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        found["graph_replays"] += 1
+        replay(graph)
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found["steps"] += 1
+        found["wrong_layouts"] = sum(
+            held["momentum_buffer"].stride() != parameter.stride()
+            for parameter, held in optimizer.state.items()
+            if held.get("momentum_buffer") is not None
+        )
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
+    register_optimizer_step_post_hook(after_step)
+    code = cli.main(verb)
+    emit(found)
+    return code
+
+
+def main(what: str, *arguments: str) -> int:
+    world = World.from_env()
+    if world.world_size > 1:
+        share_gpu(world)
+    if folder := os.environ.get(PIDS):
+        with open(f"{folder}/{world.rank}", "w") as file:  # noqa: PTH123
+            file.write(str(os.getpid()))
+    if what == "group":
+        form_twice()
+    elif what == "sum":
+        sum_and_gradient()
+    elif what == "fail":
+        fail(*arguments)
+    elif what == "watched":
+        return watched(list(arguments))
+    else:
+        return cli.main([what, *arguments])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

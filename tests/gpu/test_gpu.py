@@ -1,0 +1,307 @@
+"""What only a GPU can show, on a machine with one or more. On CPUs the same bodies are a rehearsal over gloo.
+
+python -m pytest -m gpu tests/gpu
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpiddp.bench.figures import read_results
+from mpiddp.hosts.gpus import gpu_names
+from mpiddp.train.data.arrays import ImageArrays
+from mpiddp.train.data.device_images import DeviceImages
+from mpiddp.train.data.image_folder import ImageFolder
+from mpiddp.train.data.prefetch import prefetched
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
+from tests.support.tiny_data import image_folder
+from tests.support.training import contents, records, unequal
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+ON_GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU shows it, and this machine has none")
+RANKS = str(ROOT / "tests/gpu/ranks.py")
+NEVER = "--save-every=100000"
+TINY = ("--arch=resnet20", "--use-syn", "--batch-size=8", "--epochs=1", "--log-every=1")
+
+
+def size(on_gpu: int, rehearsed: int) -> int:
+    return on_gpu if ON_GPU else rehearsed
+
+
+@contextmanager
+def running(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, whose stdout and stderr are one."""
+    with subprocess.Popen(
+        command,
+        env=clean_env(env),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def run(command: Sequence[str], code: int = 0, **env: str) -> str:
+    """What a command printed that ended with this code."""
+    with running(command, **env) as process:
+        output, _ = process.communicate(timeout=3 * PATIENCE_S)
+    assert process.returncode == code, output
+    return output
+
+
+def result(output: str) -> dict[str, Any]:
+    (found,) = read_results(output.splitlines())
+    return found
+
+
+def train(ranks: int, out: Path, *options: str, code: int = 0) -> str:
+    """Train. Two ranks share the GPU."""
+    job = ("train", f"--out={out}", *options)
+    if ranks > 1:
+        return run(mpirun_command(ranks, RANKS, *job), code)
+    return run([*LAUNCH, "-H", "localhost:1", "-m", "mpiddp", *job], code)
+
+
+def assert_equal(one: Path, other: Path, step: int) -> None:
+    assert unequal(contents(one, step), contents(other, step)) == []
+
+
+def losses(out: Path) -> list[float]:
+    return [record["train_loss"] for record in records(out) if "train_loss" in record]
+
+
+def images(folder: Path) -> list[str]:
+    """Options for real images, which workers decode and the side stream prepares."""
+    data = image_folder(folder / "images", size(170, 40), 8)
+    options = ["--dataset=image-folder", f"--data-dir={data}", f"--image-size={size(64, 32)}"]
+    return [*options, "--num-workers=2", f"--batch-size={size(32, 8)}"]
+
+
+# ---- the device and the process group
+
+
+@needs_gpu
+def test_nvidia_smi_and_torch_name_the_same_gpus() -> None:
+    count = torch.cuda.device_count()
+    assert gpu_names() == [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+@needs_gpu
+def test_convolutions_in_fp32_use_tf32_and_matrix_products_do_not() -> None:
+    def error(of: Any, *inputs: Tensor) -> float:
+        exact = of(*inputs)
+        found = of(*(each.float().cuda() for each in inputs)).double().cpu()
+        return float((found - exact).norm() / exact.norm())
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((8, 64, 32, 32), (64, 64, 3, 3), (512, 512))
+    batch, weights, matrix = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes
+    )
+    assert error(torch.matmul, matrix, matrix) < 5e-6
+    assert error(lambda a, b: F.conv2d(a, b, padding=1), batch, weights) > 5e-5
+
+
+def test_the_group_forms_on_the_ranks_gpu_ends_and_forms_again() -> None:
+    found = result(run([*LAUNCH, "-H", "localhost:1", RANKS, "group"]))
+    backend, device = ("nccl", "cuda:0") if ON_GPU else ("gloo", "cpu")
+    bound = device if ON_GPU else "None"
+    expected = {"backend": backend, "device": device, "bound": bound, "sum": 1.0}
+    for group in found["groups"]:
+        assert group == {**expected, "world_size": 1, "ranks": [0]}
+    assert found["is_destroyed"]
+
+
+def test_two_ranks_of_one_gpu_sum_and_average_gradients() -> None:
+    assert result(run(mpirun_command(2, RANKS, "sum"))) == {"sum": 3.0, "gradient": 0.5}
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how: str) -> None:
+    output = run([*LAUNCH, "-H", "localhost:1", "--grace=2s", RANKS, "fail", how], 1)
+    assert "planned failure" in output
+    assert "rank 0" in output
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how: str) -> None:
+    with running(mpirun_command(2, RANKS, "fail", how)) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "planned failure" in line:
+                break
+        since = time.monotonic()
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert time.monotonic() - since < 60
+
+
+def test_a_rank_that_stands_still_is_a_timeout_of_the_others(tmp_path: Path) -> None:
+    """It leaves NCCL's last actions, which torch's own program can read."""
+    out = tmp_path / "run"
+    options = ("train", f"--out={out}", *TINY, NEVER, "--steps-per-epoch=100000", "--timeout=20")
+    with running(mpirun_command(2, RANKS, *options), MPIDDP_TEST_PIDS=str(tmp_path)) as process:
+        wait_for_step(process, out, 5)
+        os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0, output
+    if not ON_GPU:
+        return
+    assert list((out / "logs").glob("nccl_rank_*"))
+    reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    run([*reader, "--prefix", "nccl_rank_", str(out / "logs")])
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    while not (out / "metrics.jsonl").exists() or records(out)[-1]["step"] < step:
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def test_the_number_of_ranks_follows_the_visible_gpus() -> None:
+    def group(*where: str, **env: str) -> dict[str, Any]:
+        groups: list[dict[str, Any]] = result(run([*LAUNCH, *where, RANKS, "group"], **env))[
+            "groups"
+        ]
+        return groups[0]
+
+    hidden = group("-H", "localhost:2", CUDA_VISIBLE_DEVICES="")
+    assert (hidden["world_size"], hidden["backend"]) == (2, "gloo")
+    if not ON_GPU:
+        return
+    assert group()["world_size"] == torch.cuda.device_count()
+    listed = run(["nvidia-smi", "-L"])
+    (uuid, *_) = re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)
+    found = group("-H", "localhost:2", CUDA_VISIBLE_DEVICES=uuid)
+    assert (found["world_size"], found["device"]) == (1, "cuda:0")
+
+
+# ---- training
+
+
+def test_ctrl_c_saves_and_the_resumed_run_equals_one_without_a_stop(tmp_path: Path) -> None:
+    options = [*TINY, NEVER, "--steps-per-epoch=100000", "--deterministic"]
+    stopped, straight = tmp_path / "stopped", tmp_path / "straight"
+    job = ("-m", "mpiddp", "train", f"--out={stopped}", *options)
+    with running([*LAUNCH, "-H", "localhost:1", *job]) as process:
+        wait_for_step(process, stopped, 5)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, output
+    [saved] = [int(path.name[-8:]) for path in (stopped / "checkpoints").glob("step_*")]
+    for out in (stopped, straight):
+        train(1, out, *options, f"--stop-at-step={saved + 5}", code=75)
+    assert_equal(stopped, straight, saved + 5)
+
+
+def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path: Path) -> None:
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
+    arrays = ImageArrays(pixels, draw.integers(0, 10, len(pixels)))
+    folder = image_folder(tmp_path, 80, 1) / "train"
+    sources = (
+        DeviceImages(arrays, device, mean=(0.5,) * 3, std=(0.2,) * 3, augment=True),
+        ImageFolder(folder, device, image_size=64, augment=True, seed=0, num_workers=2),
+    )
+    work = torch.ones(size(2048, 8), size(2048, 8), device=device)
+    for source in sources:
+        for epoch in range(3):
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(source.num_images, generator=generator).split(64)
+            expected = [batch.cpu() for batch, _ in source.batches(order, epoch=epoch)]
+            found = []
+            for batch, _ in prefetched(source.batches(order, epoch=epoch), device):
+                for _ in range(10):  # other work on the main stream, before the batch is used
+                    work = work @ work / len(work)
+                found.append(batch.clone())
+                del batch  # its memory is free for the next one, unless a stream still needs it
+            assert unequal([each.cpu() for each in found], expected) == []
+
+
+def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path: Path) -> None:
+    """The first run saves at every step while it trains on: no later step changes what is being copied."""
+    arch = f"--arch=resnet{size(50, 18)}"
+    steps = ["--epochs=1", "--steps-per-epoch=8", "--log-every=1", "--keep=100"]
+    options = [*images(tmp_path), arch, "--deterministic", *steps]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(1, straight, *options, "--save-every=1")
+    train(1, stopped, *options, "--stop-at-step=4", code=75)
+    assert_equal(straight, stopped, 4)
+    train(1, stopped, *options)
+    assert_equal(straight, stopped, 8)
+
+
+@pytest.mark.parametrize("amp", ["auto", pytest.param("fp16", marks=needs_gpu)])
+def test_two_ranks_save_and_resume_exactly(tmp_path: Path, amp: str) -> None:
+    """With fp16 a run resumes with its gradient scale."""
+    options = ["--use-syn", "--arch=resnet20", "--batch-size=16", "--deterministic", f"--amp={amp}"]
+    options += ["--epochs=1", "--steps-per-epoch=6", "--log-every=1", NEVER]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(2, straight, *options)
+    train(2, stopped, *options, "--stop-at-step=3", code=75)
+    train(2, stopped, *options)
+    assert_equal(straight, stopped, 6)
+
+
+@needs_gpu
+def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path: Path) -> None:
+    source = [word for word in images(tmp_path) if not word.startswith("--batch-size")]
+    options = [*source, "--global-batch-size=16", "--arch=resnet18", "--amp=off", "--epochs=1"]
+    options += ["--steps-per-epoch=2", "--lr=0.05", "--log-every=1", NEVER]
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # TF32 would hide the statistics of half a batch
+    variants = {"one": (1, ""), "synced": (2, "--sync-bn"), "apart": (2, "--log-every=1")}
+    for name, (ranks, extra) in variants.items():
+        train(ranks, tmp_path / name, *options, *filter(None, [extra]))
+    one, synced, apart = (losses(tmp_path / name)[0] for name in variants)
+    assert abs(synced - one) < abs(apart - one) / 10
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_cuda_graphs_compute_the_losses_without_them(tmp_path: Path, passes: int) -> None:
+    """torch silently runs without graphs where it cannot capture them."""
+    steps = size(30, 2)
+    options = ["--use-syn", "--arch=resnet20", f"--batch-size={size(128, 4)}", "--epochs=1"]
+    options += [f"--steps-per-epoch={steps}", "--amp=off", "--lr=0.02", "--log-every=1", NEVER]
+    options += [f"--grad-accum-steps={passes}"]
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    train(1, plain, *options)
+    job = ["watched", "train", f"--out={compiled}", *options, "--compile=reduce-overhead"]
+    found = result(run([sys.executable, RANKS, *job]))
+    assert found["graph_replays"] >= size(steps, 0)
+    for one, other in zip(losses(compiled), losses(plain), strict=True):
+        assert one == pytest.approx(other, rel=0.03)
+
+
+def test_a_run_resumes_in_another_memory_layout(tmp_path: Path) -> None:
+    """In channels_last from a checkpoint in NCHW, with its momentum in the new layout."""
+    options = ["--use-syn", "--arch=resnet18", f"--batch-size={size(64, 4)}", "--amp=off"]
+    options += ["--epochs=1", "--steps-per-epoch=6", "--lr=0.02", "--log-every=1", NEVER]
+    nchw, mixed = tmp_path / "nchw", tmp_path / "mixed"
+    train(1, nchw, *options, "--no-channels-last")
+    train(1, mixed, *options, "--no-channels-last", "--stop-at-step=3", code=75)
+    found = result(run([sys.executable, RANKS, "watched", "train", f"--out={mixed}", *options]))
+    assert (found["steps"], found["wrong_layouts"]) == (3, 0)
+    for one, other in zip(losses(mixed), losses(nchw), strict=True):
+        assert one == pytest.approx(other, rel=0.02)
