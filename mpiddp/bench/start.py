@@ -24,11 +24,9 @@ LAUNCHERS = ("mpiddp", "torchrun")
 @dataclass(frozen=True)
 class Options:
     ranks: tuple[int, ...] = option(
-        "start", "numbers of ranks", type=wholes(1), default="2,4,8,16,32", metavar="2,4"
+        "start", "numbers of ranks", type=wholes(1), default="2,4,8,16,32"
     )
-    rounds: int = option(
-        "start", "rounds; each launcher starts once in each", type=whole(1), default=5
-    )
+    rounds: int = option("start", "rounds of both launchers", type=whole(1), default=5)
 
 
 @dataclass(frozen=True)
