@@ -9,6 +9,7 @@ environment that has it, so the same torch takes its space once: about 20 GB in 
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -54,6 +55,7 @@ def versions(session: nox.Session, kind: str) -> None:
     required = session.run("python", "-c", REQUIRED, *extras.split(","), silent=True)
     session.install("--only-binary=:all:", *options, *required.splitlines())
     root, folder = Path.cwd(), Path(session.create_tmp())
+    shutil.rmtree(folder / "run", ignore_errors=True)  # of an earlier session
     session.chdir(folder)  # the package that is installed is imported, not this checkout
     run_of_before = root / "tests/data/run_of_0.1.0"
     session.run("mpiddp", "--version")

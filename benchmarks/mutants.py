@@ -14,17 +14,14 @@ import ast
 import copy
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
@@ -138,42 +135,16 @@ def sample(number: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
     return [mutant_at(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
 
 
-def _nearest_first(file: str, tests: Sequence[str]) -> list[str]:
-    """The files of `tests`, those first that import the mutated one: most mutants end there."""
-    package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
-    imports = re.compile(
-        rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import .*\b{module}\b"
-    )
-    paths = [ROOT / each for each in tests]
-    found = [each for path in paths for each in (sorted(path.rglob("test_*.py")) or [path])]
-    found.sort(key=lambda path: imports.search(path.read_text()) is None)
-    return [str(path.relative_to(ROOT)) for path in found]
-
-
-def is_noticed(
-    mutant: Mutant | None, folder: Path, tests: Sequence[str], limit_s: float | None
-) -> bool:
-    """Whether a test fails on the mutant, None for the code as it is, in this copy of the repository."""
-    if mutant is not None:
-        file = folder / mutant.file
-        original = file.read_text()
-        file.write_text(mutant.source)
+def is_noticed(folder: Path, tests: Sequence[str], limit_s: float | None = None) -> bool:
+    """Whether a test fails in this copy of the repository. One that waits for ever does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [*command, *(tests if mutant is None else _nearest_first(mutant.file, tests))],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
+            [*command, *tests], cwd=folder, env=env, capture_output=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         return True
-    finally:
-        if mutant is not None:
-            file.write_text(original)
     return done.returncode != 0
 
 
@@ -184,41 +155,27 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=50)
-    parser.add_argument("--jobs", type=int, default=2, help="test processes at once")
     parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="FOLDER")
     parser.add_argument("tests", nargs="*", default=TESTS, metavar="TESTS")
     options = parser.parse_args()
     mutants = sample(options.number, options.seed, options.packages)
-    folders: SimpleQueue[Path] = SimpleQueue()
+    noticed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        for job in range(options.jobs):
-            folder = Path(scratch, str(job))
-            for name in COPIED:
-                copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-                folder.mkdir(exist_ok=True)
-                copied(ROOT / name, folder / name)
-            folders.put(folder)
-
-        def judge(mutant: Mutant | None, limit_s: float | None = None) -> bool:
-            folder = folders.get()
-            try:
-                return is_noticed(mutant, folder, options.tests, limit_s)
-            finally:
-                folders.put(folder)
-
+        for name in COPIED:
+            copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copied(ROOT / name, Path(scratch, name))
         began = time.monotonic()
-        with ThreadPoolExecutor(options.jobs) as pool:  # as busy as the machine is with mutants
-            if any(pool.map(judge, [None] * options.jobs)):
-                raise SystemExit("the tests fail without any mutant")
+        if is_noticed(Path(scratch), options.tests):
+            raise SystemExit("the tests fail without any mutant")
         limit_s = LONGEST * (time.monotonic() - began)
-        noticed = 0
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for mutant, is_dead in zip(
-                mutants, pool.map(lambda each: judge(each, limit_s), mutants), strict=True
-            ):
-                noticed += is_dead
-                if not is_dead:
-                    print(mutant, flush=True)
+        for mutant in mutants:
+            file = Path(scratch, mutant.file)
+            file.write_text(mutant.source)
+            if is_noticed(Path(scratch), options.tests, limit_s):
+                noticed += 1
+            else:
+                print(mutant, flush=True)
+            shutil.copy(ROOT / mutant.file, file)
     print(f"{noticed} of {len(mutants)} mutants are noticed")
     return 0
 

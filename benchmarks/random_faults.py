@@ -21,7 +21,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -144,15 +143,6 @@ class Job:
     folder: Path
     program: Program
     plan: Plan
-    lines: list[str] = field(default_factory=list)  # of stderr
-
-    def __post_init__(self) -> None:
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.program.stderr is not None
-        self.lines.extend(line.rstrip("\n") for line in self.program.stderr)
 
     def end(self, timeout_s: float) -> int | None:
         """The exit code, or None if it had to be killed after this time."""
@@ -161,15 +151,11 @@ class Job:
         except subprocess.TimeoutExpired:
             self.program.end()
             return None
-        finally:
-            self._reader.join(1.0)  # an orphaned rank may keep the pipe open
         return self.program.returncode
 
     def last_step(self) -> int:
-        return max((record["step"] for record in self._records()), default=0)
-
-    def _records(self) -> list[dict[str, Any]]:
-        return records(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        has_records = (self.folder / "metrics.jsonl").exists()
+        return max((each["step"] for each in records(self.folder)), default=0) if has_records else 0
 
     def saved(self) -> int:
         """The newest checkpoint, -1 if one is broken."""
@@ -199,17 +185,16 @@ class Job:
         return run(command, env=env, cwd=self.folder, timeout_s=2 * END_S)
 
     def printed(self) -> str:
-        files = [self.folder / "stdout", self.folder / "log", *self.folder.glob("printed/*")]
-        texts = [file.read_text(errors="replace") for file in files if file.exists()]
-        return "".join([*texts, "\n".join(self.lines)])
+        files = [self.folder / "said", self.folder / "log", *self.folder.glob("printed/*")]
+        return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
 
 def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:
     folder.mkdir(exist_ok=True)
     command = [*(TEE if plan.tee else ()), *plan.command()]
-    with (folder / "stdout").open("a") as stdout:
-        out = stdout.fileno()
-        program = hosts["node0"].popen(command, cwd=folder, env=plan.env(), stdout=out)
+    with (folder / "said").open("a") as said:
+        out = said.fileno()
+        program = hosts["node0"].popen(command, cwd=folder, env=plan.env(), stdout=out, stderr=out)
     return Job(hosts, folder, program, plan)
 
 
@@ -289,9 +274,7 @@ class Result:
         return not any(getattr(self, name) for name in COUNTS[1:])
 
 
-COUNTS = (
-    *("resumed", "not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks"),
-)
+COUNTS = ("resumed", "not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks")
 
 
 def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
@@ -354,19 +337,16 @@ def undisturbed(plan: Plan, hosts: Cluster) -> Any:
 
 
 def table(results: Iterable[Result]) -> str:
-    """One row for each signal to each kind of process. A job counts once for each of its faults."""
-    rows: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    """One row for each kind of process. A job counts once for each of its faults."""
+    rows: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        for sent, target, _ in result.faults:
-            rows[target, sent].append(result)
-    head = ["process", "signal", "jobs", "exit codes", *(n.replace("_", " ") for n in COUNTS)]
-    cells = []
-    for (target, sent), group in sorted(rows.items()):
-        codes = Counter(str(each.codes[0]) for each in group)
-        shown = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-        counts = [str(sum(getattr(each, name) for each in group)) for name in COUNTS]
-        cells.append([target, sent, str(len(group)), shown, *counts])
-    return markdown(head, cells)
+        for _, target, _ in result.faults:
+            rows[target].append(result)
+    cells = [
+        [target, str(len(group)), *(str(sum(getattr(each, n) for each in group)) for n in COUNTS)]
+        for target, group in sorted(rows.items())
+    ]
+    return markdown(["signals to", "jobs", *(name.replace("_", " ") for name in COUNTS)], cells)
 
 
 def random_jobs(options: argparse.Namespace) -> int:
@@ -413,13 +393,14 @@ def soak(options: argparse.Namespace) -> int:
         step_s = _seconds_of_steps(trial) / 200
         epochs = max(1, round(options.minutes * 60 * EXPECTED_GOODPUT / step_s / EPOCH))
         since, injected = time.monotonic(), Counter[str]()
-        job = hosts["node0"].popen(
-            _train(disturbed, epochs, EPOCH), cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL
-        )
-        lines: list[str] = []
-        assert job.stderr is not None
-        reader = threading.Thread(target=lines.extend, args=(job.stderr,))
-        reader.start()
+        with (hosts.shared / "said").open("w") as file:
+            job = hosts["node0"].popen(
+                _train(disturbed, epochs, EPOCH),
+                cwd=ROOT,
+                env=ENV,
+                stdout=file.fileno(),
+                stderr=file.fileno(),
+            )
         for number in range(sys.maxsize):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(draw.expovariate(1 / options.kill_every))
@@ -427,13 +408,13 @@ def soak(options: argparse.Namespace) -> int:
             kind = ("rank", "daemon", "link")[number % 3]
             injected[kind] += _disturb(hosts[draw.choice(VICTIMS)], kind)
         wall_s = time.monotonic() - since
-        reader.join()
-        assert job.returncode == 0, "".join(lines)
+        said = (hosts.shared / "said").read_text()
+        assert job.returncode == 0, said[-6000:]
         useful_s = _seconds_of_steps(disturbed)
         _run(hosts, _train(alone, epochs, EPOCH))
         steps = epochs * EPOCH
         different = unequal(contents(disturbed, steps), contents(alone, steps))
-    restarts = sum("restarting on" in line for line in lines)
+    restarts = said.count("restarting on")
     print(f"faults injected: {dict(injected)}, restarts: {restarts}, steps: {steps}")
     print(f"goodput: {useful_s / wall_s:.3f} ({useful_s:.0f} s of steps in {wall_s:.0f} s)")
     print(f"bit-identical to the undisturbed run: {'no' if different else 'yes'} {different[:5]}")

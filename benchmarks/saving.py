@@ -1,6 +1,6 @@
 """Measure the time that saves add to the steps, and print the table of docs/evidence/performance.md.
 
-    python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
+    python -m benchmarks.saving -H localhost:2 --rounds 12 --arch resnet18 --stem imagenet
 
 Blocks of steps alternate in one job: without a save; with a save in a thread after the first step; and with
 a save that completes before the next step. The checkpoints are written into a new folder in --folder. A step
@@ -30,27 +30,15 @@ VARIANTS = (NO_SAVE, THREAD, AT_ONCE)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(
-        "saving", "rounds; each variant runs once in each", type=whole(1), default=5
-    )
+    rounds: int = option("saving", "rounds of all variants", type=whole(1), default=5)
     steps: int = option("saving", "steps of a block, and so of a save", type=whole(2), default=20)
-    batch_size: int = option("saving", "images per rank and step", type=whole(1), default=64)
-    arch: str = option("saving", "model", default="resnet18")
-    stem: str = option(
-        "saving", "stem of the model", default="cifar", choices=("cifar", "imagenet")
-    )
-    image_size: int = option("saving", "pixels", type=whole(1), default=32)
-    parallel: str = option(
-        "saving", "a copy on each rank, or shards", default="ddp", choices=("ddp", "fsdp")
-    )
-    backend: str = option("saving", "process group", default="gloo", choices=("gloo", "nccl"))
     folder: str | None = option("saving", "folder of the checkpoints (default: a temporary one)")
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
     note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
     job = ("-m", "benchmarks.ranks.saving", json.dumps(asdict(options)))
-    return jobs.run_job(*job, ranks=jobs.slots)
+    return jobs.run_job(*job, *jobs.training, ranks=jobs.slots)
 
 
 def table(results: Result) -> str:
@@ -79,5 +67,5 @@ def table(results: Result) -> str:
 if __name__ == "__main__":
     os.environ.update(ENV)
     module = sys.modules[__name__]
-    row = Row("the cost of a save")
+    row = Row("the cost of a save", takes_training=True)
     sys.exit(run_benchmark("python -m benchmarks.saving", "saving", row, module, sys.argv[1:]))

@@ -26,10 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONGEST_FIRST = """
     drill supervision launch launchers run training sharded_hosts frameworks gpt stop series
     restarts restarts_on_hosts drill_on_hosts growth launch_push own_script script_checkpoints cifar10_learns
-    command output_on_hosts spawn signals gpu_kit resume training_input exactly_once
+    command output_on_hosts spawn signals gpu resume training_input exactly_once
     launch_hosts users_and_ports slurm_example unmodified_hangs divergence reference_benchmark
     without_launcher determinism silent_ends slurm_job network_of_a_job replicas joining
-    failing_rank bench rendezvous run_sh faulty_disks grid_engine_job report local_ranks
+    failing_rank bench run_sh faulty_disks grid_engine_job report local_ranks
     device_mesh pitfalls per_rank_log gpt_sharded preflight cifar10_fetch shown_output saver
     first_jobs test_hosts launch_options control_channel
 """

@@ -37,27 +37,11 @@ def size_bytes(text: str) -> int:
 @dataclass(frozen=True)
 class Options:
     backend: str | None = option(
-        "allreduce",
-        "communication backend (default: gloo, and nccl if there are GPUs)",
-        choices=("gloo", "nccl"),
+        "allreduce", "one of them (default: both if there are GPUs)", choices=("gloo", "nccl")
     )
-    max_size: int = option(
-        "allreduce",
-        "largest message size (at least 1K)",
-        type=size_bytes,
-        default="1G",
-        metavar="64M",
-    )
-    seconds: float = option(
-        "allreduce",
-        "time to spend on each size, roughly",
-        type=duration,
-        default=1.0,
-        metavar="S",
-    )
-    repeats: int = option(
-        "allreduce", "minimum number of repeats per size", type=whole(1), default=5
-    )
+    max_size: int = option("allreduce", "largest message", type=size_bytes, default="1G")
+    seconds: float = option("allreduce", "time for each size", type=duration, default=1.0)
+    repeats: int = option("allreduce", "least repeats of a size", type=whole(1), default=5)
 
     @property
     def sizes(self) -> list[int]:

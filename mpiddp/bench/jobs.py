@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,6 @@ from mpiddp.text import counted
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
 
 
 class BenchJobFailed(Exception):
@@ -89,16 +87,13 @@ def launch_command(*options: str) -> list[str]:
     return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
 
 
-def time_command(
-    argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None
-) -> Finished:
+def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
     """Run a command to its end. It does not outlive this function.
 
     Raises:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
     before, started_at = _cpu_s(), time.time()
-    lines: list[str] = []
     timed_out = threading.Event()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -120,10 +115,7 @@ def time_command(
         alarm = threading.Timer(timeout_s, end)
         alarm.start()
         try:
-            for line in child.stdout:
-                lines.append(line.rstrip("\n"))
-                if on_line is not None:
-                    on_line(child.pid, line)
+            lines = [line.rstrip("\n") for line in child.stdout]
             code = child.wait()
         finally:
             alarm.cancel()

@@ -22,14 +22,9 @@ from mpiddp.train.options import parse as parse_training
 @dataclass(frozen=True)
 class Options:
     ranks: tuple[int, ...] | None = option(
-        "scaling",
-        "numbers of ranks (default: powers of two, and all slots)",
-        type=wholes(1),
-        metavar="1,2,4",
+        "scaling", "numbers of ranks (default: 1, 2, 4, … and all slots)", type=wholes(1)
     )
-    rounds: int = option(
-        "scaling", "rounds; each number of ranks runs once in each", type=whole(1), default=3
-    )
+    rounds: int = option("scaling", "rounds of all numbers of ranks", type=whole(1), default=3)
     steps: int = option("scaling", "steps to time in each job", type=whole(1), default=20)
     warmup: int = option("scaling", "steps before the timed ones", type=whole(0), default=5)
 

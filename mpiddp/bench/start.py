@@ -1,8 +1,7 @@
 """`mpiddp bench start`: the time from the command to the end of the first all-reduce, beside torchrun.
 
 Both launchers start the same env:// script on this machine over gloo, in turn within every round. The first
-round only warms the page cache. CPU time counts every process of the job. Memory is the peak memory of the
-resident process, the launcher or torchrun's agent, at the end of the all-reduce.
+round only warms the page cache. CPU time counts every process of the job.
 """
 
 from __future__ import annotations
@@ -25,24 +24,17 @@ LAUNCHERS = ("mpiddp", "torchrun")
 @dataclass(frozen=True)
 class Options:
     ranks: tuple[int, ...] = option(
-        "start", "numbers of ranks", type=wholes(1), default="2,4,8,16,32", metavar="2,4"
+        "start", "numbers of ranks", type=wholes(1), default="2,4,8,16,32"
     )
-    rounds: int = option(
-        "start", "rounds; each launcher starts once in each", type=whole(1), default=5
-    )
+    rounds: int = option("start", "rounds of both launchers", type=whole(1), default=5)
 
 
 @dataclass(frozen=True)
 class Start:
-    """One job: seconds to its first all-reduce, CPU seconds of all its processes, peak memory in MB.
-
-    `resident_mb` is the memory of the command itself, `child_mb` that of its first child, which is mpirun.
-    """
+    """One job: seconds to its first all-reduce, CPU seconds of all its processes."""
 
     wall_s: float
     cpu_s: float
-    resident_mb: float
-    child_mb: float
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
@@ -67,19 +59,10 @@ def _point(ranks: int, rounds: int, timeout_s: float) -> Result:
             starts[launcher].append(start)
             progress(f"start, {launcher}", ranks, number, rounds, f"{start.wall_s:.2f} s")
     found: Result = {"ranks": ranks}
-    seconds = {
-        name: {each: [getattr(start, name) for start in starts[each]] for each in LAUNCHERS}
-        for name in ("wall_s", "cpu_s")
-    }
-    for launcher in LAUNCHERS:
-        found[launcher] = {
-            **{name: spread(values[launcher]) for name, values in seconds.items()},
-            "resident_mb": max(start.resident_mb for start in starts[launcher]),
-        }
-    # The children of torchrun are the ranks.
-    found["mpiddp"]["child_mb"] = max(start.child_mb for start in starts["mpiddp"])
-    for name, values in seconds.items():
-        found[f"{name}_ratio"] = spread(ratios(values["mpiddp"], values["torchrun"]))
+    for name in ("wall_s", "cpu_s"):
+        ours, theirs = ([getattr(start, name) for start in starts[each]] for each in LAUNCHERS)
+        spreads = (spread(ours), spread(theirs), spread(ratios(ours, theirs)))
+        found[name] = dict(zip((*LAUNCHERS, "ratio"), spreads, strict=True))
     return found
 
 
@@ -93,55 +76,19 @@ def time_start(launcher: str, ranks: int, timeout_s: float) -> Start:
     if launcher == "mpiddp":
         limit = f"{timeout_s:.0f}"
         command = [*launch_command("-H", f"localhost:{ranks}", "--timeout", limit), *JOB]
-    seen: list[tuple[float, int, int]] = []
-
-    def watch(pid: int, line: str) -> None:
-        if match := re.search(rf"{ranks} ranks at ([\d.]+)", line):
-            # Its later children are those of ranks, which it adopts.
-            of_child = _peak_bytes(_first_child(pid))
-            seen.append((float(match[1]), _peak_bytes(pid), of_child))
-
-    finished = time_command(command, timeout_s=timeout_s, on_line=watch)
-    [(at, own, of_child)] = seen
-    return Start(at - finished.started_at, finished.cpu_s, own / 1e6, of_child / 1e6)
-
-
-def _peak_bytes(pid: int) -> int:
-    """The peak memory of a process so far; 0 if it has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def _first_child(pid: int) -> int:
-    """The oldest child of the first thread of a process; 0 if it has none, or has ended."""
-    try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(found[0]) if found else 0
+    finished = time_command(command, timeout_s=timeout_s)
+    (at,) = re.findall(rf"{ranks} ranks at ([\d.]+)", "\n".join(finished.lines))
+    return Start(float(at) - finished.started_at, finished.cpu_s)
 
 
 def table(results: Result) -> str:
-    head = ("ranks", "launcher", "wall s", "of torchrun's", "CPU s", "of torchrun's", "MB")
+    head = ("ranks", "launcher", "wall s", "of torchrun's", "CPU s", "of torchrun's")
     rows = []
     for point in results["points"]:
         for launcher in LAUNCHERS:
-            each, is_ours = point[launcher], launcher == "mpiddp"
-            of_theirs = [
-                f"{point[f'{name}_ratio']['median']:.2f}" if is_ours else "1.00"
-                for name in ("wall_s", "cpu_s")
-            ]
-            memory = f"{each['resident_mb']:.1f}"
-            if is_ours:
-                memory += f" + {each['child_mb']:.1f} of mpirun"
-            wall, cpu = shown(each["wall_s"], ".2f"), shown(each["cpu_s"], ".2f")
-            ranks = str(point["ranks"])
-            rows.append([ranks, launcher, wall, of_theirs[0], cpu, of_theirs[1], memory])
-    return (
-        "Time from the command to the end of the first all-reduce; MB is the peak memory of the "
-        f"launcher or torchrun's agent\n\n{aligned(head, rows)}"
-    )
+            cells = [str(point["ranks"]), launcher]
+            for name in ("wall_s", "cpu_s"):
+                ratio = point[name]["ratio"]["median"] if launcher == "mpiddp" else 1.0
+                cells += [shown(point[name][launcher], ".2f"), f"{ratio:.2f}"]
+            rows.append(cells)
+    return f"Time from the command to the end of the first all-reduce\n\n{aligned(head, rows)}"

@@ -26,7 +26,13 @@ from socket import gethostname
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
-from mpiddp.checkpoints.run_dir import OWNER_STALE_S, RunDir, writing
+from mpiddp.checkpoints.run_dir import (
+    OWNER_STALE_S,
+    RunDir,
+    start_time,
+    this_machine,
+    writing,
+)
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, named_by, read_limited
 from mpiddp.protocol.variables import RUN_DIR, RUN_ID
@@ -170,7 +176,7 @@ class _Record:
     @classmethod
     def of_this_process(cls, run_id: str) -> _Record:
         pid = os.getpid()
-        return cls(run_id, gethostname(), _machine(), pid, _start_time(pid))
+        return cls(run_id, gethostname(), this_machine(), pid, start_time(pid))
 
     @classmethod
     def parse(cls, text: bytes) -> _Record | None:
@@ -190,9 +196,9 @@ class _Record:
     @property
     def is_dead(self) -> bool | None:
         """Whether its process has ended; None if it is not one of this machine."""
-        if self.machine != _machine():
+        if self.machine != this_machine():
             return None
-        return _start_time(self.pid) != self.started
+        return start_time(self.pid) != self.started
 
     @property
     def is_this_process(self) -> bool:
@@ -239,17 +245,6 @@ class RunOwner:
                     self._lost_to = record.sentence if record else "its owner file has changed"
                     return
                 os.utime(self._path)
-
-
-def owner_is_alive(run: RunDir) -> bool:
-    """Whether a process owns the run's folder: one of this machine, or one that touches its file."""
-    with contextlib.suppress(OSError):
-        record = _Record.parse(_read(run.owner) or b"")
-        is_dead = record.is_dead if record else None
-        return run.owner.exists() and not (
-            time.time() - run.owner.stat().st_mtime > OWNER_STALE_S if is_dead is None else is_dead
-        )
-    return False
 
 
 def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
@@ -358,17 +353,3 @@ def _read(path: Path) -> bytes | None:
         return read_limited(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def _start_time(pid: int) -> str:
-    """When the process started, in ticks since the boot, "" if it does not exist."""
-    try:
-        # "pid (name) state ppid …": the 22nd field. The name may contain any bytes.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    except OSError:
-        return ""

@@ -15,12 +15,13 @@ from typing import Any, BinaryIO
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, from_here
+from mpiddp.paths import cause_of, from_here, read_limited
 from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.job.session import RunFiles, current
 from mpiddp.runtime.log import log
 
 OWNER_STALE_S = 60.0  # an owner.json that nobody has touched for so long is a dead run's
+_MAX_OWNER_BYTES = 1 << 16
 _SCALARS = (int, float, str, bool, type(None))
 
 
@@ -92,6 +93,35 @@ def find_checkpoints(given: Path) -> Path | None:
     """The folder of checkpoints in `given`, a run's folder, or `given` itself. None if neither has any."""
     roots = (RunDir(given).checkpoints, given)
     return next((root for root in roots if directory.list_steps(root)), None)
+
+
+# Its owner
+
+
+def owner_is_alive(run: RunDir) -> bool:
+    """Whether a process owns the run's folder: one of this machine, or one that touches its file."""
+    try:
+        owner = json.loads(read_limited(run.owner, _MAX_OWNER_BYTES))
+        if owner.get("machine") == this_machine():
+            return bool(start_time(owner["pid"]) == owner["started"])
+        return time.time() - run.owner.stat().st_mtime < OWNER_STALE_S
+    except (OSError, ValueError, KeyError, AttributeError):  # there is none, or another program's
+        return False
+
+
+def this_machine() -> str:
+    """A name of this boot of the machine, and of the namespace of process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def start_time(pid: int) -> str:
+    """When the process started, in ticks since the boot, "" if it does not exist."""
+    try:
+        # "pid (name) state ppid …": the 22nd field. The name may contain any bytes.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
 
 
 # Its records

@@ -135,45 +135,34 @@ def judge_undisturbed(undisturbed: Rehearsal) -> Result:
 # ---- the checks, in the order in which they name a cause
 
 
-def _leftover(case: Case) -> str:
-    left = case.disturbed.leftover
-    return f"processes of the job remained after its end: {left}" if left else ""
-
-
-def _in_handler(case: Case) -> str:
-    if not any(save["in_handler"] for save in case.after.saves):
-        return ""
-    return (
-        "the script saves within its signal handler, in the middle of a step: let the handler set a "
-        "flag, and save at the end of the step"
-    )
-
-
-def _other_tensors(case: Case) -> str:
+def _habits(case: Case) -> str:
+    """What is wrong whatever the weights are at the end."""
     lasts = [rank.attempts[-1].first for rank in case.after.ranks]
-    if all(first is None or first["is_of_model"] for first in lasts):
-        return ""
-    return (
-        "the optimizer updates tensors that are no longer the model's: load the weights in place, or "
-        "create the optimizer after the model"
-    )
-
-
-def _worker(case: Case) -> str:
     is_cut = case.fault.is_request and case.disturbed.codes[0] != DONE
-    if not is_cut or "DataLoader worker" not in case.disturbed.said[0]:
-        return ""
-    return (
-        "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
-        "worker_init_fn, and let the rank decide"
-    )
+    if case.disturbed.leftover:
+        return f"processes of the job remained after its end: {case.disturbed.leftover}"
+    if any(save["in_handler"] for save in case.after.saves):
+        return (
+            "the script saves within its signal handler, in the middle of a step: let the handler set a "
+            "flag, and save at the end of the step"
+        )
+    if any(first is not None and not first["is_of_model"] for first in lasts):
+        return (
+            "the optimizer updates tensors that are no longer the model's: load the weights in place, or "
+            "create the optimizer after the model"
+        )
+    if is_cut and "DataLoader worker" in case.disturbed.said[0]:
+        return (
+            "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
+            "worker_init_fn, and let the rank decide"
+        )
+    return ""
 
 
 def _no_checkpoint(case: Case) -> str:
     # A script whose first weights are others each time resumes from no known step, also if it begins anew.
-    if case.before.saves or case.after.resumed_from:
-        return ""
-    if case.after.resumed_from is None and case.disturbed.codes[-1] != DONE:
+    failed = case.after.resumed_from is None and case.disturbed.codes[-1] != DONE
+    if case.before.saves or case.after.resumed_from or failed:
         return ""
     return f"no checkpoint was written within {case.before.length} steps: nothing survives"
 
@@ -261,9 +250,8 @@ def _state_of(number: int, before: History, after: History, repeats: bool) -> st
 
 
 def _rate_cause(before: History, at: int, now: State) -> str:
-    rates = [step["rates"][0] for step in before.steps[1:]]
-    was, found = rates[at], now["rates"][0]
-    facts = f"learning rate {found:.3g} at the first step after the resume, was {was:.3g}"
+    rates, found = [step["rates"][0] for step in before.steps[1:]], now["rates"][0]
+    facts = f"learning rate {found:.3g} at the first step after the resume, was {rates[at]:.3g}"
     if rates[0] == found and rates[0] < max(rates[: at + 1]):
         return f"the warm-up begins anew ({facts}): save and load the scheduler, or use the step's number"
     return f"the scheduler is not in the checkpoint ({facts}): save and load scheduler.state_dict()"
@@ -309,8 +297,8 @@ def _other_end(case: Case) -> str:
 
 
 CHECKS: tuple[Callable[[Case], str], ...] = (
-    *(_leftover, _in_handler, _other_tensors, _worker, _no_checkpoint, _different_states),
-    *(_failed_resume, _begins_anew, _unnoticed, _state, _other_end),
+    *(_habits, _no_checkpoint, _different_states, _failed_resume, _begins_anew, _unnoticed),
+    *(_state, _other_end),
 )
 
 
@@ -324,15 +312,16 @@ def _ends(recording: Recording) -> Iterator[tuple[object, ...]]:
 
 def _shared_file(recording: Recording) -> str:
     """A sentence about a file that several ranks write."""
-    writers: dict[str, set[int]] = {}
+    writers: dict[str, list[str]] = {}
     for number, rank in enumerate(recording.ranks):
-        for save in (each for attempt in rank.attempts for each in attempt.saves):
-            writers.setdefault(save["path"], set()).add(number)
-    for path, ranks in writers.items():
-        if path and len(ranks) > 1:
-            numbers = ", ".join(map(str, sorted(ranks)))
-            return f"ranks {numbers} write into one file, {Path(path).name}"
-    return ""
+        for path in {save["path"] for attempt in rank.attempts for save in attempt.saves}:
+            writers.setdefault(path, []).append(str(number))
+    shared = (
+        f"ranks {', '.join(ranks)} write into one file, {Path(path).name}"
+        for path, ranks in writers.items()
+        if path and len(ranks) > 1
+    )
+    return next(shared, "")
 
 
 def last_error(rehearsal: Rehearsal) -> str:

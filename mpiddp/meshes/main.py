@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import MAX_SLOTS, parse_host_list, read_hostfile, slots_of
 from mpiddp.hosts.schedulers import find_allocation
@@ -58,75 +58,34 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         epilog=f"Dimensions, fastest first. {names}. One of them may be -1; dp, if it is left out, takes "
         "what the others leave. Example: mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
         allow_abbrev=False,
+        formatter_class=DefaultsShown,
     )
-    parser.add_argument("sizes", nargs="*", metavar="dp=N", help="the size of a dimension")
-    _add_hosts(parser)
-    _add_training(parser)
-    add = parser.add_argument_group("output")
-    add.add_argument("--all", action="store_true", help="print every host and every group")
-    add.add_argument("--json", action="store_true", help="print one line of JSON, with every group")
-    return parser.parse_intermixed_args(argv)
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where (default: the scheduler's allocation)")
-    either = add.add_mutually_exclusive_group()
-    either.add_argument("--hosts", type=whole(1), metavar="N", help="number of equal hosts")
-    either.add_argument(
-        "-H", dest="host_list", metavar="H1:2,H2:4", help="hosts and slots on the command line"
-    )
-    either.add_argument(
-        "--hostfile", metavar="FILE", help="file of hosts and slots, one host per line"
-    )
-    add.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="K",
-        default=8,
-        help="GPUs of each host of --hosts (default: 8)",
-    )
-    add.add_argument(
-        "--tp-across-hosts",
-        action="store_true",
-        help="let groups of tp span hosts, as where NVLink connects several",
-    )
-
-
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the traffic of one step (default: not estimated)")
-    add.add_argument(
-        "--params",
-        type=_amount,
-        default=0.0,
-        metavar="P",
-        help="parameters of the model: 7e9, 7B, 350M",
-    )
-    add.add_argument(
-        "--dtype", choices=list(VALUE_BYTES), default="bf16", help="what is sent (default: bf16)"
-    )
-    for name, purpose in (
-        ("layers", "layers of the model"),
-        ("hidden", "values of a token between two layers"),
-        ("seq", "tokens of a sample"),
+    add = parser.add_argument
+    add("sizes", nargs="*", metavar="dp=N", help="the size of a dimension")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", type=whole(1), metavar="N", help="number of equal hosts")
+    slots = "hosts and slots (default: the scheduler's allocation)"
+    where.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help=slots)
+    where.add_argument("--hostfile", metavar="FILE", help="file of hosts and slots")
+    add("--gpus", type=whole(1), default=8, metavar="K", help="GPUs of each host of --hosts")
+    across = "let groups of tp span hosts, as where NVLink connects several"
+    add("--tp-across-hosts", action="store_true", help=across)
+    params = "parameters of the model: 7e9, 7B, 350M"
+    add("--params", type=_amount, default=0.0, metavar="P", help=params)
+    add("--dtype", choices=list(VALUE_BYTES), default="bf16", help="what is sent")
+    for name, default, purpose in (
+        ("layers", 0, "layers of the model"),
+        ("hidden", 0, "values of a token between two layers"),
+        ("seq", 0, "tokens of a sample"),
+        ("micro-batch", 1, "samples of a micro-batch"),
+        ("micro-batches", 1, "micro-batches of a replica in one step"),
     ):
-        add.add_argument(f"--{name}", type=whole(1), default=0, metavar="N", help=purpose)
-    add.add_argument(
-        "--micro-batch",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="samples of a micro-batch (default: 1)",
-    )
-    add.add_argument(
-        "--micro-batches",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="micro-batches of a replica in one step (default: 1)",
-    )
-    add.add_argument(
-        "--fsdp", action="store_true", help="dp shards the parameters (FSDP), as dp_shard does"
-    )
+        add(f"--{name}", type=whole(1), default=default, metavar="N", help=purpose)
+    sharded = "dp shards the parameters (FSDP), as dp_shard does"
+    add("--fsdp", action="store_true", help=sharded)
+    add("--all", action="store_true", help="print every host and every group")
+    add("--json", action="store_true", help="print one line of JSON, with every group")
+    return parser.parse_intermixed_args(argv)
 
 
 def _amount(text: str) -> float:

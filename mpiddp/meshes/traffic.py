@@ -17,7 +17,6 @@ cp, which depend on the routing of tokens and on the attention; and the gradient
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,95 +66,43 @@ def traffic(layout: Layout, training: Training) -> list[Traffic]:
     return [each for each in found if each is not None]
 
 
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """What each of `ranks` ranks sends in a ring all-reduce of `size` bytes: 2 (n - 1) / n · size."""
-    return 2 * gather_bytes(size, ranks)
-
-
-def gather_bytes(size: float, ranks: int) -> float:
-    """What each rank sends in a ring all-gather, or reduce-scatter, of `size` bytes: (n - 1) / n · size."""
-    return (ranks - 1) / ranks * size
-
-
-def parameter_bytes(training: Training, sizes: Mapping[str, int]) -> float:
-    """The bytes of the parameters, and of the gradients, that one rank of tp and pp computes with."""
-    return training.params * training.value_bytes / (sizes.get("tp", 1) * sizes.get("pp", 1))
-
-
-def activation_bytes(training: Training, sizes: Mapping[str, int]) -> float:
-    """The bytes of the activations between two layers, for one micro-batch: b · s · h values.
-
-    cp gives each of its ranks a part of every sequence.
-    """
-    values = training.micro_batch * training.seq * training.hidden / sizes.get("cp", 1)
-    return values * training.value_bytes
-
-
-def sharded_bytes(training: Training, sizes: Mapping[str, int], ranks: int) -> float:
-    """What a rank sends for FSDP: 3 (n - 1) / n · bytes for every micro-batch.
-
-    All-gather the parameters for the forward pass and again for the backward pass, then reduce-scatter the
-    gradients: 1.5 times the all-reduce of DDP (Rajbhandari et al., "ZeRO", 2020, section 7). FSDP2 does this
-    for every micro-batch unless a script calls `set_requires_gradient_sync(False)`.
-    """
-    return 3 * gather_bytes(parameter_bytes(training, sizes), ranks) * training.micro_batches
-
-
-def replica_bytes(training: Training, sizes: Mapping[str, int], ranks: int) -> float:
-    """What a rank sends between replicas of dp_shard: an all-reduce of its shard for every micro-batch.
-
-    The gradients have been scattered over dp_shard before (Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
-    """
-    shard = parameter_bytes(training, sizes) / sizes["dp_shard"]
-    return all_reduce_bytes(shard, ranks) * training.micro_batches
-
-
-def tensor_bytes(training: Training, sizes: Mapping[str, int]) -> float:
-    """What a rank sends for tp: 4 all-reduces of the activations for each layer and micro-batch.
-
-    Two in the forward pass, after the attention and after the MLP, and two in the backward pass (Shoeybi et
-    al., "Megatron-LM", 2019, section 3). Sequence parallelism replaces each by a reduce-scatter and an
-    all-gather of the same volume (Korthikanti et al., 2022). The layers are those of the largest stage.
-    """
-    layers = -(-training.layers // sizes.get("pp", 1))
-    one = all_reduce_bytes(activation_bytes(training, sizes), sizes["tp"])
-    return 4 * one * layers * training.micro_batches
-
-
-def stage_bytes(training: Training, sizes: Mapping[str, int]) -> float:
-    """What a rank sends to the next stage, and the next stage back to it: b · s · h values per micro-batch.
-
-    Activations forward and their gradients backward, from each rank of tp to its own peer (Narayanan et al.,
-    "Efficient large-scale language model training on GPU clusters", 2021, section 3.2, without the
-    scatter/gather optimization). Interleaved stages send this once for each chunk.
-    """
-    return activation_bytes(training, sizes) * training.micro_batches
-
-
 _GRADIENTS = "all-reduce of gradients"
 _SHARDED = "all-gather of parameters, reduce-scatter of gradients"
 
 
 def _of_dimension(layout: Layout, name: str, training: Training) -> Traffic | None:
-    sizes, ranks = layout.sizes, layout.sizes[name]
-    if name == "pp" and training.hidden:
-        moved = "activations and their gradients"
-        return Traffic(name, moved, *_busiest(layout, name, stage_bytes(training, sizes), False))
-    if name == "tp" and training.hidden:
-        operation, volume = "all-reduce of activations", tensor_bytes(training, sizes)
+    """What each rank sends in a step, by the formulas of docs/parallelism.md; None if it is not known."""
+    sizes, ranks, passes = layout.sizes, layout.sizes[name], training.micro_batches
+    gather = (ranks - 1) / ranks  # of the bytes, for each rank of a ring
+    # A rank's parameters, or gradients; cp gives each of its ranks a part of every sequence.
+    own = training.params * training.value_bytes / (sizes.get("tp", 1) * sizes.get("pp", 1))
+    values = training.micro_batch * training.seq * training.hidden / sizes.get("cp", 1)
+    activations = values * training.value_bytes
+    if name == "pp" and activations:
+        # Forward, and their gradients backward, from each rank of tp to its own peer (Narayanan et al.,
+        # "Efficient large-scale language model training on GPU clusters", 2021, section 3.2).
+        operation, volume = "activations and their gradients", activations * passes
+    elif name == "tp" and activations:
+        # Two all-reduces in the forward pass of a layer and two in the backward pass (Shoeybi et al.,
+        # "Megatron-LM", 2019, section 3); with sequence parallelism as much (Korthikanti et al., 2022).
+        layers = -(-training.layers // sizes.get("pp", 1))  # of the largest stage
+        operation = "all-reduce of activations"
+        volume = 4 * 2 * gather * activations * layers * passes
     elif name in ("tp", "pp", "ep", "cp") or not training.params:
         return None
     elif name == "dp_shard" or (name == "dp" and training.fsdp):
-        operation, volume = _SHARDED, sharded_bytes(training, sizes, ranks)
+        # Gather the parameters for each pass, scatter the gradients (Rajbhandari et al., "ZeRO", 2020,
+        # section 7). FSDP2 does so for every micro-batch.
+        operation, volume = _SHARDED, 3 * gather * own * passes
     elif sizes.get("dp_shard", 1) > 1:
-        operation, volume = _GRADIENTS, replica_bytes(training, sizes, ranks)
+        # The gradients have been scattered before (Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
+        operation, volume = _GRADIENTS, 2 * gather * own / sizes["dp_shard"] * passes
     else:
-        operation = _GRADIENTS
-        volume = all_reduce_bytes(parameter_bytes(training, sizes), ranks)
-    return Traffic(name, operation, *_busiest(layout, name, volume, True))
+        operation, volume = _GRADIENTS, 2 * gather * own
+    return Traffic(name, operation, *_busiest(layout, name, volume, is_ring=name != "pp"))
 
 
-def _busiest(layout: Layout, name: str, volume: float, is_ring: bool) -> tuple[float, float]:
+def _busiest(layout: Layout, name: str, volume: float, *, is_ring: bool) -> tuple[float, float]:
     """What the busiest GPU sends inside its host, and the busiest host to others.
 
     Each rank sends `volume` to the next of its ring, which visits each host once; else it exchanges it with

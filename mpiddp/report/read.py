@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.directory import list_steps, step_of
-from mpiddp.checkpoints.run import owner_is_alive
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run_dir import RunDir, owner_is_alive
 from mpiddp.doctor.explanations import explain
 from mpiddp.doctor.failures import Weight
 from mpiddp.errors import UserError

@@ -53,15 +53,18 @@ class Job:
 
 
 @contextlib.contextmanager
-def synthetic_job(world: World, training: Sequence[str]) -> Iterator[Job]:
+def synthetic_job(
+    world: World, training: Sequence[str], fixed: Sequence[str] = ("--parallel=ddp",)
+) -> Iterator[Job]:
     """Start the job of `mpiddp train TRAINING --use-syn`, up to its process group.
 
-    It measures DistributedDataParallel on whole images, unless the options ask for smaller ones.
+    It trains on whole images, unless the options ask for smaller ones. `fixed` overrides options.
     """
     first = [] if any("--low-res-epochs" in each for each in training) else ["--low-res-epochs=0"]
-    fixed = ["--use-syn", "--parallel=ddp"]
     with join(world) as coordinator:
-        config, backend, device = resolve_training(coordinator, [*first, *training, *fixed])
+        config, backend, device = resolve_training(
+            coordinator, [*first, *training, "--use-syn", *fixed]
+        )
         hosts = hosts_of(coordinator)
         with default_group(coordinator, backend, device, timeout_s=config.timeout):
             yield Job(coordinator, config, backend, device, hosts)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.checkpoints.run import _Record
+from mpiddp.checkpoints.run_dir import start_time, this_machine
 from mpiddp.errors import UserError
 from mpiddp.report.read import Failure, Save, read_run
 from mpiddp.report.tables import environment, facts, time_lost
@@ -81,11 +81,12 @@ def test_the_run_of_a_script_is_done_failed_or_stopped(
 def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", ends=False)
     owner = folder / "owner.json"
-    owner.write_bytes(_Record.of_this_process("run").encoded())
+    own = {"machine": this_machine(), "pid": os.getpid(), "started": start_time(os.getpid())}
+    owner.write_text(json.dumps(own))
     assert read_run(folder).state == "running"
     assert read_run(folder).seconds == pytest.approx(time.time() - BEGAN, abs=100)
     # Killed on this machine: not "running" for another minute.
-    owner.write_bytes(owner.read_bytes().replace(b'"started": "', b'"started": "1'))
+    owner.write_text(json.dumps({**own, "started": "1"}))
     assert read_run(folder).state == "failed"
     owner.write_text("{}")  # of another host, which renews it
     assert read_run(folder).state == "running"
