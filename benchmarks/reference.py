@@ -29,7 +29,7 @@ from mpiddp.bench.result_lines import Result, read_results
 from mpiddp.bench.rounds import ratios, turns
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.options import ARCHS
 from tests.support import cluster
 from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT
@@ -37,15 +37,13 @@ from tests.support.ranks import ROOT
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 SLOWEST = "100 Mbit/s"
 ALONE, SHARED = "1 host", "2 workers on 1 host"
-PLAIN, POWERSGD = "plain", "powersgd"
+PLAIN = "plain"
 REMEDIES = {
     "accumulate 4": ("--grad-accum-steps=4",),
     "bf16": ("--grad-compression=bf16",),
     "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
-    POWERSGD: ("--grad-compression=powersgd",),
 }
 DISCARDED = 2  # all-reduces before the first step, which fix DDP's buckets
-POWERSGD_FROM_STEP = 100  # mpiddp.train.parallel's, whose import would load torch
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=whole(0), default=5, metavar="K", help="steps before the timed ones"
     )
-    parser.add_argument(
-        "--arch", default="resnet20", choices=ARCHITECTURES, metavar="ARCH", help="model"
-    )
+    parser.add_argument("--arch", default="resnet20", choices=ARCHS, metavar="ARCH", help="model")
     parser.add_argument(
         "--batch-size", type=whole(2), default=32, metavar="K", help="images per worker and pass"
     )
@@ -143,9 +139,12 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
-    warmup = options.warmup + POWERSGD_FROM_STEP * (variant.training == REMEDIES[POWERSGD])
     job = ["-m", "mpiddp", "bench-rank", "scaling", f"--steps={options.steps}"]
-    job += [f"--warmup={warmup}", f"--arch={options.arch}", f"--batch-size={options.batch_size}"]
+    job += [
+        f"--warmup={options.warmup}",
+        f"--arch={options.arch}",
+        f"--batch-size={options.batch_size}",
+    ]
     command = [*launch_command("-H", variant.where), *job, "--backend=gloo", *variant.training]
     with contextlib.ExitStack() as stack:
         for host in used:
@@ -169,7 +168,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         "settings": run["settings"],
         "images_per_s": run["global_batch_size"] * options.steps / run["total_s"],
         "step_s": run["step_s"],
-        "num_steps": warmup + options.steps,
+        "num_steps": options.warmup + options.steps,
         "sent_bytes": sent,
         "wall_s": wall_s,
     }
@@ -227,9 +226,7 @@ def _efficiency(name: str, results: Results) -> Spread:
 
 
 def _megabytes(name: str, results: Results) -> str:
-    """What a host sends for an all-reduce. PowerSGD's warm-up is not compressed, so it has no figure."""
-    if name == POWERSGD:
-        return "-"
+    """What a host sends for an all-reduce."""
     runs = results["runs"][name]
     sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
     return f"{spread(sent)['median']:.2f}"

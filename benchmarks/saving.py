@@ -27,7 +27,7 @@ from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
-from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.options import ARCHS
 
 NO_SAVE = "no save"
 VARIANTS = {
@@ -66,9 +66,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=whole(1), default=64, metavar="N", help="images per rank and step"
     )
-    parser.add_argument(
-        "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="model"
-    )
+    parser.add_argument("--arch", default="resnet18", choices=ARCHS, metavar="NAME", help="model")
     parser.add_argument(
         "--stem", default="cifar", choices=("cifar", "imagenet"), help="stem of the model"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import ENV, mpirun_of
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.drill import injectors
 from tests.support.cluster import Cluster, Program
 from tests.support.cluster.host import Process
@@ -150,8 +150,8 @@ class Job:
         return orphans
 
     def newest_checkpoint(self) -> int:
-        newest, broken = directory.survey(self.folder / "checkpoints")
-        assert not broken, broken
+        newest = directory.newest_verified(self.folder / "checkpoints")
+        assert newest in (None, *directory.list_steps(self.folder / "checkpoints")[-1:])
         return directory.step_of(newest) if newest else 0
 
 

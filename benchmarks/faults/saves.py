@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.faults.job import launch
 from benchmarks.faults.table import Run, Tally
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.drill import injectors
 from mpiddp.drill.injectors import Damage, damage, fill_disk, flip_bit, tear
 from tests.support.cluster import Cluster, Host

@@ -14,11 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mpiddp.errors import UserError
-from mpiddp.train.data import cifar10
-from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.cifar10_files import BIN, BIN_FOLDER
-from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.opening import load
+from mpiddp.train import cifar10
+from mpiddp.train.cifar10 import BIN, BIN_FOLDER
 
 BATCHES = tuple(Path(name).stem for name in BIN)
 _SIDE = 100  # images in a row and in a column of a mosaic
@@ -35,7 +32,7 @@ def write_mosaics(data: Path, folder: Path) -> None:
     Raises:
         UserError: there is no CIFAR-10 in `data`, or a damaged one.
     """
-    train, test = load(DATASETS["cifar10"], data)
+    train, test = cifar10.read(data)
     parts = [*_batches(train), *_batches(test)]
     for batch, (images, labels) in zip(BATCHES, parts, strict=True):
         mosaic_file, labels_file = files_of(batch)
@@ -45,9 +42,10 @@ def write_mosaics(data: Path, folder: Path) -> None:
         (folder / labels_file).write_bytes(labels.astype(np.uint8).tobytes())
 
 
-def _batches(split: ImageArrays) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-    count = len(split.labels) // cifar10.IMAGES_PER_BATCH
-    return list(zip(np.split(split.images, count), np.split(split.labels, count), strict=True))
+def _batches(split: cifar10.Images) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    images, labels = split
+    count = len(labels) // cifar10.IMAGES_PER_BATCH
+    return list(zip(np.split(images, count), np.split(labels, count), strict=True))
 
 
 def are_complete(folder: Path) -> bool:
@@ -81,4 +79,4 @@ def write_batches(folder: Path, data: Path) -> None:
         records.tofile(part / name)
     shutil.rmtree(target, ignore_errors=True)
     part.rename(target)
-    load(DATASETS["cifar10"], data)  # compares the SHA-256 of each file
+    cifar10.read(data)  # compares the SHA-256 of each file

@@ -21,9 +21,8 @@ from benchmarks.gpu import images
 from benchmarks.gpu.jobs import ROOT
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.data import cifar10_fetch
-from mpiddp.train.data.datasets import DATASETS, find
-from mpiddp.train.opening import default_data_dir
+from mpiddp.train import cifar10
+from mpiddp.train.datasets import default_data_dir
 
 PIECE_BYTES = 58 << 20  # with the checkout of 6 MB below 64 MiB
 SUMS = "SHA256SUMS"  # of each piece, in sha256sum's format
@@ -52,8 +51,8 @@ def pack(kit: Path, note: Note, *, with_images: bool = True) -> None:
         _download_wheels(files)
         if with_images:
             data = default_data_dir()
-            if find(DATASETS["cifar10"], [data]) is None:
-                cifar10_fetch.fetch(data, note)
+            if cifar10.find(data) is None:
+                cifar10.fetch(data, note)
             note("compressing CIFAR-10, about a minute")
             images.write_mosaics(data, files)
         for number, names in enumerate(_pieces(files), 1):
@@ -122,7 +121,7 @@ def unpack(kit: Path, target: Path, note: Note) -> None:
         note(f"{target}: installed {', '.join(wheel.name for wheel in wheels)}")
     if not (target / "bin" / "python").exists():
         raise UserError(f"{target} has no environment yet. Unpack piece-1 first.")
-    if images.are_complete(arrived) and not find(DATASETS["cifar10"], [target / "data"]):
+    if images.are_complete(arrived) and not cifar10.find(target / "data"):
         images.write_batches(arrived, target / "data")
         note(f"{target / 'data'}: CIFAR-10, complete and verified")
 

@@ -18,7 +18,7 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.result_lines import emit
 from mpiddp.runtime.torch.divergence import check_divergence
-from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
 WARMUP = 5  # steps: they create the momentum

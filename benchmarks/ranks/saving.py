@@ -21,13 +21,12 @@ from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import resolve_defaults
-from mpiddp.train.copies import find_copies
-from mpiddp.train.engine import TrainState, backward, build_optimizer, to_device
+from mpiddp.train.config import gathered, resolve
 from mpiddp.train.options import parse
 from mpiddp.train.order import Step
-from mpiddp.train.parallel import wrap
+from mpiddp.train.parallel import find_copies, wrap
 from mpiddp.train.resnet import ARCHS
+from mpiddp.train.step import State, backward, build_optimizer
 
 
 def main() -> None:
@@ -44,8 +43,8 @@ def main() -> None:
     )
     with join() as coordinator:
         device = device_of(coordinator.world, options.backend)
-        on_gpu = device.type != "cpu"
-        config = resolve_defaults(training, coordinator.world, on_gpu=on_gpu, has_bf16=False)
+        config = resolve(training, coordinator.world.world_size, device)
+        config.amp = "off"
         with default_group(coordinator, options.backend, device, timeout_s=600):
             torch.manual_seed(0)
             size = options.image_size
@@ -55,17 +54,18 @@ def main() -> None:
             )
             labels = torch.randint(10, (num_images,), device=device)
             net = ARCHS[options.arch](num_classes=10, stem=options.stem)
-            model = to_device(net, config, device)
-            copies = find_copies(config, coordinator)
+            layout = torch.channels_last if config.channels_last else torch.contiguous_format
+            model = net.to(device, memory_format=layout)  # type: ignore[call-overload]
+            copies = find_copies(config, gathered(str(coordinator.world.node_rank)))
             ddp = wrap(model, config, (3, size, size), copies)
             optimizer = build_optimizer(model, config)
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
-            state = TrainState(model, optimizer, scaler)
-            checkpoints = checkpoint.open_checkpoints(root, config)
+            state = State(model, optimizer, scaler)
+            checkpoints = checkpoint.open_checkpoints(root, config, "synthetic")
             checkpoints.resume()
             global_batch = num_images * coordinator.world.world_size
-            step = Step((torch.arange(num_images),), global_batch, True)
+            step = Step((torch.arange(num_images),), global_batch)
             variants = (NO_SAVE, *options.variants.split(","))
             peers = {name: PEERS[name]() for name in variants if name in PEERS}
 
@@ -74,7 +74,7 @@ def main() -> None:
                     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                     peer.save(states, root / f"{variant} {number}")
                 elif variant != NO_SAVE:
-                    checkpoint.save(checkpoints, state, Progress(number), config, "synthetic")
+                    checkpoint.save(checkpoints, state, Progress(number), config)
                 if variant == "at-once":
                     wait_for_saves(variant)
 

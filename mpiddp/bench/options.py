@@ -13,8 +13,7 @@ from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
 from mpiddp.launch.starters.environment import forwarded
 from mpiddp.text import shown
-from mpiddp.train.option_parser import flag_of, options_of
-from mpiddp.train.options import TrainOptions
+from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
@@ -25,9 +24,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 # Every benchmark runs its own number of steps from a fresh start, and keeps no checkpoint.
-_NOT_APPLICABLE = {
-    flag_of(name, about) for name, about in options_of(TrainOptions).items() if not about.of_steps
-}
+_NOT_APPLICABLE = {f"--{name.replace('_', '-')}" for name in OF_RUN}
 
 
 @dataclass(frozen=True)

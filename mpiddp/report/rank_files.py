@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run import RunDir
 from mpiddp.doctor.explanations import explain
 from mpiddp.doctor.failures import Weight
 from mpiddp.text import counted

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.directory import list_steps, step_of
-from mpiddp.checkpoints.run_dir import OWNER_STALE_S, RunDir
+from mpiddp.checkpoints.folder import list_steps, step_of
+from mpiddp.checkpoints.run import RunDir, is_locked
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
 from mpiddp.report.history import Save, Start, starts_of
@@ -109,7 +109,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     curves = _curves(run.metrics, notes, only_end=only_end)
     ranks = read_ranks(run, notes, only_logs=only_end)
     saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
-    is_owned, is_running = run.owner.exists(), time.time() - _mtime(run.owner) < OWNER_STALE_S
+    is_owned, is_running = run.owner.exists(), is_locked(run.owner)
     starts = starts_of(ranks, saves, time.time() if is_running else _mtime(run.metrics))
     # Each start writes config.json anew, and the last one summary.json after it.
     if is_owned:

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 import mpiddp
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.drill.injectors import ACTS
 from mpiddp.runtime.job import session
+from tests.support import checkpoint_folders
 
 SAVE_EVERY = 10
 FAULTY_RANK = 1
@@ -61,7 +62,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
         if world.rank == 0:
             address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
             (folder / "store").write_text(f"{address} {port}")
-        newest, _ = directory.survey(folder / "checkpoints")
+        newest, _ = checkpoint_folders.survey(folder / "checkpoints")
         first = directory.step_of(newest) if newest else 0
         fail_at(0)
         for step in range(first + 1, steps + 1):
@@ -70,12 +71,12 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
                 with (folder / "steps").open("a") as file:
                     file.write(f"{time.time()} {first} {step}\n")
                 if step % SAVE_EVERY == 0:
-                    directory.write(folder / "checkpoints", step, write_files)
+                    checkpoint_folders.write(folder / "checkpoints", step, write_files)
             if mpiddp.should_stop():
                 if is_faulty and act == "slow stop":
                     time.sleep(SLOW_SAVE_S)
                 if world.rank == 0 and step % SAVE_EVERY:
-                    directory.write(folder / "checkpoints", step, write_files)
+                    checkpoint_folders.write(folder / "checkpoints", step, write_files)
                 return 75
             fail_at(step)
             time.sleep(0.02)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from mpiddp.bench.result_lines import emit
-from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.dataset import Dataset
-from mpiddp.train.data.device_images import DeviceImages
-from mpiddp.train.data.image_folder import ImageFolder
-from mpiddp.train.data.prefetch import prefetched
+from mpiddp.train.config import resolve
+from mpiddp.train.datasets import Dataset, DeviceImages, prefetched
+from mpiddp.train.image_folder import ImageFolder
+from mpiddp.train.options import parse
 
 BATCH, EPOCHS = 64, 3
 
@@ -29,14 +28,12 @@ def main(folder: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
-    arrays = ImageArrays(pixels, draw.integers(0, 10, len(pixels)))
+    labels = draw.integers(0, 10, len(pixels))
+    config = resolve(parse(["--num-workers=2"]), 1, device)
+    config.image_size = 64
     sources: dict[str, Dataset] = {
-        "arrays on the device": DeviceImages(
-            arrays, device, mean=(0.5,) * 3, std=(0.2,) * 3, augment=True
-        ),
-        "image folder": ImageFolder(
-            folder, device, image_size=64, augment=True, seed=0, num_workers=2
-        ),
+        "arrays on the device": DeviceImages(pixels, labels, config, device, augment=True),
+        "image folder": ImageFolder(folder, config, device, augment=True),
     }
     emit({name: _compare(source, device) for name, source in sources.items()})
 

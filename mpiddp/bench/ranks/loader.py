@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,8 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.start.join import join
 from mpiddp.text import counted, percentile
-from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.dataset import Data
-from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.metrics import StepTimer
-from mpiddp.train.opening import default_data_dir, open_data
+from mpiddp.train.datasets import Data, default_data_dir, open_data, prefetched
+from mpiddp.train.measure import StepTimer
 from mpiddp.world import World
 
 MODEL_S = 2.0  # minimum seconds of the model's steps
@@ -47,7 +45,7 @@ class Opened:
 
     name: str
     data: Data
-    config: TrainConfig
+    config: Namespace
     device: torch.device
 
 
@@ -91,7 +89,6 @@ def _open_all(
         "synthetic 3×32×32": ["--dataset", "cifar10", "--use-syn"],
         "synthetic 3×224×224": ["--dataset", "image-folder", "--use-syn"],
         "CIFAR-10": ["--dataset", "cifar10", *elsewhere],
-        "Fashion-MNIST": ["--dataset", "fashion-mnist", *elsewhere],
     }
     for count in workers:
         options = ["--dataset", "image-folder", "--data-dir", str(folder)]
@@ -137,7 +134,7 @@ def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: i
         timer.tick()
     own = sum(timer.read())
     slowest = max(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
-    return count * size * world.world_size / slowest
+    return float(count * size * world.world_size / slowest)
 
 
 def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
@@ -145,7 +142,7 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
 
     The steps have no communication, which gives the highest speed that a source may have to deliver.
     """
-    config, device = replace(opened.config, use_syn=True), opened.device
+    config, device = Namespace(**{**vars(opened.config), "use_syn": True}), opened.device
     synthetic = open_data(config, coordinator.world, device)
     state = build_bare(coordinator, config, synthetic, device)
     images, labels = next(
@@ -162,7 +159,7 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
             timer.tick()
         count *= 2
     own = opened.config.batch_size / percentile(timer.read(), 50)
-    return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
+    return float(sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
 
 
 @contextlib.contextmanager

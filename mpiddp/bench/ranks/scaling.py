@@ -7,14 +7,14 @@ from mpiddp.bench.ranks.training import (
     open_source,
     settings,
     synthetic_job,
-    synthetic_plan,
+    synthetic_order,
 )
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.scaling import rank_options
-from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.engine import backward
-from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.datasets import prefetched
+from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.train.parallel import clear_gradients
+from mpiddp.train.step import backward
 from mpiddp.world import World
 
 
@@ -23,8 +23,8 @@ def run(world: World, argv: list[str]) -> None:
     with synthetic_job(world, training) as job:
         data = open_source(job)
         state = build(job, data)
-        plan = synthetic_plan(job, data, options.warmup + options.steps)
-        steps = list(plan.order.steps(epoch=0))
+        synthetic = synthetic_order(job, data, options.warmup + options.steps)
+        steps = list(synthetic.steps(epoch=0))
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=0), job.device)
         timer = StepTimer(job.device)

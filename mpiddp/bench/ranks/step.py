@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,22 +24,22 @@ from mpiddp.bench.ranks.training import (
     Job,
     bare_step,
     build,
+    build_bare,
     open_source,
     settings,
     synthetic_job,
-    synthetic_plan,
+    synthetic_order,
 )
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
-from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.train.checkpoint import Progress, open_checkpoints
-from mpiddp.train.data.dataset import Batch, Data
-from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.engine import TrainState, autocast, build_model
-from mpiddp.train.loop import TrainInputs, build_state, train
-from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
-from mpiddp.train.plan import TrainPlan
+from mpiddp.train.datasets import Batch, Data, prefetched
+from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.order import Order
+from mpiddp.train.parallel import wrap
+from mpiddp.train.step import State, autocast, learning_rate
+from mpiddp.train.train import fit
 from mpiddp.world import World
 
 
@@ -49,7 +50,7 @@ def run(world: World, argv: list[str]) -> None:
         data = open_source(job)
         phases_data = data
         if options.real_data:
-            phases_data = open_source(replace(job, config=replace(job.config, use_syn=False)))
+            phases_data = open_source(replace(job, config=_changed(job.config, use_syn=False)))
         with _scratch_folder(job) as folder:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
@@ -69,13 +70,13 @@ def run(world: World, argv: list[str]) -> None:
 
 def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[str, list[float]]:
     """Measure the mean seconds of a step in each block of each loop, without the start-up."""
-    plan = synthetic_plan(job, data, count)
-    numbers = [step.micro_batches[0] for step in plan.order.steps(epoch=0)]
+    order = synthetic_order(job, data, count)
+    numbers = [step.micro_batches[0] for step in order.steps(epoch=0)]
     tensors = list(data.train.batches(numbers, epoch=0))
     blocks: dict[str, Callable[[Path], float]] = {
-        RUNNER: lambda out: _time_runner(job, data, plan, out),
-        BARE: lambda _: _time_bare_loop(job, data, tensors, plan),
-        BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, plan),
+        RUNNER: lambda out: _time_runner(job, data, order, out),
+        BARE: lambda _: _time_bare_loop(job, data, tensors, order),
+        BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, order),
     }
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for number, name in turns(list(blocks), rounds):
@@ -83,21 +84,24 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
     return seconds
 
 
-def _time_runner(job: Job, data: Data, plan: TrainPlan, out: Path) -> float:
+def _changed(config: Namespace, **values: object) -> Namespace:
+    return Namespace(**{**vars(config), **values})
+
+
+def _time_runner(job: Job, data: Data, order: Order, out: Path) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = replace(job.config, epochs=1, low_res_epochs=0, out=str(out))
-    model = build_model(config, data)
-    inputs = TrainInputs(config, plan, data, model, job.coordinator, job.device, RunDir(out))
-    state, ddp = build_state(inputs)
-    with open_checkpoints(out, config) as checkpoints:
+    config = _changed(job.config, epochs=1, low_res_epochs=0, out=str(out))
+    bare = build_bare(job.coordinator, config, data, job.device)
+    ddp = wrap(bare.model, config, data.shape, [])
+    with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
-        summary = train(inputs, state, ddp, Progress(), checkpoints)
+        world = job.coordinator.world
+        summary = fit(config, world, data, order, bare, ddp, checkpoints, Progress())
     assert summary is not None
-    assert summary.images_per_s is not None
-    return summary.global_batch_size / summary.images_per_s
+    return float(summary["global_batch_size"] / summary["images_per_s"])
 
 
-def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan) -> float:
+def _time_bare_loop(job: Job, data: Data, batches: list[Batch], order: Order) -> float:
     """The seconds of a step in a hand-written loop with the same settings.
 
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
@@ -108,7 +112,7 @@ def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan)
     timer.resume()
     for step, (images, labels) in enumerate(batches):
         for group in state.optimizer.param_groups:
-            group["lr"] = plan.lr(step)
+            group["lr"] = learning_rate(step, order.steps_per_epoch, job.config)
         bare_step(state, job.config, images, labels)
         timer.tick()
     return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
@@ -135,7 +139,7 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
     return found
 
 
-def _time_phases(job: Job, data: Data, state: TrainState, count: int, syncs: bool) -> list[float]:
+def _time_phases(job: Job, data: Data, state: State, count: int, syncs: bool) -> list[float]:
     """The mean seconds of data, forward, backward, optimizer and the rest in a block of steps."""
     config, device = job.config, job.device
     order = list(_random_batches(job, data, count))
@@ -149,9 +153,7 @@ def _time_phases(job: Job, data: Data, state: TrainState, count: int, syncs: boo
         timer.tick()
         with contextlib.nullcontext() if syncs else state.model.no_sync():  # type: ignore[operator]
             with autocast(config, device):
-                loss = F.cross_entropy(
-                    state.model(images), labels, label_smoothing=config.label_smoothing
-                )
+                loss = F.cross_entropy(state.model(images), labels)
             timer.tick()
             state.scaler.scale(loss).backward()
         timer.tick()

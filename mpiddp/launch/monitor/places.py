@@ -15,7 +15,7 @@ _LONGEST_CODE = 60  # characters
 # does not where torch loads data or reads a file.
 _WAITS = re.compile(r"/torch/")
 _AGREES = re.compile(r"/mpiddp/runtime/job/")
-_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/data/")
+_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py")
 _FILES = re.compile(r"/torch/serialization\.py$")
 _OF_LIBRARIES = re.compile(
     r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
