@@ -31,7 +31,7 @@ from typing import Any
 import mpiddp
 from benchmarks.harness import ENV, MPIS, OPENMPI5, markdown
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support import cluster
@@ -159,8 +159,10 @@ class Job:
 
     def saved(self) -> int:
         """The newest checkpoint, -1 if one is broken."""
-        newest, broken = directory.survey(self.folder / "checkpoints")
-        return -1 if broken else directory.step_of(newest) if newest else 0
+        steps = folders.list_steps(self.folder / "checkpoints")
+        if not all(map(folders.is_verified, steps)):
+            return -1
+        return folders.step_of(steps[-1]) if steps else 0
 
     def processes(self) -> list[Process]:
         """The processes that still run on the hosts, except ssh logins."""

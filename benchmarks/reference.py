@@ -27,9 +27,9 @@ from mpiddp.bench import scaling
 from mpiddp.bench.figures import Result, Spread, ratios, read_results, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.options import option
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.option_parser import option
 from tests.support import cluster
 from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT

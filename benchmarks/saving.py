@@ -21,8 +21,8 @@ from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, ratios
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.options import option
 from mpiddp.text import counted
-from mpiddp.train.option_parser import option
 
 NO_SAVE, THREAD, AT_ONCE = "no save", "in a thread", "at once"
 VARIANTS = (NO_SAVE, THREAD, AT_ONCE)

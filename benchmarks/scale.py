@@ -24,7 +24,7 @@ from mpiddp.arguments import wholes
 from mpiddp.bench.figures import Result, aligned
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.train.option_parser import option
+from mpiddp.bench.options import option
 
 MEASURED = ("launcher", "server")
 TIMEOUT_S = 900

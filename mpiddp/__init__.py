@@ -28,10 +28,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpiddp.checkpoints.checkpoints import Checkpoints as Checkpoints
     from mpiddp.checkpoints.contents import Resumed as Resumed
-    from mpiddp.checkpoints.run_dir import log_metrics as log_metrics
-    from mpiddp.checkpoints.run_dir import run_dir as run_dir
-    from mpiddp.checkpoints.script import Checkpoints as Checkpoints
+    from mpiddp.checkpoints.records import log_metrics as log_metrics
+    from mpiddp.checkpoints.records import run_dir as run_dir
     from mpiddp.errors import JobFailed as JobFailed
     from mpiddp.errors import RankFailed as RankFailed
     from mpiddp.errors import UserError as UserError
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mpiddp.runtime.torch.process_group import process_group as process_group
     from mpiddp.runtime.torch.steps import progress as progress
     from mpiddp.runtime.torch.steps import should_stop as should_stop
+    from mpiddp.runtime.torch.steps import together as together
     from mpiddp.spawning.spawn import spawn as spawn
     from mpiddp.world import World as World
 
@@ -52,7 +53,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Announced": "mpiddp.runtime.launcher.announcement",
-    "Checkpoints": "mpiddp.checkpoints.script",
+    "Checkpoints": "mpiddp.checkpoints.checkpoints",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
     "Resumed": "mpiddp.checkpoints.contents",
@@ -62,14 +63,15 @@ _MODULES = {
     "announced": "mpiddp.runtime.launcher.announcement",
     "check_divergence": "mpiddp.runtime.torch.divergence",
     "init": "mpiddp.runtime.torch.process_group",
-    "log_metrics": "mpiddp.checkpoints.run_dir",
+    "log_metrics": "mpiddp.checkpoints.records",
     "mesh": "mpiddp.runtime.torch.device_mesh",
     "process_group": "mpiddp.runtime.torch.process_group",
     "progress": "mpiddp.runtime.torch.steps",
-    "run_dir": "mpiddp.checkpoints.run_dir",
+    "run_dir": "mpiddp.checkpoints.records",
     "saving": "mpiddp.runtime.launcher.connected",
     "should_stop": "mpiddp.runtime.torch.steps",
     "spawn": "mpiddp.spawning.spawn",
+    "together": "mpiddp.runtime.torch.steps",
 }
 
 __all__ = sorted(_MODULES)

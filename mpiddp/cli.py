@@ -85,7 +85,12 @@ def _call(verb: str, args: list[str]) -> int:
         raise UserError(f'mpiddp: unknown command "{verb}".{hint}')
     _check_working_folder()
     try:
-        code: int = import_module(modules[verb]).main(args)
+        main = import_module(modules[verb]).main
+        if verb == "train" and not {"-h", "--help"} & {*args}:
+            from mpiddp.runtime.start.run import run_trainer
+
+            return run_trainer(main, args)
+        code: int = main(args)
     except ModuleNotFoundError as error:
         if package := package_we_lack(error):
             raise UserError(missing_package(f"mpiddp {verb}", package)) from None

@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.ranks.training import open_source, plan_of, synthetic_job
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.bench.ranks.training import open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.copies import find_copies
-from mpiddp.train.engine import backward, build_model
-from mpiddp.train.loop import TrainInputs, build_state
-from mpiddp.train.opening import batches_of
+from mpiddp.train.config import gathered
+from mpiddp.train.datasets import batches
+from mpiddp.train.parallel import find_copies, wrap
+from mpiddp.train.step import State, backward, build_model, build_optimizer, build_scaler
 from mpiddp.world import World
 
 
@@ -32,14 +31,14 @@ def main() -> None:
     with synthetic_job(World.from_env(), sys.argv[2:], fixed=()) as job:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
-        plan = plan_of(job, data, 1)
-        (step,) = plan.order.steps(epoch=0)
-        batches = list(batches_of([step], data, config, device, epoch=0))
+        (step,) = synthetic_order(job, data, 1).steps(epoch=0)
+        images = list(batches(data.train, step.micro_batches, config, device, epoch=0))
         root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
-        model, copies = build_model(config, data), find_copies(config, coordinator)
-        run = (config, plan, data, model, coordinator, device, RunDir(root), copies)
-        state, ddp = build_state(TrainInputs(*run))
-        checkpoints = checkpoint.open_checkpoints(root, config)
+        model = build_model(config, data, device)
+        copies = find_copies(config, gathered(str(coordinator.world.node_rank)))
+        ddp = wrap(model, config, data.shape, copies)
+        state = State(model, build_optimizer(model, config), build_scaler(config, device))
+        checkpoints = checkpoint.open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 
         def wait_for_saves() -> None:
@@ -51,11 +50,11 @@ def main() -> None:
             dist.barrier()
             marks = [_now(device)]
             for index in range(options.steps):
-                backward(ddp, iter(batches), step, state.scaler, config)
+                backward(ddp, iter(images), step, state.scaler, config)
                 state.optimizer.step()
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
-                    checkpoint.save(checkpoints, state, Progress(first + 1), config, "synthetic")
+                    checkpoint.save(checkpoints, state, Progress(first + 1), config)
                     if variant == AT_ONCE:
                         wait_for_saves()
                 marks.append(_now(device))

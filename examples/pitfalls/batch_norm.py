@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpiddp
-from mpiddp.train.sync_batch_norm import synchronized
+from mpiddp.train.sync_bn import synchronized
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from mpiddp.arguments import duration, whole
 from mpiddp.bench.figures import Result, aligned
 from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import option
 from mpiddp.errors import UserError
 from mpiddp.text import percentile, shown
-from mpiddp.train.option_parser import option
 
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from mpiddp.arguments import whole, wholes
 from mpiddp.bench.figures import Result, aligned, shown, spread
 from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import option
 from mpiddp.text import counted
-from mpiddp.train.option_parser import option
 
 _MOST_TIMES = 10.0  # the model never waits for a source that is so much faster
 

@@ -23,13 +23,13 @@ from typing import Any
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
+from mpiddp.bench.options import add_options
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import HOW, WHERE, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import shell_line, without_values
 from mpiddp.paths import named_by
-from mpiddp.train.option_parser import add_options
 from mpiddp.train.options import parse as parse_training
 
 _OF_ALL_SLOTS = ("n", "npernode")  # a job of fewer ranks says so itself

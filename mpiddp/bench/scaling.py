@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from mpiddp.arguments import whole, wholes
 from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import Jobs, progress
+from mpiddp.bench.options import option
 from mpiddp.errors import UserError
 from mpiddp.text import percentile
-from mpiddp.train.option_parser import option
 from mpiddp.train.options import parse as parse_training
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from mpiddp.arguments import whole, wholes
 from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note, progress, time_command
-from mpiddp.train.option_parser import option
+from mpiddp.bench.options import option
 
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "gloo")
 LAUNCHERS = ("mpiddp", "torchrun")

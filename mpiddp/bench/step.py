@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, ratios, shown, spread
 from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import option
 from mpiddp.protocol.messages import PHASES
 from mpiddp.text import counted
-from mpiddp.train.option_parser import option
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
 

@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import BrokenCheckpoint, UnreadableCheckpoint
-from mpiddp.checkpoints.run_dir import find_checkpoints
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.folder import BrokenCheckpoint, find_checkpoints
+from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.text import listed
 
@@ -37,16 +36,16 @@ def main(argv: list[str]) -> int:
             return _prune(Path(options.dir), options.keep)
         if options.verb == "export":
             return _export(Path(options.dir), Path(options.out))
-        folders = _checkpoints(Path(options.dir))
+        checkpoints = _checkpoints(Path(options.dir))
         if options.verb == "list":
-            for folder in folders:
+            for folder in checkpoints:
                 print(_line(folder))
             return 0
-        return max([_verify(folder) for folder in folders])
+        return max([_verify(folder) for folder in checkpoints])
 
 
 def _line(folder: Path) -> str:
-    """Name, size, time and state. The state compares sizes only, and counts the files of shards."""
+    """Name, size, time and state. The state compares sizes only."""
     files = [path.lstat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
@@ -55,19 +54,16 @@ def _line(folder: Path) -> str:
 
 def _state(folder: Path) -> str:
     try:
-        missing = directory.missing_shards(folder)
-        num_shards = len(directory.listing(folder).shards)
+        folders.missing_shards(folder)
     except BrokenCheckpoint:
         return "broken"
-    if not directory.is_intact(folder):
-        return "broken"
-    return f"{num_shards - len(missing)} of {num_shards} shards" if missing else "intact"
+    return "intact" if folders.is_intact(folder) else "broken"
 
 
 def _verify(folder: Path) -> int:
     try:
-        directory.verify(folder)
-        missing = directory.missing_shards(folder)
+        folders.verify(folder)
+        missing = folders.missing_shards(folder)
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
@@ -82,38 +78,21 @@ def _prune(given: Path, keep: int) -> int:
         raise UserError(
             f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
-    # On a host that keeps the shards of two hosts, no folder may have all.
-    has_all = any(_has_all_shards(folder) for folder in directory.list_steps(root))
-
-    def counts(folder: Path) -> bool:
-        return directory.is_verified(folder) and (not has_all or _has_all_shards(folder))
-
-    for folder in directory.prune(root, keep, counts=counts):
+    for folder in folders.prune(root, keep, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
-
-
-def _has_all_shards(folder: Path) -> bool:
-    try:
-        return not directory.missing_shards(folder)
-    except BrokenCheckpoint:
-        return False
 
 
 def _export(given: Path, out: Path) -> int:
     """Export a checkpoint, or the newest verified one of a run."""
     from mpiddp.checkpoints.contents import export  # needs torch
 
-    folders = _checkpoints(given)
-    folder = folders[0]
-    if len(folders) > 1:
-        newest, errors = directory.survey(folder.parent)
-        if newest is None:
-            has_failed = any(isinstance(error, UnreadableCheckpoint) for _, error in errors)
-            raise (JobFailed if has_failed else UserError)(
-                f"{given} contains no verified checkpoint."
-            )
-        folder = newest
+    given_folders = _checkpoints(given)
+    folder: Path | None = given_folders[0]
+    if len(given_folders) > 1:
+        folder = folders.newest_verified(given_folders[0].parent)
+    if folder is None:
+        raise UserError(f"{given} contains no verified checkpoint.")
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])
     print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")
     return 0
@@ -121,8 +100,8 @@ def _export(given: Path, out: Path) -> int:
 
 def _checkpoints(given: Path) -> list[Path]:
     if root := find_checkpoints(given):
-        return directory.list_steps(root)
-    if directory.is_checkpoint(given):
+        return folders.list_steps(root)
+    if folders.is_checkpoint(given):
         return [given.resolve()]
     raise UserError(
         f"{given} {_found(given)}. "
@@ -134,7 +113,7 @@ def _found(given: Path) -> str:
     """What `given` is instead of a folder of checkpoints, as the end of a sentence."""
     if not given.exists():
         return "does not exist"
-    return "is a single checkpoint" if directory.is_checkpoint(given) else "contains no checkpoints"
+    return "is a single checkpoint" if folders.is_checkpoint(given) else "contains no checkpoints"
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

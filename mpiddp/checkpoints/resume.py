@@ -1,33 +1,23 @@
 """Find the checkpoint to resume from, and bring its files to each host.
 
-Each host searches its own disk, because it may be the only one that has the newest verified checkpoint. All
-ranks then know which hosts have it, and which files each of them lacks. The search writes nothing.
+    candidates of every host → one choice → verified where it lies → sent to the hosts that lack files → read
 
-Files travel, objects do not: after `bring`, every rank reads the checkpoint from its own host.
+Each host lists its own disk, because it may be the only one that has the newest checkpoint. All ranks then
+choose the same one. The search writes nothing. Files travel, objects do not: every rank reads the checkpoint
+from its own host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import (
-    INDEX,
-    BrokenCheckpoint,
-    Entry,
-    Listing,
-    UnreadableCheckpoint,
-)
-from mpiddp.checkpoints.ranks import Ranks, broadcast_files
+from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints, replacing
-from mpiddp.checkpoints.state import HashedFile
+from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import from_here, named_by
 from mpiddp.protocol.variables import is_restart
@@ -35,63 +25,61 @@ from mpiddp.runtime.log import log
 from mpiddp.text import counted
 
 _EXPECTED = "Expected a run's folder or a checkpoint's folder."
-# The problems of checkpoints of which a part is on no host, by whether this run has made them and their step.
-Incomplete = dict[tuple[bool, int], str]
 
 
 @dataclass(frozen=True)
-class Host:
-    """The result of one host: its newest verified checkpoint, or the problem if it should have one."""
+class Candidate:
+    """A complete checkpoint on one host."""
 
     rank: int  # the host's first
-    node: int | None  # the host's number
-    folder: str = ""
-    step: int = -1
-    problem: str = ""
-    has_failed: bool = False  # the problem is a machine's
-    broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and problem
-    goes_back: bool = False  # the user has named one of this run's own checkpoints
-    is_named: bool = False  # the user has named the checkpoint itself, not a folder of several
-    is_own: bool = False  # it was found in the folder of this run
-    save: str = ""  # the hash of shards.json, else of the manifest: the same on all hosts of a save
-    lacks: frozenset[str] = frozenset()  # the files of shards that are not on this host
+    node: int | None
+    path: str
+    step: int
+    save_id: str  # the same on all hosts of a save
+    lacking: tuple[str, ...]  # the files of shards that this host lacks
+    of_this_run: bool
+    is_named: bool  # the user has named the checkpoint itself
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """The highest is chosen: those of this run come first, unless the user goes back to a named one."""
+        return self.of_this_run, self.step
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that cannot be used, and why."""
+
+    step: int
+    sentence: str
+    is_failure: bool = False  # a machine failed
+    of_this_run: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
     """The checkpoint to resume from. The same on every rank."""
 
-    hosts: tuple[Host, ...]  # that have it, all files together
+    hosts: tuple[Candidate, ...]  # that have it, all files together
     files: Mapping[str, Entry]  # of all hosts, by name
-    lacking: list[str]  # the files that some host of the job lacks
     leaves_newer: bool  # this run has later checkpoints, which it repeats
 
     @property
-    def folder(self) -> Path:
-        return Path(self.hosts[0].folder)
+    def path(self) -> Path:
+        return Path(self.hosts[0].path)
 
-    def named(self, ranks: Ranks) -> str:
+    @property
+    def of_this_run(self) -> bool:
+        return self.hosts[0].of_this_run
+
+    def named(self, run: Run) -> str:
         """The checkpoint for the user: its path, and its host unless that is rank 0's."""
-        first = self.hosts[0]
-        return from_here(first.folder) + (
-            f" on {ranks.coordinator.hostnames[first.rank]}" if first.rank else ""
-        )
-
-    @property
-    def is_own(self) -> bool:
-        """Whether it is a checkpoint of this run."""
-        return self.hosts[0].goes_back or self.hosts[0].is_own
-
-    @property
-    def is_sharded(self) -> bool:
-        return INDEX in self.files
-
-    def host_of(self, node: int | None) -> Host | None:
-        return next((host for host in self.hosts if host.node == node), None)
+        rank = self.hosts[0].rank
+        return from_here(self.path) + (f" on {run.coordinator.hostnames[rank]}" if rank else "")
 
 
-def newest(run: Run, path: Path | None = None) -> Found | None:
-    """Search all hosts. All ranks must call this.
+def find(run: Run, path: Path | None = None) -> Found | None:
+    """The newest verified checkpoint of any host. All ranks must call this.
 
     Args:
         path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
@@ -104,176 +92,156 @@ def newest(run: Run, path: Path | None = None) -> Found | None:
         UserError: there is no verified checkpoint at the path, or none of several in the run's folder.
         JobFailed: a disk has failed, and no host has a checkpoint that can be read.
     """
-    ranks = run.ranks
-    hosts, best, incomplete, own_files = _search_all(run, path)
-    for sentence in _warnings(hosts, best, ranks):
-        log.info(sentence)
-    if not best.folder:
-        with ranks.together():
-            for own in hosts:
-                if own.rank == ranks.rank and own.problem:
-                    raise (JobFailed if own.has_failed else UserError)(own.problem)
-        return None
-    same = [host for host in hosts if (host.step, host.save) == (best.step, best.save)]
-    same.sort(key=lambda host: host.rank != best.rank)
-    if path is not None and best.is_own:
-        log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
-    rows = [(name, entry.bytes, entry.sha256) for name, entry in own_files.items()]
-    rows = ranks.gather(rows if ranks.rank == best.rank else [])[best.rank]
-    files = {name: Entry(size, sha256) for name, size, sha256 in rows}
-    others = len(same) < len(hosts)
-    lacking = [name for name in files if others or any(name in host.lacks for host in same)]
-    has_incomplete = best.is_own and any(own and step > best.step for own, step in incomplete)
-    return Found(tuple(same), files, lacking, leaves_newer=best.goes_back or has_incomplete)
-
-
-def _search_all(
-    run: Run, path: Path | None
-) -> tuple[list[Host], Host, Incomplete, Mapping[str, Entry]]:
-    """Search all hosts for the newest checkpoint of which all parts are there.
-
-    Returns:
-        What each host has found; the one that holds the checkpoint; newer ones that are incomplete; and the
-        files that this host's checkpoint lists.
-    """
-    ranks = run.ranks
-    incomplete: Incomplete = {}
-    while True:
-        own, listing = None, Listing({}, {}, "")
-        with ranks.together(), named_by(""):
-            if ranks.is_first_of_host:
-                found = _search(Host(ranks.rank, ranks.node_rank), run.dir, path, incomplete)
-                if found.folder:
-                    listing = _listing(Path(found.folder))
-                own = asdict(found) | {"save": listing.save, "lacks": listing.lacking}
-        hosts = [
-            Host(**{**values, "lacks": frozenset(values["lacks"])})
-            for values in ranks.gather(own)
-            if values
+    candidates, damages = list[Candidate](), list[Damage]()
+    if path is not None and path.resolve().parent == run.dir.checkpoints.resolve():
+        path = (
+            run.dir.checkpoints / path.resolve().name
+        )  # it may be a link, whose name says nothing
+    with run.together(), named_by(""):
+        if run.local_rank == 0:
+            candidates, damages = _on_this_host(run, path)
+    answers = run.gather(
+        ([asdict(each) for each in candidates], [asdict(each) for each in damages])
+    )
+    everywhere = [
+        Candidate(**{**values, "lacking": tuple(values["lacking"])})
+        for found, _ in answers
+        for values in found
+    ]
+    damages = [Damage(**values) for _, found in answers for values in found]
+    while everywhere:
+        best = max(everywhere, key=lambda each: (each.order, -each.rank))
+        same = [
+            each for each in everywhere if each.save_id == best.save_id and each.order == best.order
         ]
-        best, missing = _newest_of_all(hosts)
-        if not missing:
-            return hosts, best, incomplete, listing.everywhere
-        problem = (
-            f"checkpoint {Path(best.folder).name}: {missing} is on none of these hosts, or is of "
-            "another save"
-        )
-        if best.is_named:
-            with ranks.together():
-                raise UserError(f"{path}: {problem}.")
-        incomplete[best.is_own, best.step] = problem
+        missing = set.intersection(*(set(each.lacking) for each in same))
+        if missing:
+            sentence = (
+                f"checkpoint {Path(best.path).name}: {min(missing)} is on none of these hosts"
+            )
+            damages.append(Damage(best.step, sentence, False, best.of_this_run))
+            everywhere = [each for each in everywhere if each not in same]
+            continue
+        own_damages = run.gather([asdict(each) for each in _damages_of_own(run, same)])
+        broken = [each for each in same if own_damages[each.rank]]
+        if not broken:
+            break
+        damages += [Damage(**each) for found in own_damages for each in found]
+        everywhere = [each for each in everywhere if each not in broken]
+    else:
+        _log_damages(run, damages, None)
+        if path is not None or damages:
+            _refuse(run, path, damages)
+        return None
+    _log_damages(run, damages, best)
+    if path is not None and best.of_this_run and not best.is_named:
+        log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
+    same.sort(key=lambda each: each.rank)
+    entries: dict[str, tuple[int, str]] = {}
+    if run.rank == same[0].rank:
+        listed = folder.listing(Path(same[0].path)).everywhere
+        entries = {name: (each.bytes, each.sha256) for name, each in listed.items()}
+    rows = run.gather(entries)[same[0].rank]
+    files = {name: Entry(size, sha256) for name, (size, sha256) in rows.items()}
+    has_newer = any(each.step > best.step and each.of_this_run for each in damages)
+    return Found(tuple(same), files, leaves_newer=best.is_named or has_newer)
 
 
-def _newest_of_all(hosts: list[Host]) -> tuple[Host, str]:
-    """The host that holds the newest checkpoint, and a file of it that no host has, or "".
-
-    One of this run precedes those of another, also on hosts that do not have it.
-    """
-
-    def preference(host: Host) -> tuple[bool, int]:
-        return bool(host.folder) and host.is_own, host.step
-
-    highest = max(map(preference, hosts))
-    candidates = [host for host in hosts if preference(host) == highest]
-    missing = []
-    for host in candidates:
-        of_save = [other.lacks for other in candidates if other.save == host.save]
-        missing.append(min(frozenset.intersection(*of_save), default=""))
-    number = next((number for number, file in enumerate(missing) if not file), 0)
-    return candidates[number], missing[number]
-
-
-def _listing(folder: Path) -> Listing:
-    """What a checkpoint that is verified lists.
-
-    Raises:
-        UserError: its shards.json is foreign.
-        JobFailed: a disk has failed.
-    """
-    try:
-        return directory.listing(folder)
-    except UnreadableCheckpoint as error:
-        raise JobFailed(f"{folder}: {error}.") from None
-    except BrokenCheckpoint as error:
-        raise UserError(f"{folder}: {error}.") from None
-
-
-def _warnings(hosts: list[Host], best: Host, ranks: Ranks) -> list[str]:
-    """One sentence for each broken checkpoint at least as new as the one to resume from.
-
-    Hosts that share a file system see the same checkpoints, so a sentence appears only once.
-    """
-    newest = Path(best.folder) if best.folder else None
-    sentences: dict[str, str] = {}
-    for found in hosts:
-        for step, problem in found.broken:
-            names_host = (ranks.coordinator.world.num_nodes or 1) > 1
-            host = f" ({ranks.coordinator.hostnames[found.rank]})" if names_host else ""
-            rest = "another host has a verified copy"
-            if step > best.step:
-                rest = directory.consequence(step, newest)
-            sentences.setdefault(problem, f"{problem}{host}; {rest}.")
-    return list(sentences.values())
-
-
-def _search(here: Host, run: RunDir, path: Path | None, skip: Incomplete) -> Host:
-    """Find the checkpoint on this host.
-
-    Args:
-        here: this host, which has found nothing yet.
-        skip: checkpoints that no host can resume from.
+def _on_this_host(run: Run, path: Path | None) -> tuple[list[Candidate], list[Damage]]:
+    """The complete checkpoints of this host that may be chosen, and those that are broken.
 
     Raises:
         OSError: a folder cannot be read.
     """
-    root = run.checkpoints
-    goes_back = path is not None and path.resolve().parent == root.resolve()
-    if path is not None and goes_back:
-        path = root / path.resolve().name  # it may be a link, whose name says nothing
-    if path is None or is_restart(os.environ) or not goes_back:
-        problem = ""
-        if path is None and directory.list_steps(root):
-            problem = f"{root} contains no verified checkpoint. Name another folder."
-        own = _newest_in(replace(here, is_own=True), root, problem, skip)
-        if path is None or own.folder or own.has_failed:
-            return own
+    own = _listed(run, run.dir.checkpoints, of_this_run=True)
+    goes_back = path is not None and path.parent == run.dir.checkpoints
+    if path is None or (own[0] and (not goes_back or is_restart(os.environ))):
+        return own
+    named: tuple[list[Candidate], list[Damage]]
     if not path.exists():
-        return replace(here, problem=f"{path} not found (looked in {Path.cwd()}). {_EXPECTED}")
-    if checkpoints := find_checkpoints(path):
-        return _newest_in(
-            here,
-            checkpoints,
-            f"{path}: contains no verified checkpoint.",
-            skip,
+        named = [], [Damage(-1, f"{path} not found (looked in {Path.cwd()}). {_EXPECTED}")]
+    elif root := folder.find_checkpoints(path):
+        named = _listed(run, root, of_this_run=False)
+    elif not folder.is_checkpoint(path):
+        named = [], [Damage(-1, f"{path}: contains no checkpoint. {_EXPECTED}")]
+    elif goes_back and path not in folder.list_steps(run.dir.checkpoints):
+        named = (
+            [],
+            [
+                Damage(
+                    -1, f"{path}: the name of a checkpoint here is step_ and 8 digits. Rename it."
+                )
+            ],
         )
-    if not directory.is_checkpoint(path):
-        return replace(here, problem=f"{path}: contains no checkpoint. {_EXPECTED}")
+    else:
+        named = _entry_of(run, path, of_this_run=goes_back, is_named=True)
+    return named if goes_back else (own[0] + named[0], own[1] + named[1])
+
+
+def _listed(run: Run, root: Path, *, of_this_run: bool) -> tuple[list[Candidate], list[Damage]]:
+    each = [_entry_of(run, path, of_this_run=of_this_run) for path in folder.list_steps(root)]
+    return [one for found, _ in each for one in found], [one for _, found in each for one in found]
+
+
+def _entry_of(
+    run: Run, path: Path, *, of_this_run: bool, is_named: bool = False
+) -> tuple[list[Candidate], list[Damage]]:
+    step = step_of(path) if of_this_run or not is_named else 0
     try:
-        directory.verify(path)
+        found = folder.listing(path)
     except BrokenCheckpoint as error:
-        has_failed = isinstance(error, UnreadableCheckpoint)
-        return replace(here, problem=f"{path}: {error}.", has_failed=has_failed)
-    if goes_back and path not in directory.list_steps(root):
-        name = "step_ and 8 digits"
-        return replace(
-            here,
-            problem=f"{path}: the name of a checkpoint here is {name}. Rename it.",
-        )
-    step = directory.step_of(path) if goes_back else 0
-    return replace(here, folder=str(path), step=step, is_named=True, goes_back=goes_back)
+        sentence = f"{path}: {error}" if is_named else str(error)
+        return [], [Damage(step, sentence, error.is_failure, of_this_run)]
+    node, lacking = run.coordinator.world.node_rank, tuple(found.lacking)
+    return [
+        Candidate(run.rank, node, str(path), step, found.save_id, lacking, of_this_run, is_named)
+    ], []
 
 
-def _newest_in(here: Host, root: Path, problem: str, skip: Incomplete) -> Host:
-    of_this = {step: why for (is_own, step), why in skip.items() if is_own == here.is_own}
-    verified, errors = directory.survey(root, of_this)
-    broken = [(step, str(error)) for step, error in errors]
-    if verified is not None:
-        step = directory.step_of(verified)
-        return replace(here, folder=str(verified), step=step, broken=broken)
-    for _, error in errors:
-        if isinstance(error, UnreadableCheckpoint):
-            return replace(here, problem=f"{root}: {error}.", has_failed=True, broken=broken)
-    return replace(here, problem=problem, broken=broken)
+def _damages_of_own(run: Run, same: list[Candidate]) -> list[Damage]:
+    """Verify this host's part of the chosen checkpoint."""
+    for each in same:
+        if each.rank == run.rank:
+            try:
+                folder.verify(Path(each.path))
+            except BrokenCheckpoint as error:
+                sentence = f"{each.path}: {error}" if each.is_named else str(error)
+                return [Damage(each.step, sentence, error.is_failure, each.of_this_run)]
+    return []
+
+
+def _log_damages(run: Run, damages: list[Damage], best: Candidate | None) -> None:
+    """One sentence for each broken checkpoint at least as new as the one to resume from."""
+    sentences: dict[str, None] = {}
+    for each in damages:
+        if each.step < 0 or (best is not None and each.step < best.step):
+            continue
+        if best is None:
+            rest = "no older one is verified"
+        elif each.step > best.step:
+            lost = each.step - best.step
+            rest = f"resuming from {Path(best.path).name} ({lost} steps lost)"
+        else:
+            rest = "another host has a verified copy"
+        sentences[f"{each.sentence}; {rest}."] = None
+    for sentence in sentences:
+        log.info(sentence)
+
+
+def _refuse(run: Run, path: Path | None, damages: list[Damage]) -> None:
+    """Raise why no checkpoint can be used, on all ranks."""
+    failed = next((each for each in damages if each.is_failure), None)
+    with run.together():
+        if failed is not None:
+            raise JobFailed(f"{failed.sentence}.")
+        if path is None:
+            raise UserError(
+                f"{run.dir.checkpoints} contains no verified checkpoint. Name another folder."
+            )
+        named = [each for each in damages if not each.of_this_run or each.step < 0]
+        if len({each.sentence for each in named}) == 1:
+            raise UserError(f"{named[0].sentence.rstrip('.')}.")
+        raise UserError(f"{path}: contains no verified checkpoint.")
 
 
 # Brought to the hosts that lack it
@@ -282,8 +250,8 @@ def _newest_in(here: Host, root: Path, problem: str, skip: Incomplete) -> Host:
 def bring(run: Run, found: Found) -> dict[str, Path]:
     """Bring the checkpoint's files to the hosts that lack them. A collective: every rank must call it.
 
-    A whole checkpoint of this run becomes one of each host's, with its records. Others, and shards, go
-    into a hidden folder that the next save removes.
+    Each file travels once to each file system that lacks it. A whole checkpoint of this run becomes one of
+    each host's. Others, and shards, go into a hidden folder, which the next start of the run removes.
 
     Returns:
         Where this host has each file, by its name.
@@ -291,102 +259,51 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
     Raises:
         JobFailed: a host cannot read or store a file.
     """
-    ranks, root = run.ranks, run.dir.checkpoints
-    own = found.host_of(ranks.node_rank)
-    here = {name: Path(own.folder) / name for name in found.files if own and name not in own.lacks}
-    lacking = found.lacking
-    if not lacking:
-        return here
-    keeps = _keeps(run, found)
-    if found.is_own:
-        _send_records(run, found, keeps=keeps)
-    becomes_own = found.is_own and not found.is_sharded
-    if becomes_own:
-        received = root / found.folder.name
-    else:
-        received = directory.hidden(root, f"received-{found.hosts[0].save[:16]}")
-        what = f"{counted(len(lacking), 'file')}{' of shards' if found.is_sharded else ''}"
-        log.info(f"sending {what} to the hosts that lack them")
-    files = []
-    for name in lacking:
-        host = next(host for host in found.hosts if name not in host.lacks)
-        files.append((host.rank, Path(host.folder) / name, found.files[name].bytes))
-    pieces = broadcast_files(files, ranks)
-    problem = ""
-    try:
-        if keeps and becomes_own:
-            root.mkdir(parents=True, exist_ok=True)
-            directory.write_folder(received, lambda new: _receive(new, pieces, found))
-        elif keeps:
-            received.mkdir(parents=True, exist_ok=True)
-            _receive(received, pieces, found)
-    except (OSError, BrokenCheckpoint) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        problem = f"{received}: cannot keep the files of other hosts: {reason}."
-    if why := _finish(pieces):
-        problem = f"{found.folder}: cannot send its files: {why}."
-    with ranks.together():
-        if problem:
-            raise JobFailed(problem)
-    return {name: here.get(name, received / name) for name in found.files}
+    root = run.dir.checkpoints
+    nodes = run.gather(run.coordinator.world.node_rank)
+    by_node = {each.node: each for each in found.hosts}
+
+    def lacks(rank: int, name: str) -> bool:
+        own = by_node.get(nodes[rank])
+        return own is None or name in own.lacking
+
+    transfers = []
+    for name, entry in found.files.items():
+        receivers = {run.writer_of[rank] for rank in range(len(nodes)) if lacks(rank, name)}
+        source = next(each for each in found.hosts if name not in each.lacking)
+        if receivers:
+            path = Path(source.path) / name
+            transfers.append(Transfer(source.rank, path, entry, tuple(sorted(receivers))))
+    own = by_node.get(nodes[run.rank])
+    received = folder.hidden(root, f"received-{found.hosts[0].save_id[:16]}")
+    if transfers:
+        log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
+        if found.of_this_run and INDEX not in found.files:
+            _receive(run, transfers, received, final=root / found.path.name)
+            received = root / found.path.name
+        else:
+            _receive(run, transfers, received, final=None)
+    return {
+        name: Path(own.path) / name if own and not lacks(run.rank, name) else received / name
+        for name in found.files
+    }
 
 
-def _keeps(run: Run, found: Found) -> bool:
-    """Whether this rank stores the files for hosts that lack some."""
-    own = found.host_of(run.ranks.node_rank)
-    lacks = run.ranks.gather(own is None or bool(own.lacks))
-    writer_of = run.file_systems.writer_of
-    return any(lacks[rank] and writer == run.ranks.rank for rank, writer in enumerate(writer_of))
-
-
-def _send_records(run: Run, found: Found, *, keeps: bool) -> None:
-    """Copy the records of the run to the hosts that lack them. One that cannot keep them is warned."""
-    ranks, holder = run.ranks, found.hosts[0].rank
-    records = run.dir.metrics
-    size = 0
-    if ranks.rank == holder:
-        with contextlib.suppress(OSError):  # a run may have none
-            size = records.stat().st_size
-    pieces = broadcast_files([(holder, records, ranks.gather(size)[holder])], ranks)
-    problem = ""
-    if keeps and ranks.rank != run.file_systems.writer_of[holder]:  # there they are already
+def _receive(run: Run, transfers: list[Transfer], new: Path, *, final: Path | None) -> None:
+    """Send these files, and on the ranks that receive some make them the checkpoint `final`."""
+    assert run.group is not None, "there are other ranks"
+    receives = any(run.rank in each.receivers for each in transfers)
+    with run.together(), run.dir.writing():  # before any rank waits for another
+        if receives:
+            new.mkdir(parents=True, exist_ok=True)
+    with run.together():
         try:
-            with replacing(records) as copy:
-                for _, piece in pieces:
-                    copy.write(piece)
-        except OSError as error:
-            problem = f"cannot keep a copy of {records.name}: {error}"
-    if why := _finish(pieces):
-        problem = f"cannot send {records.name}: {why}."
-    ranks.warn(problem)
-
-
-def _finish(pieces: Iterator[tuple[str, memoryview]]) -> str:
-    """Take part in the remaining broadcasts. Returns the reason if this rank cannot read a file, else ""."""
-    try:
-        for _ in pieces:
-            pass
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _receive(
-    folder: Path, pieces: Iterator[tuple[str, memoryview]], found: Found
-) -> dict[str, str]:
-    """Write the pieces of files into the folder, and compare their SHA-256 with those that were saved.
-
-    Raises:
-        BrokenCheckpoint: a file has arrived damaged.
-        OSError: the disk is full, …
-    """
-    hashes: dict[str, str] = {}
-    for name, of_file in groupby(pieces, key=itemgetter(0)):
-        file = HashedFile(folder / name)
-        for _, piece in of_file:
-            file.write(piece)
-        hashes[name] = file.close()
-    for name, digest in hashes.items():
-        if digest != found.files[name].sha256:
-            raise BrokenCheckpoint(f"{name} arrived damaged: its SHA-256 differs")
-    return hashes
+            send_files(transfers, run.rank, run.group, new)
+            if receives and final is not None:
+                hashes = {each.path.name: each.entry.sha256 for each in transfers}
+                folder.complete(new, final, hashes)
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            raise JobFailed(
+                f"{new.parent}: cannot bring the files of other hosts: {reason}."
+            ) from None

@@ -1,87 +1,242 @@
-"""The folder of a run, open: its one owner, and the ranks that write into it.
+"""The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = open_run(folder, ranks)
-    if found := newest(run):
-        files = bring(run, found)
+    run = open_run(RunDir(path), coordinator, timeout_s=1800.0)
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
-creates owner.json, and touches it every 10 s. An owner whose file has not been touched for 60 s is dead. Only
-the reader's own clock measures that, because the clocks of two hosts differ. An owner on this machine is dead
-at once when its process is, and so is an earlier attempt of the same run.
+holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
+import fcntl
 import json
 import os
 import secrets
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
+from typing import TYPE_CHECKING, BinaryIO
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
-from mpiddp.checkpoints.run_dir import (
-    OWNER_STALE_S,
-    RunDir,
-    start_time,
-    this_machine,
-    writing,
-)
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, named_by, read_limited
-from mpiddp.protocol.variables import RUN_DIR, RUN_ID
+from mpiddp.checkpoints import folder
+from mpiddp.errors import JobFailed, NoAnswer, UserError
+from mpiddp.paths import cause_of, from_here, named_by
+from mpiddp.protocol.variables import RUN_DIR, is_restart
+from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log
-from mpiddp.text import shown
+from mpiddp.text import escaped
 
-RENEW_S = 10.0  # of the owner's file
-_POLL_S = 1.0
-_MAX_BYTES = 1 << 16
-RUN_AWAY_S, _RETRY_S = 600.0, 2.0  # while the file system of the run is not mounted
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without a lock manager
+_FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
+_held: set[Path] = set()  # the kernel grants a process its own lock again
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """A line for each start of the run, and for each rank of it that says how it ended."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def owner(self) -> Path:
+        return self.path / "owner.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank:05d}.log"
+
+    def __str__(self) -> str:
+        return from_here(self.path)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Run a body that writes into the folder.
+
+        Raises:
+            UserError: the path is wrong.
+            JobFailed: a machine failed, or a file system has become read-only since the run began.
+        """
+        try:
+            yield
+        except OSError as error:
+            has_run = is_restart(os.environ) or (self.path / "metrics.jsonl").exists()
+            kind = cause_of(error, has_run=has_run)
+            hint = " Name another folder." if kind is UserError else ""
+            raise kind(f"{self} cannot be written: {error.strerror}.{hint}") from None
+
+
+class RunLock:
+    """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well."""
+
+    def __init__(self, run: RunDir) -> None:
+        """
+        Raises:
+            UserError, JobFailed: another run holds it; a restart may find that it has ended.
+            OSError: the folder is not writable, …
+        """
+        self._path, self._pid = run.owner.absolute(), os.getpid()
+        if self._path in _held:
+            raise UserError(f"{run} is in use by this process. Close it there first.")
+        while True:
+            self._file = self._path.open("a+b", buffering=0)
+            try:
+                self._take(run)
+                if os.fstat(self._file.fileno()).st_ino == self._path.stat().st_ino:
+                    break
+            except FileNotFoundError:
+                pass  # an owner that has ended since has removed it
+            except BaseException:
+                self._file.close()
+                raise
+            self._file.close()
+        _held.add(self._path)
+        self._file.truncate(0)
+        self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
+
+    def _take(self, run: RunDir) -> None:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                log.warning(
+                    f"warning: {run}: its file system has no locks ({error.strerror}). "
+                    "Nothing keeps a second run out of this folder."
+                )
+            elif error.errno in (errno.EACCES, errno.EAGAIN):
+                raise (JobFailed if is_restart(os.environ) else UserError)(
+                    f"{run}: {_holder(self._file)} writes there. Wait for its end, or name another "
+                    "folder."
+                ) from None
+            else:
+                raise
+
+    def release(self) -> None:
+        """Give the folder up. In a forked child, or a second time, this does nothing."""
+        if os.getpid() != self._pid or self._path not in _held:
+            return
+        _held.discard(self._path)
+        with contextlib.suppress(OSError):  # a file server that is gone
+            self._path.unlink()
+        self._file.close()
+
+
+def _holder(file: BinaryIO) -> str:
+    try:
+        file.seek(0)
+        owner = json.loads(file.read(4096))
+        return escaped(f"the process {owner['pid']} on {owner['host']}")
+    except (OSError, ValueError, LookupError, TypeError):
+        return "another run"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this owner.json. Takes none itself."""
+    try:
+        with path.open("rb") as file:
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    except OSError:
+        return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The open folder of a run, on one rank."""
+    """The open folder of a run, and the ranks that share it, on one rank."""
 
     dir: RunDir
-    ranks: Ranks
-    file_systems: FileSystems
-    owner: RunOwner | None  # on the ranks that write into the folder: one of each file system
+    coordinator: Coordinator
+    group: dist.ProcessGroup | None  # of all ranks, for tensors on the CPU; None for a single rank
+    timeout_s: float  # how long to wait for a rank that does not answer
+    # The writer of each rank's file system, the lowest rank there: [world_size]. All ranks have the same.
+    writer_of: tuple[int, ...] = (0,)
+    created: tuple[Path, ...] = ()  # the folders that opening it has created on this file system
+    lock: RunLock | None = None  # on the ranks that write
+
+    @property
+    def rank(self) -> int:
+        return self.coordinator.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        local_rank = self.coordinator.world.local_rank
+        assert local_rank is not None, "the ranks have joined"
+        return local_rank
+
+    @property
+    def writers(self) -> list[int]:
+        """One rank for each file system, rank 0 first."""
+        return sorted(set(self.writer_of))
 
     @property
     def is_writer(self) -> bool:
-        return self.ranks.rank in self.file_systems.writers
+        return self.writer_of[self.rank] == self.rank
 
-    def check_owner(self) -> None:
-        """Raise JobFailed if another run has taken the folder."""
-        if self.owner is not None:
-            self.owner.check()
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks: [world_size]. All ranks must call this."""
+        return self.coordinator.all_gather_json(value, timeout_s=self.timeout_s)
 
-    def set_newer_aside(self, step: int) -> None:
-        """Rename the checkpoints of later steps: a restart would resume from the newest of them.
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the body on every rank; it succeeds on all ranks or raises on all. All ranks must call this.
 
-        All ranks must call this.
+        `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank
+        raises the same exception.
 
         Raises:
-            UserError, JobFailed: they cannot be renamed.
+            UserError: the body has raised one on some rank.
+            JobFailed: the body has raised one on some rank. It takes precedence, because a failure of a
+                machine may cause what looks like bad input.
         """
-        root = self.dir.checkpoints
-        with self.ranks.together():
-            try:
-                moved = directory.set_aside(root, step) if self.is_writer else []
-            except OSError as error:
-                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
-                raise cause_of(error, has_run=True)(sentence) from None
-        for folder in moved:
-            log.info(
-                f"renamed to {folder.name}: its step is later than the one this run resumes from"
-            )
+        problem, is_failure = "", False
+        try:
+            yield
+        except NoAnswer:  # the missing rank would be missing here as well
+            raise
+        except (UserError, JobFailed) as error:
+            problem, is_failure = str(error), isinstance(error, JobFailed)
+        answers = self.gather((problem, is_failure))
+        if any(text for text, _ in answers):
+            kind = JobFailed if any(failed for _, failed in answers) else UserError
+            raise kind(self.sentences([text for text, _ in answers])) from None
+
+    def sentences(self, problems: list[str]) -> str:
+        """Each distinct problem once, after the name of the first rank that has it unless all have it."""
+        if len(set(problems)) == 1:
+            return problems[0]
+        first = {problem: problems.index(problem) for problem in problems if problem}
+        names = self.coordinator.hostnames
+        return "\n".join(f"rank {rank} on {names[rank]}: {text}" for text, rank in first.items())
 
     def close(self, *, removes_new: bool = False) -> None:
         """Give the folder up.
@@ -89,267 +244,110 @@ class Run:
         Args:
             removes_new: remove the folders that `open_run` has created, if they are empty.
         """
-        if self.owner is not None:
-            self.owner.release()
+        if self.lock is not None:
+            self.lock.release()
         if removes_new and self.is_writer:
-            for folder in (self.dir.checkpoints, self.dir.path):
+            for each in self.created:
                 with contextlib.suppress(OSError):
-                    folder.rmdir()
+                    each.rmdir()
 
 
-def open_run(folder: RunDir, ranks: Ranks) -> Run:
+def open_run(run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> Run:
     """Create the run's folder on every host, and become its owner. All ranks must call this.
 
     Raises:
-        UserError: the folder cannot be written, another run owns it, or another program has written it.
+        UserError: the folder cannot be written, another run owns it, another program has written it, or there
+            is no process group of all ranks.
         JobFailed: a disk has failed, or the folder of the run that is restarted is gone.
     """
-    if os.environ.get(RUN_DIR) == str(folder.path.absolute()):
-        _wait_for_run(folder.checkpoints, ranks)
-    with ranks.together(), named_by(""):
-        if folder.metrics.exists() and not folder.checkpoints.exists():
+    run = _with_group(Run(run_dir, coordinator, None, timeout_s))
+    if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
+        with run.together():
+            if not any(run.gather(run_dir.checkpoints.exists())):  # its file server may be away
+                raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
+    created: list[Path] = []
+    with run.together(), named_by(""):
+        if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
             raise UserError(
-                f"{folder} has a {folder.metrics.name} of another program. Name another folder."
+                f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
             )
-    with ranks.together(), writing(folder):
-        folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    file_systems = find_file_systems(folder, ranks)
-    owner: RunOwner | None = None
+        created = [each for each in (run_dir.checkpoints, run_dir.path) if not each.exists()]
+    with run.together(), run_dir.writing():
+        run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
+    run = _with_writers(run, created)
+    lock: RunLock | None = None
     try:
-        with ranks.together(), writing(folder):
-            if ranks.rank in file_systems.writers:
-                run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-                owner = own(folder, run_id, on_wait=log.info)
+        with run.together(), run_dir.writing():
+            if run.is_writer:
+                lock = RunLock(run_dir)
+                folder.remove_leftovers(run_dir.checkpoints)
     except BaseException:
-        if owner is not None:
-            owner.release()
+        if lock is not None:
+            lock.release()
         raise
-    return Run(folder, ranks, file_systems, owner)
+    return replace(run, lock=lock)
 
 
-def _wait_for_run(folder: Path, ranks: Ranks) -> None:
-    """Wait until a host has the folder of the run that is restarted. Its file server may be away.
+def _with_group(run: Run) -> Run:
+    """With a group for tensors on the CPU: the script's own group of gloo, or a new one beside NCCL's."""
+    world = run.coordinator.world
+    if world.world_size == 1:
+        return run
+    import torch.distributed as dist
 
-    All ranks must call this.
-
-    Raises:
-        JobFailed: no host has it after RUN_AWAY_S.
-    """
-    since = time.monotonic()
-    says_so = False
-    while True:
-        is_here = ranks.is_first_of_host and _is_there(folder)
-        is_late = time.monotonic() - since > RUN_AWAY_S
-        answers = ranks.gather((is_here, is_late))
-        if any(here for here, _ in answers):
-            return
-        if answers[0][1]:
-            raise JobFailed(
-                f"{folder.parent} is not there any more: no host can read {folder.name}."
+    with run.together():
+        has_group = dist.is_available() and dist.is_initialized()
+        found = (dist.get_rank(), dist.get_world_size()) if has_group else None
+        if found != (world.rank, world.world_size):
+            raise UserError(
+                f"mpiddp.Checkpoints needs a process group of all {world.world_size} ranks. Call "
+                "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
             )
-        if not says_so:
-            says_so = True
-            log.info(f"{folder.parent} is not there; waiting for its file system …")
-        time.sleep(_RETRY_S)
+    is_gloo = dist.get_backend() == "gloo"
+    group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
+    return replace(run, group=group)
 
 
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+def _with_writers(run: Run, created: list[Path]) -> Run:
+    """With the writer of each file system on which the folder lies.
 
-
-# Its owner
-
-
-@dataclass(frozen=True)
-class _Record:
-    """The contents of the file. `machine` names a boot of a machine, and its namespace of process ids."""
-
-    run_id: str
-    host: str
-    machine: str
-    pid: int
-    started: str  # by the kernel's clock; another process may get the same pid later
-
-    @classmethod
-    def of_this_process(cls, run_id: str) -> _Record:
-        pid = os.getpid()
-        return cls(run_id, gethostname(), this_machine(), pid, start_time(pid))
-
-    @classmethod
-    def parse(cls, text: bytes) -> _Record | None:
-        """None if another version, or a disk that was full, has written it."""
-        try:
-            found = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        texts = (found.run_id, found.host, found.machine, found.started)
-        is_record = all(isinstance(each, str) for each in texts)
-        is_record &= type(found.pid) is int and 0 <= found.pid < 1 << 32
-        return found if is_record else None
-
-    def encoded(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @property
-    def is_dead(self) -> bool | None:
-        """Whether its process has ended; None if it is not one of this machine."""
-        if self.machine != this_machine():
-            return None
-        return start_time(self.pid) != self.started
-
-    @property
-    def is_this_process(self) -> bool:
-        return self.pid == os.getpid() and self.is_dead is False
-
-    @property
-    def sentence(self) -> str:
-        run_id, host = shown(self.run_id), shown(self.host)
-        return f"the run {run_id} on {host} (process {self.pid}) writes there"
-
-
-class RunOwner:
-    """The ownership of a run's folder, renewed by a thread until `release`."""
-
-    def __init__(self, path: Path, record: _Record) -> None:
-        self._path = path
-        self._record = record
-        self._is_over = threading.Event()
-        self._lost_to = ""
-        self._thread = threading.Thread(target=self._renew, name="run owner", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise JobFailed if another run has taken the folder, because this one was not seen for 60 s."""
-        if self._lost_to:
-            raise JobFailed(f"{self._path.parent} was taken over: {self._lost_to}.")
-
-    def release(self) -> None:
-        """Give the folder up. In a forked child, or a second time, this does nothing."""
-        if os.getpid() != self._record.pid:
-            return
-        self._is_over.set()
-        self._thread.join()
-        with contextlib.suppress(OSError):  # a file server that is gone
-            if not self._lost_to and _read(self._path) == self._record.encoded():
-                self._path.unlink()
-
-    def _renew(self) -> None:
-        while not self._is_over.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # a file server may be away for a while
-                found = read_limited(self._path, _MAX_BYTES)
-                if found != self._record.encoded():
-                    record = _Record.parse(found)
-                    self._lost_to = record.sentence if record else "its owner file has changed"
-                    return
-                os.utime(self._path)
-
-
-def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
-    """Become the owner of the run's folder.
-
-    Args:
-        run_id: the same in all attempts of a job.
-        on_wait: called with a sentence before a wait of at most 60 s.
-
-    Raises:
-        UserError: another run owns it.
-        OSError: the folder is not writable, …
+    One rank of each host creates a file in the folder, and looks for the files of the others. The next
+    `open_run` removes what a killed one leaves.
     """
-    record = _Record.of_this_process(run_id)
-    has_waited = False
-    while not _create(run.owner, record):
-        touched, found = _touched(run.owner), _read(run.owner)
-        if found is None:
-            if run.owner.is_symlink():
-                raise UserError(f"{run.owner} is a link to a file that does not exist. Remove it.")
-            continue  # released meanwhile
-        other = _Record.parse(found)
-        if other is not None and other.is_this_process:
-            raise UserError(f"{run} is in use by this process. Close it there first.")
-        is_dead = other is not None and (other.run_id == run_id or other.is_dead)
-        if not is_dead:
-            if other is not None and other.is_dead is False:
-                raise _taken(run, other)
-            if not has_waited:
-                has_waited = True
-                host = shown(other.host) if other else "another host"
-                on_wait(
-                    f"{run} belongs to a run on {host}; watching for {OWNER_STALE_S:g} s whether that still "
-                    "runs."
-                )
-            if alive := _wait_for_change(run.owner, found, touched):
-                raise _taken(run, alive)
-        _remove_dead(run.owner, found)
-    return RunOwner(run.owner, record)
-
-
-def _taken(run: RunDir, other: _Record) -> UserError:
-    return UserError(f"{run}: {other.sentence}. Wait for its end, or name another folder.")
-
-
-def _create(path: Path, record: _Record) -> bool:
-    """Create the file. False if it exists."""
+    root, own, seen = run.dir.checkpoints, "", list[int]()
+    if run.local_rank == 0:
+        own = f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}"
     try:
-        file = path.open("xb")
-    except FileExistsError:
-        return False
-    try:
-        with file:
-            file.write(record.encoded())
-    except OSError:  # a full disk: an empty owner.json would look like a living owner to a restart
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-    return True
-
-
-def _wait_for_change(path: Path, before: bytes, touched: int) -> _Record | None:
-    """The owner that touches or replaces the file within 60 s; None if nobody does, or removes it."""
-    deadline = time.monotonic() + OWNER_STALE_S
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        found = _read(path)
-        if found is None:
-            return None
-        if (found, _touched(path)) != (before, touched) and (record := _Record.parse(found)):
-            return record
-    return None
-
-
-def _remove_dead(path: Path, expected: bytes) -> None:
-    """Remove a dead owner's file, if it still has these contents.
-
-    Only the process that creates the claim may remove it. Another one could remove the file of whoever was
-    faster than itself.
-    """
-    claim = path.with_name(f".{path.name}-{hashlib.sha256(expected).hexdigest()[:16]}")
-    try:
-        claim.open("xb").close()
-    except FileExistsError:
-        if (
-            _wait_for_change(path, expected, _touched(path)) is None
-        ):  # the process that claimed it has died
-            claim.unlink(missing_ok=True)
-        return
-    try:
-        if _read(path) == expected:
-            path.unlink()
+        with run.together(), run.dir.writing():
+            if own:
+                folder.hidden(root, own).touch()
+        marks = run.gather(own)
+        with run.together(), run.dir.writing():
+            if own:
+                seen = [
+                    rank
+                    for rank, mark in enumerate(marks)
+                    if mark and folder.hidden(root, mark).exists()
+                ]
+        # The lowest rank that a host sees writes for all hosts that see the same file system.
+        found = (
+            run.coordinator.world.node_rank,
+            seen[0] if seen else None,
+            list(map(str, created)),
+        )
+        answers = run.gather(found)
     finally:
-        claim.unlink(missing_ok=True)
-
-
-def _touched(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return read_limited(path, _MAX_BYTES)
-    except FileNotFoundError:
-        return None
+        if own:
+            with contextlib.suppress(OSError):
+                folder.hidden(root, own).unlink()
+    writer_of_node = {node: writer for node, writer, _ in answers if writer is not None}
+    writer_of = tuple(writer_of_node[node] for node, _, _ in answers)
+    here = {
+        path
+        for writer, (_, _, paths) in zip(writer_of, answers, strict=True)
+        for path in paths
+        if writer == writer_of[run.rank]
+    }
+    # The folder of checkpoints first: it lies in the other one.
+    created_here = tuple(each for each in (root, run.dir.path) if str(each) in here)
+    return replace(run, writer_of=writer_of, created=created_here)

@@ -1,25 +1,24 @@
 """Save checkpoints beside the training: a step only copies its tensors; a thread writes them to the disk.
 
-    schedule = SaveSchedule(interval, coordinator, step, timeout_s=…)
-    saver = Saver(run, keep=2, must_succeed=False)
-    if schedule.is_due(step):
-        saver.save(step, state, per_rank, config)
+    state ─copy→ host tensors ─thread→ own files → settled → complete → settled → older ones pruned
 
-At most one save is in flight. The next save waits for it, and there all ranks receive its result, so a
-save error needs no synchronization in any other step. A full disk never damages older checkpoints.
+At most one save is in flight. The next save waits for it, and there all ranks receive its result, so a save
+error needs no synchronization in any other step. Whole or sharded, the folder is hidden until every rank that
+takes part has its files on the disk. A full disk never damages older checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
+import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.contents import Contents, packed_rank, rng_states, write_files
+from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.contents import rng_states, write_files
+from mpiddp.checkpoints.folder import INDEX, Entry, name_of_step
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.save_shards import NotSaved, ShardedSaver
-from mpiddp.checkpoints.state import Keys, mapped, num_bytes, split
+from mpiddp.checkpoints.send import Transfer, receiver_of, send_files, shards_at
+from mpiddp.checkpoints.shards import ShardPlan, file_of, index_of, plan_shards
+from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.paths import flush, from_here
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
@@ -40,31 +43,58 @@ from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
+_LATE_S = 30.0  # after which a rank that waits in save() says so
+_MORE_S = 5.0  # by which the others wait longer for rank 0 than it does for them
+
+
+class _Abandoned(Exception):
+    """Another rank could not save, and says why."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The state of one step, in host memory."""
+
+    step: int
+    state: dict[str, Any]  # {} on ranks that are no writers
+    ranks: list[Tensor]  # what each rank saves for itself, uint8 [bytes]; on writers
+    config: Mapping[str, Any]
+    boxes: (
+        dict[str, Tensor] | None
+    )  # this rank's parts of sharded tensors; None if nothing is sharded
+    wait: Callable[[], None]  # until the copies are done
 
 
 class Saver:
     """Saves the state of a training. Every rank has one, with the same arguments."""
 
-    def __init__(
-        self, run: Run, *, keep: int, must_succeed: bool, verified: Path | None = None
-    ) -> None:
-        """
+    def __init__(self, run: Run, *, keep: int, must_succeed: bool) -> None:
+        """A collective: every rank must create one.
+
         Args:
             keep: number of verified checkpoints to keep.
             must_succeed: whether a failed save ends the run; else it causes a warning.
-            verified: a checkpoint that this host has just verified.
         """
         self._run = run
         self._root = run.dir.checkpoints
-        self._keep = keep
-        self._must_succeed = must_succeed
-        self._num_saves = self._num_failed = 0
-        # The checkpoints that this process hashed or wrote, and whether they are verified.
-        self._is_verified = {verified: True} if verified else {}
+        self._keep, self._must_succeed = keep, must_succeed
+        self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
+        self._num_saves = 0
         self._pending: Future[str] | None = None
-        self._memory = HostMemory()
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way_to_the_training)
-        self._sharded: ShardedSaver | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
+        self._plan = ShardPlan()
+        self._prefix = run.coordinator.unique_prefix("saves")
+        self._ring: dist.ProcessGroup | None = None  # for copies of shards
+
+    def meet(self, step: int) -> None:
+        """Wait for the previous save and for the other ranks. A collective: every rank must call it.
+
+        Raises:
+            ValueError: the ranks save different steps.
+            JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
+        """
+        with _waiting_is_named(step, self._run.rank):
+            self._wait_for_save(step, must_succeed=self._must_succeed)
 
     def save(
         self,
@@ -73,51 +103,52 @@ class Saver:
         per_rank: dict[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Wait for the previous save, copy the state, and write it in the thread. A collective.
+        """Copy the state, and write it in the thread. A collective, after `meet`.
 
         Args:
             per_rank: the state of this rank alone.
-
-        Raises:
-            JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
-        self._wait_for_save(must_succeed=self._must_succeed)
+        run = self._run
         self._num_saves += 1
         ranks = self._gather(per_rank)
         replicated, sharded = split(state)
-        whole = replicated if self._run.is_writer else {}
-        parts = None
+        boxes = None
         if sharded:
-            if self._sharded is None:
-                self._sharded = ShardedSaver(self._run, self._root)
-            parts = self._sharded.plan(sharded)
-        elif not self._run.is_writer:
+            if self._plan.signature is None and len(run.writers) > 1:
+                timeout = timedelta(seconds=run.timeout_s)
+                self._ring = dist.new_group(backend="gloo", timeout=timeout)
+            self._plan = plan_shards(sharded, run.group, self._plan, writers=run.writers)
+            with torch.no_grad():
+                boxes = {
+                    name: sharded[name].to_local().contiguous()  # type: ignore[attr-defined]
+                    for name in self._plan.own
+                }
+        elif not run.is_writer:
             return
-        copied, boxes = self._memory.copy(whole, parts)
-        contents = Contents(step, copied, ranks, config)
-        self._pending = self._thread.submit(self._write, contents, boxes)
+        copied, copied_boxes, wait_for_copies = _to_host(replicated if run.is_writer else {}, boxes)
+        job = _Copied(step, copied, ranks, config, copied_boxes, wait_for_copies)
+        self._pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
-        """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective."""
-        memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
-        (copied,) = memory.copy(per_rank)
-        memory.wait()
-        ranks = self._run.ranks
-        own = packed_rank(rng_states(ranks.local_rank), copied)
-        if ranks.group is None:
-            return [own]
-        sizes = ranks.gather(len(own))
-        padded = own.new_zeros(max(sizes))
-        padded[: len(own)] = own
-        if self._run.file_systems.writers == [0]:
-            of_ranks = [torch.empty_like(padded) for _ in sizes] if ranks.rank == 0 else None
-            dist.gather(padded, of_ranks, group=ranks.group)
-        else:
-            of_ranks = [torch.empty_like(padded) for _ in sizes]
-            dist.all_gather(of_ranks, padded, group=ranks.group)
-        if of_ranks is None or not self._run.is_writer:
+        """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
+
+        It can be a hundred small tensors, and no rank needs those of another. As bytes, they are rebuilt
+        neither by the rank that writes them nor by the other ranks that resume.
+        """
+        run = self._run
+        copied, _, wait_for_copies = _to_host(per_rank, None)
+        wait_for_copies()
+        own = packed({"rng": rng_states(run.local_rank), "state": copied})
+        gathered: list[Any] | None = [own]
+        if run.group is not None and run.writers == [0]:
+            gathered = [None] * len(run.writer_of) if run.rank == 0 else None
+            dist.gather_object(own, gathered, 0, group=run.group)
+        elif run.group is not None:
+            gathered = [None] * len(run.writer_of)
+            dist.all_gather_object(gathered, own, group=run.group)
+        if gathered is None or not run.is_writer:
             return []
-        return [each[:size].clone() for each, size in zip(of_ranks, sizes, strict=True)]
+        return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in gathered]
 
     def finish(self) -> None:
         """Wait for the last save. A collective: every rank must call it.
@@ -126,11 +157,7 @@ class Saver:
             JobFailed: the save has failed. This does not depend on `must_succeed`, because the last
                 checkpoint would be lost.
         """
-        try:
-            self._wait_for_save(must_succeed=True)
-        finally:
-            if self._num_failed and self._run.ranks.rank == 0:
-                log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
+        self._wait_for_save(None, must_succeed=True)
 
     def wait_for_own_save(self) -> None:
         """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
@@ -138,190 +165,243 @@ class Saver:
         if pending is not None:
             wait([pending])
 
-    def _wait_for_save(self, *, must_succeed: bool) -> None:
-        """Wait for the save in flight, and send its result to all ranks.
-
-        Raises:
-            NoAnswer: a rank did not answer, in the thread of this rank or here.
-            JobFailed: the save has failed, and it must succeed.
-        """
+    def _wait_for_save(self, next_step: int | None, *, must_succeed: bool) -> None:
+        """Wait for the save in flight, and send its result, and the next step, to all ranks."""
         problem = self._pending.result() if self._pending else ""
         self._pending = None
-        ranks = self._run.ranks
-        if must_succeed:
-            try:
-                with ranks.together():
-                    if problem:
-                        raise JobFailed(problem)
-            except JobFailed:
-                self._num_failed += 1
-                raise
-        else:
-            self._num_failed += ranks.warn(problem)
+        run = self._run
+        answers = run.gather((next_step, problem))
+        run.coordinator.forget(self._prefix)  # or a long run would fill the channel's server
+        names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
+        first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
+        if len(first) > 1:
+            calls = [
+                f"{name} {'closes' if step is None else f'saves step {step}'}"
+                for step, name in first.items()
+            ]
+            raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
+        problems = [text for _, text in answers]
+        if any(problems) and must_succeed:
+            raise JobFailed(run.sentences(problems))
+        if any(problems) and run.rank == 0:
+            log.warning(f"warning: {run.sentences(problems)}")
 
     # In the thread
 
-    def _write(self, contents: Contents, boxes: dict[str, Tensor] | None) -> str:
+    def _write(self, job: _Copied) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or "".
-
-        Args:
-            boxes: this rank's parts of sharded tensors, by name; None if nothing is sharded.
 
         Raises:
             NoAnswer: a rank did not answer.
         """
         with saving():
-            self._memory.wait()
+            job.wait()
             try:
-                if self._sharded is None or boxes is None:
-                    self._write_whole(contents)
-                else:
-                    self._write_sharded(self._sharded, contents, boxes)
+                self._write_checkpoint(job)
             except NoAnswer:
                 raise
-            except (NotSaved, JobFailed) as error:
-                return str(error)
-            except OSError as error:
-                needed = num_bytes([contents.state, contents.ranks, boxes])
-                return _save_error(error, self._root, contents.step, needed)
+            except _Abandoned:
+                return ""
+            except (OSError, RuntimeError, JobFailed) as error:
+                return self._sentence(error, job.step)
         return ""
 
-    def _write_whole(self, contents: Contents) -> None:
-        self._run.check_owner()
-        self._prune(
-            directory.write(self._root, contents.step, lambda new: write_files(new, contents))
-        )
-
-    def _write_sharded(
-        self, sharded: ShardedSaver, contents: Contents, boxes: dict[str, Tensor]
-    ) -> None:
-        folder: Path | None = None
-        problem: Exception | None = None
+    def _write_checkpoint(self, job: _Copied) -> None:
+        run = self._run
+        final = self._root / name_of_step(job.step)
+        # All ranks know the name. Leftovers of other processes were removed when the run opened.
+        new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
+        hashes: dict[str, str] = {}
         try:
-            folder = sharded.write(contents.step, boxes, lambda new: write_files(new, contents))
-        except NoAnswer:
+            reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
+            files = {file_of(rank): Entry(*each) for rank, each in enumerate(reports) if each}
+            if self._ring is not None and job.boxes is not None:
+                self._settle(job, "copied", lambda: self._send_copies(new, files))
+            self._settle(job, "complete", lambda: self._complete(new, final, hashes, files))
+        except BaseException:
+            if run.is_writer:
+                shutil.rmtree(new, ignore_errors=True)
             raise
-        except (NotSaved, JobFailed, OSError) as error:
+        if run.is_writer:
+            self._is_good[final] = True
+            self._prune()
+
+    def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part of the save: all ranks report, rank 0 judges, all learn.
+
+        A save of nothing sharded needs no other rank: each writer settles it alone.
+
+        Returns:
+            The results of all ranks: [world_size].
+
+        Raises:
+            OSError, RuntimeError: this rank's part has failed.
+            _Abandoned: that of another rank has failed.
+            JobFailed: the job ends.
+            NoAnswer: a rank did not answer. The sentence names it.
+        """
+        result, problem = None, None
+        try:
+            result = work()
+        except (OSError, RuntimeError) as error:
             problem = error
-        if self._run.is_writer and sharded.commit(folder) and folder is not None:
-            self._prune(folder)
+        results: list[Any] | None = [result]
+        if job.boxes is not None:
+            results = self._judged(
+                job.step, part, {"result": result, "failed": problem is not None}
+            )
         if problem is not None:
             raise problem
+        if results is None:
+            raise _Abandoned
+        return results
 
-    def _prune(self, written: Path) -> None:
-        """Remove checkpoints that are older than those to keep."""
-        self._is_verified[written] = True
+    def _judged(self, step: int, part: str, report: dict[str, Any]) -> list[Any] | None:
+        """The results of all ranks; None if one has failed."""
+        coordinator, timeout_s = self._run.coordinator, self._run.timeout_s
+        key = f"{self._prefix}/{self._num_saves}/{part}"
         try:
-            directory.prune(self._root, self._keep, counts=self._counts)
+            coordinator.put(f"{key}/report", report)
+            if self._run.rank == 0:
+                ranks = range(len(self._run.writer_of))
+                reports = coordinator.collect(f"{key}/report", ranks, timeout_s=timeout_s)
+                failed = any(each["failed"] for each in reports)
+                coordinator.put(
+                    f"{key}/verdict", None if failed else [each["result"] for each in reports]
+                )
+            verdicts = coordinator.collect(f"{key}/verdict", [0], timeout_s=timeout_s + _MORE_S)
+            results: list[Any] | None = verdicts[0]
+            return results
+        except Silent as silent:
+            missing = coordinator.no_answer(silent.ranks, timeout_s)
+            raise NoAnswer(f"the save of step {step}: {missing}") from None
+        except AnotherFailed:
+            raise JobFailed(f"step {step} was not saved: another rank has failed.") from None
+        except ChannelLost:
+            raise JobFailed(f"step {step} was not saved: the job has ended.") from None
+
+    def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any] | None:
+        """Write this rank's files, down to the disk. Returns the size and the hash of its shards."""
+        new.mkdir(parents=True, exist_ok=True)
+        if self._run.is_writer:
+            hashes.update(write_files(new, job.step, job.state, job.ranks, job.config))
+        if job.boxes is None:
+            return None
+        name = file_of(self._run.rank)
+        (sha256,) = write_tensors(new, {name.removesuffix(".pt"): job.boxes}).values()
+        flush(new / name)
+        return [(new / name).stat().st_size, sha256]
+
+    def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
+        writer_of = self._run.writer_of
+        transfers = []
+        for rank in range(len(writer_of)):
+            receiver = receiver_of(rank, writer_of)
+            assert receiver is not None, "there are several file systems"
+            path = new / file_of(rank)
+            transfers.append(Transfer(rank, path, files[path.name], (receiver,)))
+        send_files(transfers, self._run.rank, self._ring, new)
+
+    def _complete(
+        self, new: Path, final: Path, hashes: dict[str, str], files: Mapping[str, Entry]
+    ) -> None:
+        """Complete the checkpoint on this file system, if this rank writes there."""
+        run = self._run
+        if not run.is_writer:
+            return
+        for rank in shards_at(run.rank, run.writer_of) if files else ():
+            name = file_of(rank)
+            hashes[name] = files[name].sha256
+            if (new / name).stat().st_size != files[name].bytes:
+                raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
+        if files:
+            (new / INDEX).write_text(index_of(self._plan.tensors, files))
+        folder.complete(new, final, hashes)
+
+    def _prune(self) -> None:
+        """Remove checkpoints that are older than those to keep."""
+        try:
+            folder.prune(self._root, self._keep, is_good=self._is_verified)
         except OSError as error:  # the new checkpoint is complete anyway
             log.warning(f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}.")
 
-    def _counts(self, folder: Path) -> bool:
+    def _is_verified(self, checkpoint: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
-        if folder not in self._is_verified:
-            self._is_verified[folder] = directory.is_verified(folder)
-        return self._is_verified[folder] and directory.is_intact(folder)
+        if checkpoint not in self._is_good:
+            self._is_good[checkpoint] = folder.is_verified(checkpoint)
+        return self._is_good[checkpoint] and folder.is_intact(checkpoint)
+
+    def _sentence(self, error: Exception, step: int) -> str:
+        """The error, and the newest checkpoint that remains, if the folder can still be read."""
+        if isinstance(error, JobFailed):
+            return str(error)
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        sentence = f"{self._root}: step {step} cannot be saved: {reason}."
+        with contextlib.suppress(OSError):  # a file server that is gone
+            kept = folder.list_steps(self._root)
+            rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
+            sentence = f"{sentence} {rest}"
+        return sentence
 
 
-def _give_way_to_the_training() -> None:
-    """Let this thread have a tenth of a core that a training needs, and all of one that is idle.
-
-    On Linux, threads have priorities of their own.
-    """
+def _lower_priority() -> None:
+    """Lower this thread's priority (nice +10). On Linux, threads have priorities of their own."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may refuse it
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
 
-def _save_error(error: OSError, root: Path, step: int, needed: int) -> str:
-    """The error, and the newest checkpoint that remains, if the folder can still be read."""
-    sentence = f"{root}: cannot write the checkpoint of step {step}: {error.strerror}."
+@contextlib.contextmanager
+def _waiting_is_named(step: int, rank: int) -> Iterator[None]:
+    """Name the script's line on rank 0 if the other ranks do not come, as after `if rank == 0: save()`."""
+    frame = sys._getframe()
+    while frame.f_back and Path(frame.f_code.co_filename).parent in _NOT_THE_SCRIPT:
+        frame = frame.f_back
+    where = f"{from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+    sentence = (
+        f"warning: save() of step {step} in {where} has waited {_LATE_S:g} s for the other ranks. "
+        "Every rank must call it."
+    )
+    timer = threading.Timer(_LATE_S, log.warning, [sentence])
+    timer.daemon = True
+    if rank == 0:
+        timer.start()
     try:
-        kept = [folder.name for folder in directory.list_steps(root)]
-        rest = f"{kept[-1]} is kept." if kept else "There is no older checkpoint."
-        if error.errno == errno.ENOSPC:
-            found = f"has {_size(shutil.disk_usage(root).free)}"
-        elif error.errno == errno.EDQUOT:  # the file system may have space, for others
-            found = "and your disk quota is used up"
-        else:
-            return f"{sentence} {rest}"
-    except OSError:  # a file server that is gone
-        return f"{sentence}"
-    where = f"no space left for a checkpoint in {root}"
-    return f"{where}: step {step} needs {_size(needed)}, {found}. {rest}"
+        yield
+    finally:
+        timer.cancel()
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+_NOT_THE_SCRIPT = (Path(__file__).parent, Path(contextlib.__file__).parent)
 
 
-# A state's copy in host memory, the only part of a save that a step waits for
+def _to_host(state: Any, boxes: Any) -> tuple[Any, Any, Callable[[], None]]:
+    """Both with copies of their tensors on the CPU, and a function that waits for the copies.
 
-# The last field: whether the copy's memory is pinned.
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
-
-
-class HostMemory:
-    """Copies of tensors on the CPU. Each `copy` reuses the memory of the one before.
-
-    With a GPU, the memory is pinned and the copies run on the current stream. So later steps change the
-    originals only after the copies are done, and only the reader of the copies waits.
+    With a GPU, torch pins the memory of the copies and keeps it for the next ones. The copies run on the
+    current stream: later steps change the originals only afterwards, and only the reader of the copies
+    waits.
     """
+    events: dict[torch.device, torch.Event] = {}
 
-    def __init__(self) -> None:
-        self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
-        self._used: list[tuple[_Layout, Tensor]] = []
-        self._copied: dict[torch.device, torch.Event] = {}
-
-    def copy(self, *states: Any) -> list[Any]:
-        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copies.
-
-        Call `wait` before reading the copies.
-        """
-        for layout, host in self._used:
-            self._free[layout].append(host)
-        self._used = []
-        self._copied = {}
-        with torch.inference_mode(False), torch.no_grad():  # else their memory could not be reused
-            copied = [mapped(state, self._copy) for state in states]
-        for device, event in self._copied.items():
-            event.record(torch.accelerator.current_stream(device))
-        return copied
-
-    def wait(self) -> None:
-        """Wait until the copies are complete; on a CPU they are at once. Their reader calls this."""
-        for event in self._copied.values():
-            event.synchronize()
-
-    def _copy(self, _: Keys, value: Any) -> Any:
+    def copy(_: Keys, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        layout = _layout(value)
-        free = self._free[layout]
-        host = free.pop() if free else _new_like(value)
-        self._used.append((layout, host))
-        is_on_gpu = _is_on_gpu(value)
-        if is_on_gpu and value.device not in self._copied:
-            self._copied[value.device] = torch.Event(value.device)
-        return host.copy_(value.detach(), non_blocking=is_on_gpu)
+        if value.device.type != "cpu" and value.device not in events:
+            events[value.device] = torch.Event(value.device)
+        return value.detach().to("cpu", non_blocking=True, copy=True)
 
+    with torch.inference_mode(False), torch.no_grad():
+        copied, copied_boxes = mapped(state, copy), boxes and mapped(boxes, copy)
+    for device, event in events.items():
+        event.record(torch.accelerator.current_stream(device))
 
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"
+    def wait_for_copies() -> None:
+        for event in events.values():
+            event.synchronize()
 
-
-def _new_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(
-        tensor, device="cpu", pin_memory=_is_on_gpu(tensor), requires_grad=False
-    )
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return tensor.dtype, tensor.shape, tensor.stride(), _is_on_gpu(tensor)
-
-
-# When to save
+    return copied, copied_boxes, wait_for_copies
 
 
 class SaveSchedule:
@@ -342,48 +422,41 @@ class SaveSchedule:
         self._coordinator = coordinator
         self._timeout_s = timeout_s
         self._steps = interval.steps if interval else None
-        seconds = interval.seconds if interval else None
-        self._clock = _Clock(seconds, step) if seconds is not None else None
+        self._seconds = interval.seconds if interval else None
         self._next_check = step + 1
-        self._previous = step
+        self._start = self._previous = step
+        self._saved_at = time.monotonic()
+        self._checked = (step, self._saved_at)
 
     def is_due(self, step: int) -> bool:
-        if self._clock is not None:
-            return self._is_due_by(self._clock, step)
+        if self._seconds is not None:
+            if step < self._next_check:
+                return False
+            own = (
+                self._check(step, self._seconds)
+                if self._coordinator.world.rank == 0
+                else (False, 0)
+            )
+            answers = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)
+            is_due, pause = answers[0]
+            self._next_check = step + pause
+            return is_due
         if self._steps is None:
             return False
         previous, self._previous = self._previous, step
         return step // self._steps > previous // self._steps  # a script may count samples as steps
 
-    def _is_due_by(self, clock: _Clock, step: int) -> bool:
-        if step < self._next_check:
-            return False
-        own = clock.check(step) if self._coordinator.world.rank == 0 else (False, 0)
-        is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
-        self._next_check = step + pause
-        return is_due
-
-
-class _Clock:
-    """Rank 0's clock: measures the steps, and decides when to save."""
-
-    def __init__(self, interval_s: float, step: int) -> None:
-        self._interval_s = interval_s
-        self._start = step
-        self._saved_at = time.monotonic()
-        self._checked = (step, self._saved_at)
-
-    def check(self, step: int) -> tuple[bool, int]:
-        """Whether a save is due, and the number of steps until the next check."""
+    def _check(self, step: int, interval_s: float) -> tuple[bool, int]:
+        """On rank 0: whether a save is due by its clock, and the number of steps until the next check."""
         now = time.monotonic()
         checked_step, checked_at = self._checked
         step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
         self._checked = (step, now)
-        left_s = self._interval_s - (now - self._saved_at)
+        left_s = interval_s - (now - self._saved_at)
         is_due = left_s < step_s / 2
         if is_due:
-            self._saved_at, left_s = now, self._interval_s
-        pause = int(min(left_s, self._interval_s / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+            self._saved_at, left_s = now, interval_s
+        pause = int(min(left_s, interval_s / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
         # The times of the first steps are too short: the GPU has only queued them.
         pause = min(pause, 2 * (step - self._start))
         return is_due, max(1, pause)

@@ -1,6 +1,6 @@
-"""The sharded tensors of a checkpoint, read at any number of ranks: torch's planner chooses the boxes.
+"""The sharded tensors of a checkpoint: which rank saves which box of them, and how any ranks read them.
 
-shards.json says in which file each box lies:
+torch's planners decide both. shards.json says in which file each box lies:
 
     {"tensors": {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "dtype": "float32",
                  "chunks": [{"offsets": [0, 0], "sizes": [5, 64], "rank": 0}, …]}},
@@ -13,21 +13,20 @@ pickle, which could run code.
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry, file_of
+from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, Entry
 from mpiddp.checkpoints.state import filled, mapped, name_of, path_of, read_tensors
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import read_limited
+from mpiddp.errors import UserError
+from mpiddp.paths import read_error, read_limited
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
 Like = Callable[[tuple[Any, ...]], Tensor | None]
@@ -51,47 +50,106 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]
 
 
+def file_of(rank: int) -> str:
+    """The file of a rank's shards."""
+    return f"shard_{rank:05d}.pt"
+
+
+# Written
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What one rank saves, and where all parts of all tensors are."""
+
+    own: tuple[str, ...] = ()  # the names of the tensors of which this rank saves its part
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)  # all by name; only on writers
+    signature: object = None  # of the tensors that were planned; None before
+
+
+def plan_shards(
+    sharded: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    previous: ShardPlan,
+    *,
+    writers: Collection[int] = (0,),
+) -> ShardPlan:
+    """Decide who saves these tensors. A collective, unless `previous` is for such tensors.
+
+    Rank 0 computes the plan of all ranks. Parts that several ranks have, under HSDP for example, are saved
+    once, by the rank that has least to save.
+
+    Args:
+        group: of all ranks; None if the job has one.
+        writers: the ranks that write shards.json.
+    """
+    signature = [_signature(name, tensor) for name, tensor in sharded.items()]
+    if previous.signature == signature:
+        return previous
+    from torch.distributed.checkpoint import DefaultSavePlanner  # takes a while
+
+    rank = dist.get_rank() if group else 0
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(sharded), is_coordinator=rank == 0)
+    plans: list[Any] = [planner.create_local_plan()]
+    if group is not None:
+        own = plans[0]
+        plans = [None] * dist.get_world_size()
+        dist.gather_object(own, plans if rank == 0 else None, group=group)
+    answers: list[Any] = []
+    if rank == 0:
+        global_plans, metadata = planner.create_global_plan(plans)
+        names = [
+            [item.index.fqn for item in plan.items if _has_values(item)] for plan in global_plans
+        ]
+        owners = {
+            (item.index.fqn, tuple(item.index.offset or ())): number
+            for number, plan in enumerate(global_plans)
+            for item in plan.items
+        }
+        tensors = {
+            name: _saved_tensor(name, each, owners)
+            for name, each in metadata.state_dict_metadata.items()
+        }
+        answers = [(own, tensors if n in writers else {}) for n, own in enumerate(names)]
+    if group is not None:
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, answers or None, 0, group=group)
+        answers = received
+    names_of_this, tensors_of_all = answers[0]
+    return ShardPlan(tuple(names_of_this), tensors_of_all, signature)
+
+
+def _signature(name: str, tensor: Any) -> tuple[Any, ...]:
+    """What the plan depends on. It is the same on all ranks, which therefore plan together or not at all."""
+    mesh = tensor.device_mesh
+    return name, tensor.shape, tensor.dtype, tensor.placements, mesh.mesh.tolist()
+
+
+def _has_values(item: Any) -> bool:
+    """Some ranks have no part of a tensor that is shorter than the number of ranks."""
+    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
+
+
+def _saved_tensor(
+    name: str, saved: Any, owners: Mapping[tuple[str, tuple[int, ...]], int]
+) -> SavedTensor:
+    """The tensor as in shards.json."""
+    chunks = tuple(
+        Chunk(tuple(each.offsets), tuple(each.sizes), owners[name, tuple(each.offsets)])
+        for each in saved.chunks
+        if 0 not in each.sizes
+    )
+    dtype = str(saved.properties.dtype).removeprefix("torch.")
+    return SavedTensor(tuple(saved.size), dtype, chunks)
+
+
 def index_of(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> str:
     """The contents of shards.json."""
     return json.dumps({"tensors": tensors, "files": files}, default=vars)
 
 
-def read_index(path: Path) -> dict[str, SavedTensor]:
-    """The sharded tensors in this shards.json, by name. Its hash has been verified.
-
-    Raises:
-        BrokenCheckpoint: it was not written by mpiddp.
-        OSError: it cannot be read.
-    """
-    try:
-        tensors = json.loads(read_limited(path, MAX_INDEX_BYTES))["tensors"]
-        return {name: _tensor(values) for name, values in tensors.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise BrokenCheckpoint(f"{INDEX} is not a table of shards") from None
-
-
-def _tensor(values: dict[str, Any]) -> SavedTensor:
-    """Raises ValueError if the chunks do not fit the tensor: what they leave out would be undefined."""
-    chunks = tuple(
-        Chunk(tuple(each["offsets"]), tuple(each["sizes"]), each["rank"])
-        for each in values["chunks"]
-    )
-    tensor = SavedTensor(tuple(values["shape"]), values["dtype"], chunks)
-    numbers = [tensor.shape, *((*each.offsets, *each.sizes, each.rank) for each in chunks)]
-    fits = all(
-        type(number) is int and 0 <= number <= sys.maxsize for each in numbers for number in each
-    )
-    fits = fits and isinstance(getattr(torch, tensor.dtype), torch.dtype)
-    if not fits or not all(_is_within(each, tensor.shape) for each in chunks):
-        raise ValueError
-    if sum(prod(each.sizes) for each in chunks) != prod(tensor.shape):
-        raise ValueError
-    return tensor
-
-
-def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
-    ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    return all(offset + size <= length for offset, size, length in ends)
+# Read
 
 
 @dataclass(frozen=True)
@@ -101,6 +159,33 @@ class ShardFiles:
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, Path]
 
+    @classmethod
+    def of(cls, files: Mapping[str, Path]) -> ShardFiles:
+        """Those of the shards.json among these files, whose hash has been verified.
+
+        Raises:
+            UserError, JobFailed: it was not written by mpiddp, or cannot be read.
+        """
+        path = files[INDEX]
+        try:
+            table = json.loads(read_limited(path, MAX_INDEX_BYTES))["tensors"]
+            tensors = {
+                name: SavedTensor(
+                    tuple(values["shape"]),
+                    values["dtype"],
+                    tuple(
+                        Chunk(tuple(each["offsets"]), tuple(each["sizes"]), each["rank"])
+                        for each in values["chunks"]
+                    ),
+                )
+                for name, values in table.items()
+            }
+        except OSError as error:
+            raise read_error(str(path), error) from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UserError(f"{path} is not a table of shards.") from None
+        return cls(tensors, files)
+
     def as_values(self, state: Any) -> Any:
         """The state with a `ShardedValue` in the place of each sharded tensor."""
         return filled(state, {name: ShardedValue(name, self) for name in self.tensors})
@@ -108,14 +193,10 @@ class ShardFiles:
     def _target(self, name: str, tensor: Tensor | None) -> Tensor:
         saved = self.tensors[name]
         dtype: torch.dtype = getattr(torch, saved.dtype)
-        where = ".".join(map(str, path_of(name)))
         if tensor is None:
-            try:
-                return torch.empty(saved.shape, dtype=dtype, device="cpu")
-            except RuntimeError:  # of torch's allocator
-                size = prod(saved.shape) * dtype.itemsize
-                raise JobFailed(f"no memory for {where}, which has {size} bytes.") from None
+            return torch.empty(saved.shape, dtype=dtype, device="cpu")
         if tuple(tensor.shape) != saved.shape:
+            where = ".".join(map(str, path_of(name)))
             raise UserError(
                 f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
                 "Build the same model as before."
@@ -125,43 +206,36 @@ class ShardFiles:
     def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """The tensors of these names, each placed like the given one, from one file after the other.
 
-        Not a collective.
+        Only the bytes of these tensors are read. Not a collective.
         """
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
         targets = {name: self._target(name, tensor) for name, tensor in names.items()}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, _metadata(self.tensors), is_coordinator=True)
-        chunks = {
-            (name, chunk.offsets): chunk
+        owners = {
+            (name, chunk.offsets): chunk.rank
             for name, saved in self.tensors.items()
             for chunk in saved.chunks
         }
         items = defaultdict(list)
         for item in planner.create_local_plan().items:
             where = item.storage_index
-            chunk = chunks[where.fqn, tuple(where.offset or ())]
-            items[file_of(chunk.rank)].append((item, chunk))
+            items[file_of(owners[where.fqn, tuple(where.offset or ())])].append(item)
         for file, of_file in items.items():
-            contents = self._load(file)
-            for item, chunk in of_file:
-                part = contents.get(item.storage_index.fqn)
-                if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes:
-                    raise UserError(f"{self.files[file]} is not the file of this save.")
+            if file not in self.files:
+                raise UserError(
+                    f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names."
+                )
+            contents = read_tensors(self.files[file], mmap=True)
+            for item in of_file:
+                part = contents[item.storage_index.fqn]
                 for dim, (start, length) in enumerate(
                     zip(item.storage_offsets, item.lengths, strict=True)
                 ):
                     part = part.narrow(dim, start, length)
                 planner.resolve_tensor(item).detach().copy_(part)
         return targets
-
-    def _load(self, file: str) -> dict[str, Any]:
-        if file not in self.files:
-            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
-        contents = read_tensors(self.files[file])
-        if not isinstance(contents, dict):
-            raise UserError(f"{self.files[file]} was not written by mpiddp: it has other contents.")
-        return contents
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,6 @@
 A state holds whatever torch.load reads again with weights_only, and DTensors. Every value has exactly one of
 the types below. A subclass, such as numpy.float64 for a float, would be saved as code, and refused when it
 is read.
-
-torch.load(weights_only=True) refuses code, but prints a page of advice on how to allow it, and reports
-damage by a dozen types of exception. `load_tensors` raises one type, with a reason for the user.
 """
 
 from __future__ import annotations
@@ -13,15 +10,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickle
-import re
-import struct
 import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -36,26 +30,13 @@ RANKS = "ranks"  # the file of each rank's own state, and no key of a state
 _SCALARS = (int, float, bool, str, type(None))
 _DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 _LISTS = (list, tuple)
-_MAX_BITS = 2000  # of a whole number; torch.load reads no longer one
-_MAX_DEPTH = 100
-_LONGEST_PATH = 200  # characters
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-_EXPECTED = "Expected tensors, numbers, strings, None, lists and dicts of these"
-
-
-class _CannotBeSaved(Exception):
-    """A value at this path cannot be saved."""
-
-    def __init__(self, path: Keys, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
 
 
 def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
     """The same dicts, lists and tuples, with `change(path, value)` in place of each other value."""
     kind = type(nested)
     if kind in _DICTS:
-        _check_container(nested, path)
         changed = {key: mapped(value, change, (*path, key)) for key, value in nested.items()}
         if kind is dict:
             return changed
@@ -63,21 +44,8 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
         copied.__dict__.update(nested.__dict__)  # a module's state_dict keeps its versions there
         return copied
     if kind in _LISTS:
-        _check_container((), path)
         return kind(mapped(value, change, (*path, index)) for index, value in enumerate(nested))
     return change(path, nested)
-
-
-def _check_container(keys: Any, path: Keys) -> None:
-    if len(path) >= _MAX_DEPTH:
-        raise _CannotBeSaved(path, "nested too deeply to be saved")
-    for key in keys:
-        if _is_too_long(key):  # repr() may refuse it too
-            raise _CannotBeSaved(path, "a key is a number that is too long to be saved")
-        if type(key) not in _SCALARS:
-            raise _CannotBeSaved(
-                path, f"a key of type {_type_name(key)}. Use strings or numbers as keys"
-            )
 
 
 def name_of(path: Keys) -> str:
@@ -116,18 +84,6 @@ def filled(state: Any, values: Mapping[str, Any]) -> Any:
     return mapped(state, lambda path, value: values.get(name_of(path), value))
 
 
-def num_bytes(nested: Any) -> int:
-    """The bytes of all tensors."""
-    sizes = [0]
-
-    def count(_: Keys, value: Any) -> None:
-        if isinstance(value, Tensor):
-            sizes.append(value.numel() * value.element_size())
-
-    mapped(nested, count)
-    return sum(sizes)
-
-
 # What may be saved
 
 
@@ -142,21 +98,18 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
         raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
 
     def check(path: Keys, value: Any) -> None:
-        if name == "per_rank" and is_sharded(value):
-            raise TypeError(
-                "per_rank: cannot save a DTensor, which all ranks share. Save it in state."
-            )
-        _check(path, value)
+        if problem := _problem_of(path, value, is_shared=name == "state"):
+            shown = "".join(f"[{key!r}]" for key in path)
+            raise TypeError(f"{name}{shown}: {problem}.")
 
-    try:
-        mapped(dict(entries), check)
-    except _CannotBeSaved as error:
-        path = "".join(f"[{key!r}]" for key in error.path)
-        shown = path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}…"
-        raise TypeError(f"{name}{shown}: {error}.") from None
-    if name == "state":
-        for key in entries:
-            _check_key(key)
+    mapped(dict(entries), check)
+    for key in entries if name == "state" else ():
+        stem = stem_of(key)  # a file beside `ranks.pt` and the files of shards
+        if not stem or len(stem) > _LONGEST_NAME or stem == RANKS or stem.startswith("shard_"):
+            raise ValueError(
+                f"state: the key {key[:_LONGEST_NAME]!r} cannot be the name of a file in the checkpoint. "
+                "Use another one."
+            )
 
 
 def stem_of(key: str) -> str:
@@ -164,62 +117,25 @@ def stem_of(key: str) -> str:
     return quote(key, safe="")
 
 
-def _check_key(key: str) -> None:
-    """Each key of the state is a file, beside `ranks.pt` and the files of shards."""
-    stem = stem_of(key)
-    if not stem or len(stem) > _LONGEST_NAME or stem == RANKS or stem.startswith("shard_"):
-        raise ValueError(
-            f"state: the key {key[:_LONGEST_NAME]!r} cannot be the name of a file in the checkpoint. "
-            "Use another one."
-        )
-
-
-def _check(path: Keys, value: Any) -> None:
+def _problem_of(path: Keys, value: Any, *, is_shared: bool) -> str:
+    """Why the value cannot be saved, "" if it can."""
     kind = type(value)
+    for key in path:
+        if type(key) not in _SCALARS:
+            return f"a key of type {_type_name(key)}. Use strings or numbers as keys"
     if is_sharded(value):
-        _check_sharded(path, value)
+        if not is_shared:
+            return "cannot save a DTensor, which all ranks share. Save it in state"
+        if any(placement.is_partial() for placement in value.placements):
+            return "cannot save a DTensor whose ranks hold summands: redistribute it"
     elif kind is Tensor or kind is torch.nn.Parameter:
-        _check_tensor(path, value)
+        if value.layout is not torch.strided:
+            return f"cannot save a tensor in the layout {value.layout}"
     elif kind not in _SCALARS:
-        reason = f"cannot save {_type_name(value)}. {_EXPECTED}{_hint(value)}"
-        raise _CannotBeSaved(path, reason)
-    elif _is_too_long(value):
-        raise _CannotBeSaved(path, "the number is too long to be saved")
-
-
-def _is_too_long(value: object) -> bool:
-    return type(value) is int and value.bit_length() > _MAX_BITS
-
-
-def _check_tensor(path: Keys, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise _CannotBeSaved(path, f"cannot save a tensor in the layout {tensor.layout}")
-    if tensor.is_meta:
-        raise _CannotBeSaved(path, "cannot save a tensor on the meta device: it has no values")
-    if tensor.is_quantized:
-        raise _CannotBeSaved(path, "cannot save a quantized tensor")
-
-
-def _check_sharded(path: Keys, tensor: Any) -> None:
-    if any(placement.is_partial() for placement in tensor.placements):
-        reason = "cannot save a DTensor whose ranks hold summands: redistribute it"
-        raise _CannotBeSaved(path, reason)
-    _check_tensor(path, tensor.to_local())
-
-
-def _hint(value: object) -> str:
-    """How to convert the value, as the end of a sentence."""
-    if isinstance(value, Tensor):
-        return ": convert it to a plain tensor"
-    if hasattr(value, "dtype") and hasattr(value, "item"):  # of numpy
-        is_array = getattr(value, "ndim", 0) > 0
-        return f": convert it with {'torch.from_numpy()' if is_array else '.item()'}"
-    if hasattr(value, "state_dict"):
-        return ": save its state_dict()"
-    if isinstance(value, dict):
-        return ": convert it with dict()"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return ": convert it with list()"
+        return (
+            f"cannot save {_type_name(value)}. Expected tensors, numbers, strings, None, lists and dicts "
+            "of these: convert it, for example with .item(), .tolist() or .state_dict()"
+        )
     return ""
 
 
@@ -230,26 +146,6 @@ def _type_name(value: object) -> str:
 
 
 # Its files
-
-# The exceptions of torch.load on thousands of files with changed, missing or random bytes.
-_DAMAGED = (
-    pickle.UnpicklingError,
-    struct.error,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-class Unreadable(Exception):
-    """The file contains no tensors that can be read. The message is a phrase for a sentence."""
 
 
 class HashedFile:
@@ -299,62 +195,47 @@ def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
     return hashes
 
 
-def load_tensors(path: Path) -> Any:
-    """The tensors, containers and numbers in the file. The tensors are on the CPU.
+def read_tensors(path: Path, *, mmap: bool = False) -> Any:
+    """The contents of a checkpoint's file. The tensors are on the CPU.
+
+    Args:
+        mmap: read each tensor only when it is used.
 
     Raises:
-        OSError: the file is missing, must not be read, or lies on a disk that fails.
-        Unreadable: the file is damaged, of another format, or contains code.
-    """
-    with path.open("rb") as file:
-        return _load(file)
-
-
-def _load(file: BinaryIO) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of code that it then refuses
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except _DAMAGED as error:
-            if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
-                raise  # not of the bytes, which make torch seek to no position at most
-            if code := re.search(r"GLOBAL (\S+)", str(error)):
-                raise Unreadable(f"it contains code ({code[1]}), which is refused") from None
-            if isinstance(error, pickle.UnpicklingError):
-                raise Unreadable("it is not a file that torch.save wrote") from None
-            reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
-            raise Unreadable(f"torch.load cannot read it ({reason})") from None
-
-
-def packed(nested: Any) -> Tensor:
-    """The bytes of a file with these contents: uint8 [bytes]."""
-    file = io.BytesIO()
-    torch.save(nested, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def unpacked(data: Tensor) -> Any:
-    """The contents that `packed` was given. The tensors are on the CPU.
-
-    Raises:
-        Unreadable: these are no such bytes, or contain code.
-    """
-    is_plain = data.layout is torch.strided and data.dtype == torch.uint8
-    if not is_plain or not data.is_contiguous():  # else it may claim to be of any size
-        raise Unreadable("it contains no bytes of torch.save")
-    return _load(io.BytesIO(data.numpy().tobytes()))
-
-
-def read_tensors(path: Path) -> Any:
-    """The contents of a checkpoint's file, with errors of one sentence.
-
-    Raises:
-        UserError: it is missing, must not be read, or is no such file.
+        UserError: it is missing, must not be read, or is no such file: it contains code, for example.
         JobFailed: a disk has failed.
     """
     try:
-        return load_tensors(path)
+        with path.open("rb"):  # torch words the errors of a path in its own way
+            return _load(str(path), mmap=mmap)
     except OSError as error:
         raise read_error(str(path), error) from None
-    except Unreadable as error:
+    except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
+
+
+def packed(nested: Any) -> bytes:
+    """The bytes of a file with these contents."""
+    file = io.BytesIO()
+    torch.save(nested, file)
+    return file.getvalue()
+
+
+def unpacked(data: Tensor) -> Any:
+    """The contents of a file with these bytes, uint8 [bytes]. The tensors are on the CPU.
+
+    Raises:
+        ValueError: these are no such bytes, or contain code.
+    """
+    return _load(io.BytesIO(data.numpy().tobytes()))
+
+
+def _load(file: Any, *, mmap: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of code that it then refuses
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except Exception as error:  # a dozen types, for files with changed, missing or random bytes
+            if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+                raise  # not of the bytes, which make torch seek to no position at most
+            raise ValueError("torch.load(weights_only=True) refuses it") from None

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.checkpoints.run_dir import replacing
+from mpiddp.checkpoints.records import replacing
 from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
 from mpiddp.report.html import MAX_RUNS

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.directory import list_steps, step_of
-from mpiddp.checkpoints.run_dir import RunDir, owner_is_alive
+from mpiddp.checkpoints.folder import list_steps, step_of
+from mpiddp.checkpoints.run import RunDir, is_locked
 from mpiddp.doctor.explanations import explain
 from mpiddp.doctor.failures import Weight
 from mpiddp.errors import UserError
@@ -156,7 +156,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     config, summary = _json(run.config, notes), _json(run.summary, notes)
     curves, nan_since = _curves(run.metrics, notes, only_end=only_end)
     saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
-    is_running = owner_is_alive(run)
+    is_running = is_locked(run.owner)
     starts = _starts(run, notes)
     if starts and starts[-1].ends is None:  # nothing else tells when it ended
         last = time.time() if is_running else _mtime(run.metrics)

@@ -8,67 +8,39 @@ computes them. So the first one that differs is nearest to the cause.
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import mpiddp
 from mpiddp.errors import DONE, STOPPED, JobFailed
-from mpiddp.runtime.log import log
-from mpiddp.runtime.torch.divergence import digest
-from mpiddp.runtime.torch.steps import should_stop
-from mpiddp.text import counted
-from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.dataset import Batch
-from mpiddp.train.engine import TrainState, train_step
-from mpiddp.train.loop import TrainInputs, build_state
-from mpiddp.train.opening import batches_of
+from mpiddp.train.config import gathered
+from mpiddp.train.datasets import Batch, Data, batches
+from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients
+from mpiddp.train.step import State, learning_rate, train_step
 
-_GATHER_TIMEOUT_S = 600.0
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+log = logging.getLogger("mpiddp")
 
-
-class Kind(IntEnum):
-    """The tensors of a step, in the order in which it computes them."""
-
-    IMAGES = 0
-    LABELS = 1
-    BUFFER = 2  # in the forward pass
-    LOSS = 3
-    GRADIENT = 4  # from the last parameter to the first, as the backward pass
-    PARAMETER = 5
-    OPTIMIZER = 6
+Trace = list[dict[str, int]]  # the digests of each step, by the name of the tensor, in their order
 
 
-TensorKey = tuple[Kind, int, str]  # a kind, the number of the tensor within it, and its name
-Trace = list[dict[TensorKey, int]]  # the digests of each step
+def check_determinism(
+    config: Namespace,
+    data: Data,
+    order: Order,
+    world: mpiddp.World,
+    build: Callable[[], tuple[State, nn.Module]],
+) -> int:
+    """Train the first steps twice. A collective: every rank must call it. Writes no file.
 
-
-@dataclass(frozen=True)
-class Difference:
-    """The first tensor whose bits differ between the two runs of this rank."""
-
-    step: int
-    kind: int
-    number: int  # among the tensors of its kind
-    name: str
-    num_different: int  # tensors of this step on this rank
-    num_tensors: int
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.step, self.kind, self.number
-
-
-def check_determinism(inputs: TrainInputs) -> int:
-    """Train the first steps twice. A collective: every rank must call it, within the process group.
-
-    Writes no file. Rank 0 prints the result.
+    Args:
+        build: the state with fresh weights, and the model to call.
 
     Returns:
         DONE if all bits are equal; STOPPED if the job was requested to stop.
@@ -76,61 +48,59 @@ def check_determinism(inputs: TrainInputs) -> int:
     Raises:
         SystemExit: code 1, because some bits differ. Rank 0 has printed the step, the rank and the tensor.
     """
-    config, coordinator = inputs.config, inputs.coordinator
-    first = _train(inputs)
+    first = _train(config, data, order, *build())
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
-    second = _train(inputs) if first is not None else None
+    second = _train(config, data, order, *build()) if first is not None else None
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
-    own = first_difference(first, second)
-    found = coordinator.all_gather_json(
-        None if own is None else asdict(own), timeout_s=_GATHER_TIMEOUT_S
-    )
-    differences = {rank: Difference(**each) for rank, each in enumerate(found) if each}
-    runs = f"two runs of {counted(len(first), 'step')} from the same start"
+    found = gathered(first_difference(first, second))
+    runs = f"two runs of {len(first)} steps from the same start"
+    differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
     if not differences:
         log.info(
-            f"{runs} are equal bit for bit on {counted(len(found), 'rank')}, in each of "
-            f"{len(first[0])} tensors of a step.{_limit(config, inputs.device)}"
+            f"{runs} are equal bit for bit on {len(found)} ranks, in each of {len(first[0])} tensors of a "
+            "step."
         )
         return DONE
-    rank = min(differences, key=lambda rank: (*differences[rank].order, rank))
-    where = differences[rank]
-    with coordinator.all_or_none():
+    (step, _, name, num_different), rank = min(differences)
+    hint = "" if config.deterministic else " Try --deterministic."
+    with mpiddp.together():
         raise JobFailed(
-            f"{runs} differ: first in step {where.step}, on rank {rank} on "
-            f"{coordinator.hostnames[rank]}, in {where.name} ({where.num_different} of "
-            f"{where.num_tensors} tensors of that step).{_hint(where, config, inputs.device)}"
+            f"{runs} differ: first in step {step}, on rank {rank}, in {name} ({num_different} of "
+            f"{len(first[0])} tensors of that step).{hint}"
         )
+    raise SystemExit  # not reached: together() has raised one
 
 
-def first_difference(first: Trace, second: Trace) -> Difference | None:
-    """The first digest of `first` that `second` does not have, by step and by order in the step."""
+def first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] | None:
+    """The step, the number in it and the name of the first tensor that differs, and how many of it do."""
     for step, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        different = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+        names = list(dict.fromkeys([*a, *b]))
+        different = [name for name in names if a.get(name) != b.get(name)]
         if different:
-            kind, number, name = different[0]
-            return Difference(step, kind, number, name, len(different), len(a.keys() | b.keys()))
+            return step, names.index(different[0]), different[0], len(different)
     return None
 
 
-def _train(inputs: TrainInputs) -> Trace | None:
+def _train(
+    config: Namespace, data: Data, order: Order, state: State, ddp: nn.Module
+) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
-    config, plan, data = inputs.config, inputs.plan, inputs.data
-    assert config.check_determinism is not None
-    num_steps = min(config.check_determinism, plan.total_steps)
-    state, ddp = build_state(replace(inputs, model=copy.deepcopy(inputs.model)))
+    num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
     recorder = Recorder(state)
     done = 0
     for epoch in range(config.epochs):
-        steps = list(plan.order.steps(epoch))[: num_steps - done]
-        batches = recorder.record(batches_of(steps, data, config, inputs.device, epoch=epoch))
+        steps = list(order.steps(epoch))[: num_steps - done]
+        numbers = [each for step in steps for each in step.micro_batches]
+        device = next(ddp.parameters()).device
+        images = recorder.record(batches(data.train, numbers, config, device, epoch=epoch))
         for step in steps:
-            recorder.end_step(train_step(state, ddp, batches, step, plan.lr(done), config))
+            lr = learning_rate(done, order.steps_per_epoch, config)
+            recorder.end_step(train_step(state, ddp, images, step, lr, config))
             clear_gradients(ddp, config)
             done += 1
-            if should_stop():
+            if mpiddp.should_stop():
                 return None
         if done == num_steps:
             break
@@ -140,61 +110,57 @@ def _train(inputs: TrainInputs) -> Trace | None:
 class Recorder:
     """Records the digest of every tensor of a training's steps."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: State) -> None:
         self._model, self._optimizer = state.model, state.optimizer
         self._optimizer.register_step_pre_hook(self._before_update)
         self._optimizer.register_step_post_hook(self._after_update)
-        self._step: dict[TensorKey, Tensor] = {}
-        self._counts: Counter[Kind] = Counter()  # tensors of this step
-        self._digests: list[tuple[list[TensorKey], Tensor]] = []
+        self._batches = 0
+        self._step: dict[str, Tensor] = {}
+        self._digests: list[tuple[list[str], Tensor]] = []
 
-    def record(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def record(self, images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
-        for images, labels in batches:
-            number = self._counts[Kind.IMAGES]
-            of_pass = f" of backward pass {number + 1}" if number else ""
-            self._add(Kind.IMAGES, f"the images{of_pass}", images)
-            self._add(Kind.LABELS, f"the labels{of_pass}", labels)
+        for images, labels in images_and_labels:
+            self._batches += 1
+            self._add(f"the images of backward pass {self._batches}", images)
+            self._add(f"the labels of backward pass {self._batches}", labels)
             yield images, labels
 
     def _before_update(self, *_: object) -> None:
         for name, buffer in self._model.named_buffers():
-            self._add(Kind.BUFFER, f"the buffer {name}", buffer)
+            self._add(f"the buffer {name}", buffer)
         for name, parameter in reversed(list(self._model.named_parameters())):
             if parameter.grad is not None:
-                self._add(Kind.GRADIENT, f"the gradient of {name}", parameter.grad)
+                self._add(f"the gradient of {name}", parameter.grad)
 
     def _after_update(self, *_: object) -> None:
         for name, parameter in self._model.named_parameters():
-            self._add(Kind.PARAMETER, f"the parameter {name}", parameter)
+            self._add(f"the parameter {name}", parameter)
             for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
-                    self._add(Kind.OPTIMIZER, f"the {key} of {name}", value)
+                    self._add(f"the {key} of {name}", value)
 
-    def _add(self, kind: Kind, name: str, tensor: Tensor) -> None:
-        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard
-        self._step[kind, self._counts[kind], name] = digest(own)
-        self._counts[kind] += 1
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self._step[name] = digest(tensor)
 
     def end_step(self, loss: Tensor) -> None:
-        self._add(Kind.LOSS, "the loss", loss)
+        self._add("the loss", loss)
         digests = torch.stack([each.to(loss.device) for each in self._step.values()])
         self._digests.append((list(self._step), digests))
-        self._step, self._counts = {}, Counter()
+        self._step, self._batches = {}, 0
 
     def read(self) -> Trace:
         """The digests of all steps. On a GPU this waits for the last one."""
-        return [dict(zip(keys, digests.tolist(), strict=True)) for keys, digests in self._digests]
+        return [dict(zip(names, digests.tolist(), strict=True)) for names, digests in self._digests]
 
 
-def _hint(where: Difference, config: TrainConfig, device: torch.device) -> str:
-    if where.kind in (Kind.IMAGES, Kind.LABELS):
-        return " The data source gives other values for the same numbers of images."
-    return "" if device.type == "cpu" or config.deterministic else " Try --deterministic."
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements as integers: int64 [], on its device. Of a DTensor, that of its shard.
 
-
-def _limit(config: TrainConfig, device: torch.device) -> str:
-    """What the comparison of two runs in one job cannot show."""
-    if device.type == "cpu" or config.deterministic:
-        return ""
-    return " Another job may choose other kernels; with --deterministic it chooses the same ones."
+    A flipped bit changes it by a power of 2 below 2^64, so it always changes the sum mod 2^64. Integers add
+    up to the same sum in any order, so the digest does not depend on the number of threads.
+    """
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    flat = own.detach().contiguous().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)

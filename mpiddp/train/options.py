@@ -1,408 +1,194 @@
-"""The options of `mpiddp train`: each with its help, its values and whether a resume may change it.
+"""The options of `mpiddp train`, one a line. `mpiddp train --help` prints them.
 
-`mpiddp.train.config` derives the configuration of a run from them. This module does not import torch,
-so --help and option errors appear at once.
+This module does not import torch, so --help and option errors appear at once. `mpiddp.train.config` fills in
+the defaults that depend on the machines. The guides' spellings work too: --use_syn is --use-syn.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import difflib
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
-from mpiddp.arguments import DefaultsShown, JobHints, duration, whole
-from mpiddp.runtime.log import RankParser
-from mpiddp.text import Interval
-from mpiddp.train.architectures import ARCHITECTURES
-from mpiddp.train.contradictions import refuse_contradictions
-from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.option_parser import (
-    add_options,
-    interval,
-    names,
-    number,
-    option,
-    path,
-    ranks,
-    step_range,
+import mpiddp
+from mpiddp.errors import UserError
+
+ARCHS = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "wide_resnet14_2"),
 )
-from mpiddp.train.schedule import SCHEDULES
-from mpiddp.train.sinks import SINKS
-
-OPTIMIZERS = ("sgd", "muon")
-COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
-
+SCHEDULES = ("one-cycle", "cosine", "step", "constant")
+SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
 CHECKED_STEPS = 10  # of --check-determinism
 
-
-@dataclass(frozen=True)
-class DeviceDefaults:
-    """The defaults that depend on the kind of device."""
-
-    arch: str
-    batch_size: int  # images per rank and backward pass
-    epochs: int
-    low_res: float  # the share of the epochs that are trained on smaller images
-    max_shift: int  # pixels
-
-
-# Small and quick: a few epochs learn more from images that change little.
-ON_CPU = DeviceDefaults("wide_resnet14_2", batch_size=64, epochs=7, low_res=0.5, max_shift=2)
-ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30, low_res=0.0, max_shift=4)
-
-
-# Why a resume may not change an option: it would change what the steps of the checkpoint have done.
-_OTHER_TENSORS = "its tensors have other shapes"
-_OTHER_IMAGES = "its steps have seen other images"
-_OTHER_STEPS = "its steps and epochs are counted in other sizes"
+# A resume may not change these: they decide what the steps of the checkpoint have done.
+FIXED = (
+    *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
+    *("optimizer", "seed"),
+)
+# With another value of these, the steps after a resume differ from those of one run.
+NOTED = (
+    *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
+    "grad_compression",
+)
+# The length of a run, its files and its checks, which a benchmark of single steps does not have.
+OF_RUN = (
+    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "per_rank_log"),
+    *("stop_at_step", "check_determinism", "check_divergence"),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Every option of the command line, as the user wrote it. None: the user did not set it."""
+class Hints(NamedTuple):
+    """What the options mean for `mpiddp launch`."""
 
-    arch: str | None = option(
-        "model",
-        f"one of {', '.join(ARCHITECTURES)}; default: {ON_CPU.arch} on CPUs, {ON_GPU.arch} on GPUs",
-        choices=ARCHITECTURES,
-        metavar="ARCH",
-        fixed=_OTHER_TENSORS,
-    )
-    stem: str = option(
-        "model",
-        "auto: imagenet for images of 64 pixels or more, else that of the architecture",
-        choices=("auto", "imagenet", "cifar", "half"),
-        default="auto",
-        fixed=_OTHER_TENSORS,
-    )
-    weights: str | None = option(
-        "model", "start from a torchvision state_dict", type=path, metavar="FILE"
-    )
+    backend: str  # "nccl", "gloo", or "auto" for nccl on GPUs
+    shows_all_ranks: bool
 
-    dataset: str = option(
-        "data", "data set", choices=tuple(DATASETS), default="cifar10", fixed=_OTHER_IMAGES
-    )
-    data_dir: str | None = option(
-        "data",
-        "folder of the data set (default: $MPIDDP_DATA, else ~/.cache/mpiddp)",
-        type=path,
-        metavar="DIR",
-    )
-    use_syn: bool = option(
-        "data",
-        "random images and labels in the data set's shape",
-        action="store_true",
-        fixed=_OTHER_IMAGES,
-    )
-    image_size: int | None = option(
-        "data",
-        "image size of an image folder, in pixels (default: 224)",
-        type=whole(1, 1 << 14),
-        fixed=_OTHER_IMAGES,
-    )
-    max_shift: int | None = option(
-        "data",
-        "shift images of CIFAR-10 and its like at random by up to PIXELS "
-        f"(default: {ON_CPU.max_shift} on CPUs, {ON_GPU.max_shift} on GPUs)",
-        type=whole(0, 17),
-        metavar="PIXELS",
-        noted=True,
-    )
-    num_workers: int = option(
-        "data", "processes per rank that decode images", type=whole(0, 1025), default=4
-    )
-    batch_size: int | None = option(  # the largest of a rank's backward passes
-        "data",
-        "images per rank and backward pass "
-        f"(default: {ON_CPU.batch_size} on CPUs, {ON_GPU.batch_size} on GPUs)",
-        type=whole(1),
-    )
-    global_batch_size: int | None = option(
-        "data",
-        "images per step over all ranks; use instead of --batch-size",
-        type=whole(1),
-        fixed=_OTHER_STEPS,
-    )
-    uneven: bool = option(
-        "data",
-        "allow a global batch that is not divisible by the number of ranks",
-        action="store_true",
-    )
-    grad_accum_steps: int = option("data", "backward passes per step", type=whole(1), default=1)
-    keep_tail: bool = option(
-        "data",
-        "also train on the last, smaller batch of an epoch",
-        action="store_true",
-        fixed=_OTHER_STEPS,
-    )
 
-    epochs: int | None = option(
-        "schedule",
-        f"number of epochs (default: {ON_CPU.epochs} on CPUs, {ON_GPU.epochs} on GPUs)",
-        type=whole(1),
-        of_steps=False,
-        noted=True,
-    )
-    steps_per_epoch: int | None = option(
-        "schedule",
-        "end every epoch after this many steps",
-        type=whole(1),
-        of_steps=False,
-        fixed=_OTHER_STEPS,
-    )
-    low_res_epochs: int | None = option(
-        "schedule",
-        "train the first epochs on images of 3/4 of the height and width "
-        f"(default: {ON_CPU.low_res:g} of the epochs on CPUs, none on GPUs)",
-        type=whole(0),
-        metavar="EPOCHS",
-        noted=True,
-    )
-    lr: float = option(
-        "schedule",
-        "peak learning rate for a global batch of 256; scales with the batch",
-        type=number(0, above=True),
-        default=0.4,
-        noted=True,
-    )
-    lr_scaling: bool = option(
-        "schedule", "use --lr unscaled", flag="--no-lr-scaling", action="store_false", noted=True
-    )
-    schedule: str = option(
-        "schedule",
-        "learning rate schedule",
-        choices=SCHEDULES,
-        default="one-cycle",
-        noted=True,
-    )
-    warmup_epochs: float | None = option(
-        "schedule",
-        "warm-up epochs (default: a quarter of all epochs, at most 5)",
-        type=number(0),
-        noted=True,
-    )
-    momentum: float = option(
-        "schedule",
-        "Nesterov momentum of SGD; 0 for none",
-        type=number(0, 1),
-        default=0.9,
-        noted=True,
-    )
-    weight_decay: float = option(
-        "schedule",
-        "weight decay; not applied to BatchNorm and biases",
-        type=number(0),
-        default=5e-4,
-        noted=True,
-    )
-    label_smoothing: float = option(
-        "schedule",
-        "probability spread over all classes",
-        type=number(0, 1),
-        default=0.0,
-        noted=True,
-    )
-    optimizer: str | None = option(
-        "schedule",
-        "sgd, or muon: orthogonal updates of the convolutions (default: "
-        f"muon for {ON_CPU.arch} on CPUs, else sgd)",
-        choices=OPTIMIZERS,
-        fixed="its optimizer has another state",
-    )
-    clip_grad_norm: float | None = option(
-        "schedule",
-        "scale the gradients down to this norm over all parameters (default: no limit)",
-        type=number(0, above=True),
-        metavar="NORM",
-        noted=True,
-    )
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors as UserError. Of the ranks of a job, only rank 0 prints the help."""
 
-    backend: str | None = option(
-        "engine",
-        "communication backend (default: nccl with a GPU, else gloo)",
-        choices=("nccl", "gloo"),
-    )
-    timeout: float = option(
-        "engine", "time limit of a collective", type=duration, metavar="S", default=600.0
-    )
-    amp: str = option(
-        "engine",
-        "mixed precision; auto is bf16 if it is faster there",
-        choices=("auto", "bf16", "fp16", "off"),
-        default="auto",
-        noted=True,
-    )
-    parallel: str = option(
-        "engine",
-        "ddp: a copy of the model on every rank; fsdp: shards of one copy over all ranks; "
-        "hsdp: shards within a host, a copy on every host",
-        choices=("ddp", "fsdp", "hsdp"),
-        default="ddp",
-    )
-    sync_bn: bool = option(
-        "engine", "compute BatchNorm statistics over all ranks", action="store_true", noted=True
-    )
-    channels_last: bool = option(
-        "engine", "memory format NHWC", action=argparse.BooleanOptionalAction, default=True
-    )
-    compile: str = option(  # "off" or one of COMPILE_MODES
-        "engine",
-        "torch.compile the model, in this mode",
-        nargs="?",
-        const="default",
-        default="off",
-        choices=COMPILE_MODES,
-    )
-    bucket_mb: int = option(
-        "engine", "MiB of gradients in one all-reduce", type=whole(1, 1 << 20), default=25
-    )
-    grad_compression: str = option(
-        "engine",
-        "compress gradients for all-reduce; checkpoints do not contain powersgd's error feedback",
-        choices=COMPRESSIONS,
-        default="off",
-        noted=True,
-    )
-    seed: int = option(
-        "engine",
-        "seed of weights, sample order and augmentation",
-        type=whole(0, 2**32),
-        default=0,
-        fixed="its steps have taken another order of images",
-    )
-    deterministic: bool = option(
-        "engine", "deterministic kernels, on GPUs too", action="store_true"
-    )
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions) if unknown else []
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
-    out: str | None = option(
-        "run", "folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR"
-    )
-    resume: str = option(
-        "run",
-        "checkpoint to resume from; a PATH of another run counts until --out has a checkpoint",
-        type=path,
-        default="auto",
-        metavar="auto|never|PATH",
-        of_steps=False,
-    )
-    save_every: Interval | None = option(
-        "run",
-        "save every 20 (steps), or 30s, 10m, 1h (default: once per epoch)",
-        type=interval,
-        metavar="STEPS|TIME",
-        of_steps=False,
-    )
-    keep: int = option(
-        "run",
-        "number of checkpoints to keep",
-        type=whole(2),
-        default=2,
-        metavar="N",
-        of_steps=False,
-    )
-    on_save_error: str = option(
-        "run",
-        "when a save fails: warn and continue, or stop; the last save must succeed either way",
-        choices=("warn", "stop"),
-        default="warn",
-        of_steps=False,
-    )
-    log_every: int = option(
-        "run", "steps between two log lines", type=whole(1), default=50, metavar="STEPS"
-    )
-    log_to: str | None = option(
-        "run",
-        f"also show the run in {', '.join(SINKS)}; separated by commas",
-        type=names(SINKS),
-        metavar="TOOLS",
-        of_steps=False,
-    )
-    per_rank_log: bool = option(
-        "run",
-        'print "Local Rank: 0, Epoch: 0, Training ..." and the average step time on every rank',
-        action="store_true",
-        of_steps=False,
-    )
-    stop_at_step: int | None = option(
-        "run",
-        "save after this step and exit with code 75",
-        type=whole(1),
-        metavar="STEP",
-        of_steps=False,
-    )
+    def print_help(self, file: Any = None) -> None:
+        if mpiddp.World.from_env().rank == 0:
+            super().print_help(file)
 
-    check_determinism: int | None = option(  # steps of each of its two runs
-        "checks",
-        "run the first steps twice, compare every tensor bit by bit, and exit; writes no files "
-        f"(default: {CHECKED_STEPS} steps)",
-        nargs="?",
-        const=CHECKED_STEPS,
-        type=whole(1),
-        metavar="STEPS",
-        of_steps=False,
-    )
-    profile: str | None = option(
-        "checks",
-        "trace these steps with torch.profiler: 10:15 records steps 10 to 15",
-        type=step_range,
-        metavar="FIRST:LAST",
-        of_steps=False,
-    )
-    profile_ranks: str = option(
-        "checks",
-        "the ranks of --profile",
-        type=ranks,
-        default="0",
-        metavar="0,5|all",
-        of_steps=False,
-    )
-    check_divergence: int | None = option(
-        "checks",
-        "compare parameters and optimizer of all ranks every so many steps and before each save; "
-        "ranks that differ end the job",
-        type=whole(1),
-        metavar="STEPS",
-        of_steps=False,
-    )
+
+def whole(low: int) -> Callable[[str], int]:
+    """A parser for whole numbers from `low` on."""
+
+    def parsed(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,12}", text, re.ASCII) or int(text) < low:
+            raise ArgumentTypeError(f"expected a whole number, {low} or more, not {text[:80]!r}")
+        return int(text)
+
+    return parsed
+
+
+def number(low: float, high: float = float("inf")) -> Callable[[str], float]:
+    """A parser for numbers from `low` on, below `high`."""
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value < high:
+            bound = f" and less than {high:g}" if high < float("inf") else ""
+            raise ArgumentTypeError(
+                f"expected a number of at least {low:g}{bound}, not {text[:80]!r}"
+            )
+        return value
+
+    return parsed
+
+
+def interval(text: str) -> str:
+    """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
+    if not re.fullmatch(r"0*[1-9]\d{0,11}|\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
+        raise ArgumentTypeError(
+            f"expected steps, or a time such as 30s, 10m or 1h, not {text[:80]!r}"
+        )
+    return text
+
+
+def path(text: str) -> str:
+    """A path as written. An empty one usually comes from a shell variable that is not set."""
+    if not text:
+        raise ArgumentTypeError("expected a path, not an empty string")
+    return text
+
+
+def tools(text: str) -> str:
+    """Names of SINKS, separated by commas."""
+    given = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in given if name not in SINKS]:
+        raise ArgumentTypeError(f"expected some of {', '.join(SINKS)}, not {unknown[0][:80]!r}")
+    return ",".join(given)
 
 
 def option_parser() -> argparse.ArgumentParser:
     """The parser of every option, with dashes."""
-    parser = RankParser(
+    parser = _Parser(
         prog="mpiddp train",
         usage="%(prog)s [options]",
-        description="Train a ResNet, as one rank of a job or alone. "
-        "Options accept dashes and underscores alike.",
+        description="Train a ResNet, as one rank of a job or alone.",
         allow_abbrev=False,
-        formatter_class=DefaultsShown,
     )
-    add_options(parser, TrainOptions)
+    # fmt: off
+    add = parser.add_argument_group("model").add_argument
+    add("--arch", choices=ARCHS, metavar="ARCH", help=f"{', '.join(ARCHS)} (default: by the device)")
+    add("--stem", choices=("auto", "imagenet", "cifar", "half"), default="auto", help="of the model")
+    add("--weights", type=path, metavar="FILE", help="start from a torchvision state_dict")
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=("cifar10", "image-folder"), default="cifar10", help="(default: cifar10)")
+    add("--data-dir", type=path, metavar="DIR", help="(default: $MPIDDP_DATA, else ~/.cache/mpiddp)")
+    add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
+    add("--image-size", type=whole(1), help="pixels of an image folder's images (default: 224)")
+    add("--num-workers", type=whole(0), default=4, help="processes that decode, per rank (default: 4)")
+    add("--batch-size", type=whole(1), help="images per rank and pass (default: 64 on CPUs, 256 on GPUs)")
+    add("--global-batch-size", type=whole(1), help="images per step over all ranks; or --batch-size")
+    add("--grad-accum-steps", type=whole(1), default=1, help="backward passes per step (default: 1)")
+    add = parser.add_argument_group("schedule").add_argument
+    add("--epochs", type=whole(1), help="(default: 7 on CPUs, 30 on GPUs)")
+    add("--steps-per-epoch", type=whole(1), help="end every epoch after this many steps")
+    add("--low-res-epochs", type=whole(0), help="on 3/4 of the pixels (default: half of them on CPUs)")
+    add("--lr", type=number(1e-12), default=0.4, help="peak for 256 images; scales with the batch")
+    add("--schedule", choices=SCHEDULES, default="one-cycle", help="learning rate (default: one-cycle)")
+    add("--optimizer", choices=("sgd", "muon"), help="(default: muon for wide_resnet14_2 on CPUs, else sgd)")
+    add("--clip-grad-norm", type=number(1e-12), metavar="NORM", help="limit of the gradients' norm")
+    add = parser.add_argument_group("engine").add_argument
+    add("--backend", choices=("nccl", "gloo"), help="(default: nccl with a GPU, else gloo)")
+    add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="dtype")
+    add("--parallel", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="copies or shards")
+    add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
+    add("--compile", nargs="?", const="default", default="off", choices=COMPILE_MODES)
+    add("--grad-compression", choices=("off", "bf16"), default="off", help="of the all-reduce")
+    add("--seed", type=whole(0), default=0, help="of weights, order and augmentation (default: 0)")
+    add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=path, metavar="DIR", help="folder of the run (default: runs/<time>-<arch>)")
+    add("--resume", type=path, default="auto", metavar="auto|never|PATH", help="(default: auto)")
+    add("--save-every", type=interval, metavar="STEPS|TIME", help="20, 30s or 10m (default: per epoch)")
+    add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep (default: 2)")
+    add("--log-every", type=whole(1), default=50, metavar="STEPS", help="(default: 50)")
+    add("--log-to", type=tools, metavar="TOOLS", help=f"also show the run in {', '.join(SINKS)}")
+    add("--per-rank-log", action="store_true", help="the guides' lines on every rank")
+    add("--stop-at-step", type=whole(1), metavar="STEP", help="save after this step and exit with code 75")
+    add = parser.add_argument_group("checks").add_argument
+    add("--check-determinism", nargs="?", const=CHECKED_STEPS, type=whole(1), help="compare two runs")
+    add("--check-divergence", type=whole(1), metavar="STEPS", help="compare the ranks so often")
+    # fmt: on
     # torch.distributed.launch passes it to every script. The value comes from the environment.
     parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
     return parser
 
 
-def parse(argv: list[str]) -> TrainOptions:
-    """The options as written. --use_syn and --use-syn are the same option.
+def parse(argv: list[str]) -> Namespace:
+    """The options as written; None where the user has set none.
 
     Raises:
         UserError: unknown options, values out of range, or options that contradict each other.
     """
-    given = option_parser().parse_args([_dashed(argument) for argument in argv])
-    refuse_contradictions(given)
-    values = vars(given)
-    values.pop("local_rank")
-    return TrainOptions(**values)
+    options = option_parser().parse_args([_dashed(argument) for argument in argv])
+    del options.local_rank
+    _refuse_contradictions(options)
+    return options
 
 
-def check_options(argv: list[str]) -> JobHints:
-    """Check the options before a job starts, and return what they request of the launcher.
-
-    Raises:
-        UserError: as `parse`.
-    """
+def check_options(argv: list[str]) -> Hints:
+    """Check the options before a job starts. Raises UserError as `parse`."""
     options = parse(argv)
-    return JobHints(options.backend or "auto", shows_all_ranks=options.per_rank_log)
+    return Hints(options.backend or "auto", options.per_rank_log)
 
 
 def _dashed(argument: str) -> str:
@@ -411,3 +197,27 @@ def _dashed(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+def _refuse_contradictions(options: Namespace) -> None:
+    sharded = f"--parallel {options.parallel}"
+    pairs = {
+        ("--batch-size", "--global-batch-size"): options.batch_size and options.global_batch_size,
+        ("--check-determinism", "--resume PATH"): (
+            options.check_determinism and options.resume not in ("auto", "never")
+        ),
+    }
+    if options.parallel != "ddp":
+        pairs |= {
+            ("--compile", sharded): options.compile != "off",
+            ("--grad-compression", sharded): options.grad_compression != "off",
+            ("--optimizer muon", sharded): options.optimizer == "muon",
+            ("--sync-bn", sharded): options.sync_bn,
+        }
+    if options.parallel == "fsdp":
+        pairs["--check-divergence", sharded] = options.check_divergence
+    for (one, other), are_given in pairs.items():
+        if are_given:
+            raise UserError(f"{one} and {other} are mutually exclusive. Leave one out.")
+    if options.image_size and options.dataset != "image-folder":
+        raise UserError("--image-size applies to image folders only. Leave it out.")

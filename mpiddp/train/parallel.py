@@ -1,32 +1,58 @@
-"""The model of all ranks: under DistributedDataParallel, with its buckets and the compression of its
-gradients; or sharded, see `fully_sharded`."""
+"""The model of all ranks: under DistributedDataParallel, or sharded by torch's fully_shard.
+
+--parallel ddp     a copy on every rank
+--parallel fsdp    one copy, over all ranks
+--parallel hsdp    a copy on every host, over the ranks of the host
+"""
 
 # No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import UserError
-from mpiddp.train.config import TrainConfig
-from mpiddp.train.copies import Copies
+from mpiddp.train.resnet import BasicBlock, Bottleneck
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
-POWERSGD_RANK = 4  # of the two matrices that approximate a gradient
-POWERSGD_FROM_STEP = (
-    100  # earlier gradients stay uncompressed: they change too fast for error feedback
-)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_copies(config: Namespace, hosts: Sequence[str]) -> list[list[int]]:
+    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP.
+
+    Args:
+        hosts: what the ranks of one host share, by rank: [world_size].
+
+    Raises:
+        UserError: hsdp on hosts with different numbers of ranks.
+    """
+    ranks = list(range(len(hosts)))
+    if config.parallel == "ddp":
+        return []
+    if config.parallel == "fsdp":
+        return [ranks]
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        raise UserError(
+            "--parallel hsdp shards the model within a host, so every host needs the same number of ranks; "
+            f"found {', '.join(f'{count} on {name}' for name, count in counts.items())}. Give the hosts "
+            "equal slots, or use --parallel fsdp."
+        )
+    return [[rank for rank in ranks if hosts[rank] == host] for host in counts]
 
 
 def wrap(
-    model: nn.Module, config: TrainConfig, shape: tuple[int, int, int], copies: Copies | None = None
+    model: nn.Module, config: Namespace, shape: tuple[int, int, int], copies: list[list[int]]
 ) -> nn.Module:
     """Shard the model over the ranks of each copy, in place. Without `copies`, wrap it in
     DistributedDataParallel, freeze its buckets, and compile it with --compile.
@@ -34,37 +60,50 @@ def wrap(
     A collective: every rank must call it.
     """
     if copies:
-        from mpiddp.train.fully_sharded import shard  # takes torch's DTensor along
-
-        return shard(model, config, copies)
-    # Each rank keeps its own BatchNorm statistics while it trains; `engine.averaged_buffers` averages
+        return _shard(model, config, copies)
+    # Each rank keeps its own BatchNorm statistics while it trains; `step.averaged_buffers` averages
     # them for an evaluation or a save. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    ddp = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb, **keep_own
-    )
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
     freeze_buckets(ddp, config, shape)
-    compress(ddp, config)
+    if config.grad_compression == "bf16":
+        ddp.register_comm_hook(ddp.process_group, _in_bf16)
     if config.compile != "off":
         return torch.compile(ddp, mode=config.compile)  # type: ignore[return-value]
     return ddp
 
 
-def check_compression(config: TrainConfig, device: torch.device) -> None:
-    """Raise UserError for the combinations in which torch's PowerSGD fails."""
-    if config.grad_compression != "powersgd":
-        return
-    if config.amp == "fp16":  # the error memory would keep the infinities of an overflow forever
-        raise UserError(
-            "--grad-compression powersgd and --amp fp16 are mutually exclusive: one overflow would "
-            "ruin the training. Use --amp bf16, or --grad-compression fp16."
-        )
-    if device.type == "cpu" and torch.cuda.is_available():  # torch's hook synchronizes with any GPU
-        raise UserError(
-            "--grad-compression powersgd over gloo fails when torch sees a GPU. Set "
-            "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."
-        )
+def freeze_buckets(
+    ddp: DistributedDataParallel, config: Namespace, shape: tuple[int, int, int]
+) -> None:
+    """Run two discarded passes that change nothing but DDP's buckets, which are final afterwards.
+
+    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
+    the grouping, so without this a resumed run would sum differently from an uninterrupted one.
+    """
+    device = next(ddp.parameters()).device
+    buffers = [buffer.clone() for buffer in ddp.buffers()]
+    cpu_rng = torch.get_rng_state()
+    for _ in range(2):
+        ddp(torch.zeros(2, *shape, device=device)).sum().backward()
+    clear_gradients(ddp, config)
+    torch.set_rng_state(cpu_rng)
+    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
+
+
+def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A hook that averages the gradients in bf16, with half the bytes of fp32.
+
+    It supports gloo as well; torch's own hook requires NCCL.
+    """
+    rounded = bucket.buffer().to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(rounded, group=group, async_op=True)
+    mean: Future[Tensor] = work.get_future().then(
+        lambda done: bucket.buffer().copy_(done.value()[0])
+    )
+    return mean
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -84,6 +123,49 @@ def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
             yield
 
 
+def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
+    """Clear the gradients between two steps."""
+    # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
+    keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
+    ddp.zero_grad(set_to_none=not keeps)
+
+
+# fully_shard: each rank keeps a shard of the parameters, gradients and momentum
+
+
+def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.Module:
+    """Shard the parameters of the model, which lies on the device, in place. A collective.
+
+    A block's parameters are gathered before it computes, and freed afterwards. With --amp, the gathered
+    parameters and the activations have its dtype, and gradients are averaged in fp32. BatchNorm computes in
+    fp32, as under autocast.
+    """
+    # Few trainings need torch's DTensor, which takes a while to import.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    device = next(model.parameters()).device
+    if len(copies) == 1:
+        mesh = DeviceMesh(device.type, copies[0], mesh_dim_names=("shard",))
+    else:
+        mesh = DeviceMesh(device.type, copies, mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy()
+    if config.amp != "off":
+        policy = MixedPrecisionPolicy(param_dtype=_DTYPES[config.amp], reduce_dtype=torch.float32)
+        norms: list[nn.Module] = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        # Few bytes in many layers: one group gathers all of them at once.
+        own = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(norms, mesh=mesh, mp_policy=own, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if config.amp != "off":
+        policy = replace(policy, output_dtype=torch.float32)  # of the logits
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters that a forward pass without a backward pass has left."""
     for module in model.modules():
@@ -91,65 +173,8 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
-    """Clear the gradients between two steps."""
-    # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
-    keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
-    ddp.zero_grad(set_to_none=not keeps)
-
-
-def freeze_buckets(
-    ddp: DistributedDataParallel, config: TrainConfig, shape: tuple[int, int, int]
-) -> None:
-    """Run two discarded passes that change nothing but DDP's buckets, which are final afterwards.
-
-    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
-    the grouping, so without this a resumed run would sum differently from an uninterrupted one.
-    """
-    device = next(ddp.parameters()).device
-    buffers = [buffer.clone() for buffer in ddp.buffers()]
-    cpu_rng = torch.get_rng_state()
-    for _ in range(2):
-        ddp(torch.zeros(2, *shape, device=device)).sum().backward()
-    clear_gradients(ddp, config)
-    torch.set_rng_state(cpu_rng)
-    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
-        buffer.copy_(saved)
-
-
-def compress(ddp: DistributedDataParallel, config: TrainConfig) -> None:
-    """Compress the gradients for all-reduce, as --grad-compression selects.
-
-    PowerSGD is torch's implementation of Vogels, Karimireddy and Jaggi 2019.
-    """
-    if config.grad_compression == "powersgd":
-        state = PowerSGDState(
-            process_group=ddp.process_group,
-            matrix_approximation_rank=POWERSGD_RANK,
-            start_powerSGD_iter=POWERSGD_FROM_STEP,
-            random_seed=config.seed,
-        )
-        ddp.register_comm_hook(state, powerSGD_hook)
-    elif config.grad_compression != "off":
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.grad_compression]
-        ddp.register_comm_hook(ddp.process_group, _rounded_to(dtype))
-
-
-def _rounded_to(
-    dtype: torch.dtype,
-) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
-    """A hook that averages the gradients in `dtype`, with half the bytes of fp32.
-
-    It supports bf16 over gloo as well; torch's own hook requires NCCL.
-    """
-
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        # Divide first, because a sum of fp16 could overflow.
-        rounded = bucket.buffer().to(dtype).div_(group.size())
-        work = dist.all_reduce(rounded, group=group, async_op=True)
-        mean: Future[Tensor] = work.get_future().then(
-            lambda done: bucket.buffer().copy_(done.value()[0])
-        )
-        return mean
-
-    return hook
+def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks of all copies that hold the shards of this rank; None for those of DDP, or of one copy."""
+    mesh: Any = getattr(next(model.parameters()), "device_mesh", None)
+    has_copies = mesh is not None and "replicate" in mesh.mesh_dim_names
+    return mesh.get_group("replicate") if has_copies else None

@@ -1,33 +1,33 @@
 """`--log-to`: the records of a run in the tools in which people look at runs, each through its own package.
 
-    python -m mpiddp.train.sinks tensorboard RUN BYTES     # rank 0 starts it, with a pipe as stdin
+    with sinks.following("tensorboard,wandb", run, config): …
 
-Each tool has a process beside rank 0, which follows metrics.jsonl until its stdin ends: neither a slow server
-nor an error or a crash of a package touches the training. RUN/log_to/tensorboard.json holds the id that the
-tool has given the run, and how much of metrics.jsonl it has. The next start of the run continues there.
+A thread of rank 0 follows metrics.jsonl. An error of a package becomes one warning, and the training goes on.
+RUN/log_to/tensorboard.json holds the id that the tool has given the run, and how much of
+metrics.jsonl it has. The next start of the run continues there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import select
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.run_dir import RunDir, save_json
 from mpiddp.errors import UserError
+from mpiddp.train.record import save_json
 
-FINISH_S = 20.0  # for a tool to take the last records; `--grace` is longer
+FINISH_S = 20.0  # for the tools to take the last records; `--grace` is longer
 _POLL_S = 1.0
 _PROJECT = "mpiddp"  # unless the tool's own variable names another
+log = logging.getLogger("mpiddp")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunFacts:
     """What a tool gets at the start."""
 
     folder: Path
-    config: dict[str, Any]  # config.json
+    config: Mapping[str, Any]  # config.json
     id: str  # that the tool gave this run at its first start; "" then
     first_step: int  # the tool gets no record of earlier steps, and later ones anew
 
@@ -74,7 +74,7 @@ def _wandb(run: RunFacts) -> Sink:
             id=run.id or None,
             resume="allow",
             dir=run.folder,
-            config=run.config,
+            config=dict(run.config),
             mode=mode,
             settings=wandb.Settings(console="off"),
         )
@@ -107,7 +107,7 @@ def _trackio(run: RunFacts) -> Sink:
 
     name = run.id or f"{run.folder.name}-{os.urandom(4).hex()}"  # by which it knows a run
     project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
-    opened: Any = trackio.init(project=project, name=name, resume="allow", config=run.config)
+    opened: Any = trackio.init(project=project, name=name, resume="allow", config=dict(run.config))
     return Sink(name, lambda step, values: opened.log(values, step=step), opened.finish)
 
 
@@ -131,31 +131,67 @@ def check_packages(tools: str | None) -> None:
             )
 
 
-def follow(tool: str, run: RunDir, resumed_bytes: int, is_over: Callable[[], bool]) -> None:
-    """Send the tool the records that it does not have yet, until `is_over`, which waits a moment.
+@contextlib.contextmanager
+def following(tools: str | None, run: Path, config: Mapping[str, Any]) -> Iterator[None]:
+    """Send the records of the run to these tools while the body runs. Call this on rank 0 alone."""
+    is_over = threading.Event()
+    position = (run / "metrics.jsonl").stat().st_size  # a resume has dropped what it repeats
+    threads = [
+        threading.Thread(target=_follow, args=(tool, run, config, position, is_over), daemon=True)
+        for tool in (tools.split(",") if tools else ())
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+    for thread in threads:  # not after an error, which the other ranks must learn of now
+        thread.join(FINISH_S)
+        if thread.is_alive():
+            log.warning(f"warning: --log-to: the last records took more than {FINISH_S:g} s.")
+
+
+def _follow(
+    tool: str, run: Path, config: Mapping[str, Any], position: int, is_over: threading.Event
+) -> None:
+    try:
+        follow(tool, run, config, position, is_over)
+    except (Exception, SystemExit) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        log.warning(
+            f"warning: --log-to {tool}: {type(error).__name__}: {first_line[:300]!r}. The training "
+            "continues, and metrics.jsonl has all records."
+        )
+
+
+def follow(
+    tool: str, run: Path, config: Mapping[str, Any], position: int, is_over: threading.Event
+) -> None:
+    """Send the tool the records that it does not have yet, until `is_over`.
 
     Args:
-        resumed_bytes: the size of metrics.jsonl before this start of the run has added a record.
+        position: the size of metrics.jsonl when this start of the run began.
     """
-    file = run.path / "log_to" / f"{tool}.json"
+    file, metrics = run / "log_to" / f"{tool}.json", run / "metrics.jsonl"
     file.parent.mkdir(exist_ok=True)
-    sent: dict[str, Any] = (
-        json.loads(file.read_bytes()) if file.exists() else {"id": "", "bytes": 0}
-    )
+    sent: dict[str, Any] = {"id": "", "bytes": 0}
+    if file.exists():
+        sent = json.loads(file.read_bytes())
     # A run that resumed has dropped the records of later steps, which the tool then gets again.
-    end = min(sent["bytes"], resumed_bytes)
-    kept, _ = read_records(run.metrics, 0, end)
+    end = min(sent["bytes"], position)
+    kept, _ = read_records(metrics, 0, end)
     first_step = kept[-1]["step"] + 1 if kept else 0
-    config = json.loads(run.config.read_bytes())
-    sink = SINKS[tool](RunFacts(run.path.absolute(), config, sent["id"], first_step))
+    sink = SINKS[tool](RunFacts(run.absolute(), config, sent["id"], first_step))
+    save_json(file, {"id": sink.id, "bytes": end})
     is_last = False
     while not is_last:
-        save_json(file, {"id": sink.id, "bytes": end})
-        is_last = is_over()
-        records, end = read_records(run.metrics, end)
+        is_last = is_over.wait(_POLL_S)
+        records, end = read_records(metrics, end)
         for record in records:
             sink.log(record["step"], _numbers(record))
-    save_json(file, {"id": sink.id, "bytes": end})
+        if records:
+            save_json(file, {"id": sink.id, "bytes": end})
     sink.finish()
 
 
@@ -176,31 +212,3 @@ def read_records(
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}
-
-
-def _main(tool: str, folder: str, resumed_bytes: str) -> None:
-    told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the package prints goes to the log, as its stderr
-
-    def give_up() -> None:
-        print(f"the last records took more than {FINISH_S:g} s", file=told, flush=True)
-        os._exit(0)
-
-    def is_over() -> bool:
-        ended = bool(select.select([0], [], [], _POLL_S)[0])
-        if ended:
-            limit = threading.Timer(FINISH_S, give_up)
-            limit.daemon = True
-            limit.start()
-        return ended
-
-    try:
-        follow(tool, RunDir(Path(folder)), int(resumed_bytes), is_over)
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        first_line = str(error).strip().partition("\n")[0]
-        print(f"{type(error).__name__}: {first_line[:300]}", file=told, flush=True)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -24,8 +24,7 @@ from mpiddp import errors
 from mpiddp.arguments import duration
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.messages import DEFAULT_RANKS
-from mpiddp.train.option_parser import add_options
-from mpiddp.train.options import TrainOptions
+from mpiddp.train.options import option_parser as train_parser
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
@@ -176,12 +175,6 @@ def numbers_of_help(parser: argparse.ArgumentParser) -> dict[str, float]:
         for flag in action.option_strings
     }
     return {flag: float(match[1]) for flag, match in found.items() if match is not None}
-
-
-def train_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    add_options(parser, TrainOptions)
-    return parser
 
 
 def is_default(written: str, actual: object) -> bool:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,8 @@ from torch import Tensor
 
 from mpiddp.bench.figures import read_results
 from mpiddp.hosts.gpus import gpu_names
-from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.device_images import DeviceImages
-from mpiddp.train.data.image_folder import ImageFolder
-from mpiddp.train.data.prefetch import prefetched
+from mpiddp.train.datasets import DeviceImages, prefetched
+from mpiddp.train.image_folder import ImageFolder
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
 from tests.support.tiny_data import image_folder
@@ -219,11 +218,11 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path: Path)
     device = torch.device("cuda" if ON_GPU else "cpu")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
-    arrays = ImageArrays(pixels, draw.integers(0, 10, len(pixels)))
+    config = Namespace(seed=0, max_shift=4, image_size=64, num_workers=2, channels_last=False)
     folder = image_folder(tmp_path, 80, 1) / "train"
     sources = (
-        DeviceImages(arrays, device, mean=(0.5,) * 3, std=(0.2,) * 3, augment=True),
-        ImageFolder(folder, device, image_size=64, augment=True, seed=0, num_workers=2),
+        DeviceImages(pixels, draw.integers(0, 10, len(pixels)), config, device, augment=True),
+        ImageFolder(folder, config, device, augment=True),
     )
     work = torch.ones(size(2048, 8), size(2048, 8), device=device)
     for source in sources:

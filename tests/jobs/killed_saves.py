@@ -21,13 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.ranks import FileSystems, form_ranks
-from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
+from tests.support import checkpoint_folders
 
 
 def save_forever(root: Path, start: int, steps: int) -> None:
@@ -37,13 +36,14 @@ def save_forever(root: Path, start: int, steps: int) -> None:
     coordinator = Coordinator(World(0, 1, 0, 1), None, hostnames=("here",))
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = Run(RunDir(root), form_ranks(coordinator, 60), FileSystems((0,)), None)
+    run = Run(RunDir(root), coordinator, None, 60.0, (0,))
     saver = Saver(run, keep=2, must_succeed=False)
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saver.meet(step)
         saver.save(step, state, {}, {})
         os.write(steps, step.to_bytes(8, "little"))
 
@@ -69,7 +69,7 @@ def main(root: Path, kills: int) -> None:
         last = int.from_bytes(rest[-8:] or started[-1], "little")
         in_mid_write += any((root / "checkpoints").glob(".unfinished-*"))
 
-        newest, broken = directory.survey(root / "checkpoints")
+        newest, broken = checkpoint_folders.survey(root / "checkpoints")
         assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)

@@ -29,15 +29,14 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.contents import export
-from mpiddp.checkpoints.ranks import FileSystems, form_ranks
-from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
+from tests.support import checkpoint_folders
 from tests.support.channels import member, serving
 
 RANKS = 2
@@ -73,14 +72,14 @@ def save_forever(root: Path, start: int, port: int, server: Server, rank: int, s
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    file_systems = FileSystems((0,) * RANKS)
-    run = Run(RunDir(root), form_ranks(coordinator, 60), file_systems, None)
+    run = Run(RunDir(root), coordinator, dist.group.WORLD, 60.0, (0,) * RANKS)
     saver = Saver(run, keep=2, must_succeed=False)
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saver.meet(step)
         saver.save(step, state, {}, {})
         if rank == 0:
             os.write(steps, step.to_bytes(8, "little"))
@@ -118,7 +117,7 @@ def main(root: Path, kills: int) -> None:
         last = int.from_bytes(rest[-8:] or started[-1], "little")
         in_mid_write += any(checkpoints.glob(".unfinished-*"))
 
-        newest, broken = directory.survey(checkpoints)
+        newest, broken = checkpoint_folders.survey(checkpoints)
         assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import checkpoint
-from mpiddp.train.config import resolve_defaults
-from mpiddp.train.data.dataset import Batch, Data
-from mpiddp.train.engine import build_model
-from mpiddp.train.loop import TrainInputs, build_state, train
+from mpiddp.train.config import resolve
+from mpiddp.train.datasets import Batch, Data
 from mpiddp.train.options import parse
-from mpiddp.train.plan import plan_training
+from mpiddp.train.order import Order
+from mpiddp.train.parallel import wrap
+from mpiddp.train.step import State, build_model, build_optimizer, build_scaler
+from mpiddp.train.train import fit
 
 NUM_IMAGES = 101
 SHAPE = (3, 8, 8)
@@ -61,23 +61,32 @@ class Recorded:
 
 def main(folder: Path, die_at_step: int, argv: list[str]) -> None:
     options = parse(argv)
-    run = RunDir(Path(str(options.out)))
     with join() as coordinator:
         rank, ranks = coordinator.world.rank, coordinator.world.world_size
         device = device_of(coordinator.world, "gloo")
-        config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
+        config = resolve(options, ranks, device)
         source = Recorded(folder / f"rank_{rank}.jsonl")
         data = Data("numbered", 10, SHAPE, source, None)
-        plan, model = plan_training(config, data, coordinator), build_model(config, data)
-        inputs = TrainInputs(config, plan, data, model, coordinator, device, run)
+        order = Order(
+            num_samples=NUM_IMAGES,
+            global_batch_size=config.global_batch_size,
+            grad_accum_steps=config.grad_accum_steps,
+            rank=rank,
+            world_size=ranks,
+            seed=config.seed,
+            max_steps=config.steps_per_epoch,
+        )
         with default_group(coordinator, "gloo", device, timeout_s=60):
-            state, ddp = build_state(inputs)
-            with checkpoint.open_checkpoints(run.path, config) as checkpoints:
-                start = checkpoint.resume(checkpoints, state, config, CONTENTS, coordinator)
+            model = build_model(config, data, device)
+            ddp = wrap(model, config, data.shape, [])
+            state = State(model, build_optimizer(model, config), build_scaler(config, device))
+            out = Path(str(options.out))
+            with checkpoint.open_checkpoints(out, config, CONTENTS) as checkpoints:
+                start = checkpoint.resume(checkpoints, state, config)
                 source.record({"start": start.step, "ranks": ranks})
                 if rank == 0 and die_at_step >= 0:  # it has a batch in every step, and saves
                     source.die_after((die_at_step - start.step) * config.grad_accum_steps)
-                train(inputs, state, ddp, start, checkpoints)
+                fit(config, coordinator.world, data, order, state, ddp, checkpoints, start)
 
 
 if __name__ == "__main__":

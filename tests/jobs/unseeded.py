@@ -23,9 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpiddp import cli
-from mpiddp.train import determinism
-from mpiddp.train import rank as rank_module
-from mpiddp.train.data.dataset import Batch, Data, Dataset
+from mpiddp.train import train as trainer
+from mpiddp.train.datasets import Batch, Data, Dataset
 
 
 class Noise:
@@ -59,7 +58,7 @@ class NoisyImages:
 
 def main(what: str, rank: str, step: str, *options: str) -> None:
     noise = Noise(int(rank), int(step))
-    open_data, build_state = rank_module.open_data, determinism.build_state
+    open_data, build_optimizer = trainer.open_data, trainer.build_optimizer
 
     def open_noisy_data(*arguments: Any) -> Data:
         data = open_data(*arguments)
@@ -67,7 +66,7 @@ def main(what: str, rank: str, step: str, *options: str) -> None:
 
     def build_and_count(*arguments: Any) -> Any:
         noise.steps = 0
-        return build_state(*arguments)
+        return build_optimizer(*arguments)
 
     def after_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if what == "loss" and isinstance(module, nn.Linear):
@@ -87,8 +86,8 @@ def main(what: str, rank: str, step: str, *options: str) -> None:
 
     with ExitStack() as stack:
         patches = stack.enter_context(pytest.MonkeyPatch.context())
-        patches.setattr(rank_module, "open_data", open_noisy_data)
-        patches.setattr(determinism, "build_state", build_and_count)
+        patches.setattr(trainer, "open_data", open_noisy_data)
+        patches.setattr(trainer, "build_optimizer", build_and_count)
         stack.callback(register_module_forward_hook(after_forward).remove)
         stack.callback(register_optimizer_step_pre_hook(before_update).remove)
         code = cli.main(["train", *options])

@@ -5,35 +5,33 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
-from mpiddp.train.data import cifar10_fetch
-from mpiddp.train.data.cifar10_files import BIN_FOLDER
-from mpiddp.train.data.datasets import DATASETS, find
-from mpiddp.train.opening import default_data_dir
+from mpiddp.errors import JobFailed
+from mpiddp.train import cifar10
+from mpiddp.train.datasets import default_data_dir
 
 
 def fetched_cifar10() -> Path:
     """The data folder with CIFAR-10. Skips the test, with the reason, if no source answers."""
     outcome = _fetch_once()
-    if isinstance(outcome, UserError):
+    if isinstance(outcome, JobFailed):
         pytest.skip(f"this test needs the real data: {outcome}")
     return outcome
 
 
 def official_batches() -> Path:
     """The folder of CIFAR-10's six batches in the binary layout, fetched as above."""
-    found = find(DATASETS["cifar10"], [fetched_cifar10()])
-    if found is None or found[1].folder != BIN_FOLDER:
-        pytest.skip(f"this test needs {BIN_FOLDER}, and another layout is cached")
-    return found[0]
+    found = cifar10.find(fetched_cifar10())
+    if found is None or not (found / "test_batch.bin").exists():
+        pytest.skip(f"this test needs {cifar10.BIN_FOLDER}, and another layout is cached")
+    return found
 
 
 @functools.cache
-def _fetch_once() -> Path | UserError:
+def _fetch_once() -> Path | JobFailed:
     folder = default_data_dir()
     try:
-        if find(DATASETS["cifar10"], [folder]) is None:
-            cifar10_fetch.fetch(folder, print)
-    except UserError as error:
+        if cifar10.find(folder) is None:
+            cifar10.fetch(folder, print)
+    except JobFailed as error:
         return error
     return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.ranks import run_command
 
 STEPS = 400

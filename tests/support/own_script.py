@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.ranks import LAUNCH, ROOT, run_command, script
 
 PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"

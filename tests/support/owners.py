@@ -5,15 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run import RunDir
 from tests.support.ranks import ROOT, clean_env
 
 OWNS = """
 import sys
 from pathlib import Path
-from mpiddp.checkpoints.run import own
-from mpiddp.checkpoints.run_dir import RunDir
-owner = own(RunDir(Path(sys.argv[1])), sys.argv[2], on_wait=print)
+from mpiddp.checkpoints.run import RunDir, RunLock
+owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
 sys.stdin.read()
 owner.release()

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,8 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.state import unpacked
-from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.train.config import resolve
 from mpiddp.train.options import parse
-from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpirun, mpirun_command, own_lines
 
@@ -33,12 +33,9 @@ class Turn:
     stderr: str
 
 
-def configured(
-    *options: str, ranks: int = 1, on_gpu: bool = False, bf16: bool = False
-) -> TrainConfig:
-    """The configuration of `mpiddp train OPTIONS…` on such machines."""
-    world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
-    return resolve_defaults(parse(list(options)), world, on_gpu=on_gpu, has_bf16=bf16)
+def configured(*options: str, ranks: int = 1) -> Namespace:
+    """The configuration of `mpiddp train OPTIONS…` on the CPUs of so many ranks."""
+    return resolve(parse(list(options)), ranks, torch.device("cpu"))
 
 
 def train(

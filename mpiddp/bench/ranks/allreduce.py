@@ -10,7 +10,7 @@ from mpiddp.bench.figures import emit
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import BACKENDS, choose_backend, default_group, device_of
-from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
 WARMUP = 3

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,8 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.start.join import join
 from mpiddp.text import counted, percentile
-from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.dataset import Data
-from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.metrics import StepTimer
-from mpiddp.train.opening import open_data
+from mpiddp.train.datasets import Data, open_data, prefetched
+from mpiddp.train.measure import StepTimer
 from mpiddp.world import World
 
 MODEL_S = 2.0  # minimum seconds of the model's steps
@@ -69,13 +66,13 @@ def rank(world: World, options: Options, training: list[str]) -> None:
 
 
 def _open(
-    coordinator: Coordinator, config: TrainConfig, device: torch.device, workers: tuple[int, ...]
+    coordinator: Coordinator, config: Namespace, device: torch.device, workers: tuple[int, ...]
 ) -> dict[str, Data]:
     """The source, for each number of workers if it has any. All ranks must call this."""
     configs = {config.dataset: config}
     if config.dataset == "image-folder" and not config.use_syn:
         configs = {
-            f"image folder, {counted(count, 'worker')}": replace(config, num_workers=count)
+            f"image folder, {counted(count, 'worker')}": _changed(config, num_workers=count)
             for count in workers
         }
     with coordinator.all_or_none():
@@ -83,9 +80,13 @@ def _open(
         return {name: open_data(each, world, device) for name, each in configs.items()}
 
 
+def _changed(config: Namespace, **values: object) -> Namespace:
+    return Namespace(**{**vars(config), **values})
+
+
 def _images_per_s(
     coordinator: Coordinator,
-    config: TrainConfig,
+    config: Namespace,
     data: Data,
     device: torch.device,
     count: int,
@@ -103,17 +104,15 @@ def _images_per_s(
         timer.tick()
     own = sum(timer.read())
     slowest = max(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
-    return count * size * world.world_size / slowest
+    return float(count * size * world.world_size / slowest)
 
 
-def _model_images_per_s(
-    coordinator: Coordinator, config: TrainConfig, device: torch.device
-) -> float:
+def _model_images_per_s(coordinator: Coordinator, config: Namespace, device: torch.device) -> float:
     """The speed of the model over all ranks on one repeated batch. All ranks must call this.
 
     The steps have no communication, which gives the highest speed that a source may have to deliver.
     """
-    config = replace(config, use_syn=True)
+    config = _changed(config, use_syn=True)
     synthetic = open_data(config, coordinator.world, device)
     state = build_bare(coordinator, config, synthetic, device)
     images, labels = next(synthetic.train.batches([torch.arange(config.batch_size)], epoch=0))
@@ -128,7 +127,7 @@ def _model_images_per_s(
             timer.tick()
         count *= 2
     own = config.batch_size / percentile(timer.read(), 50)
-    return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
+    return float(sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
 
 
 @contextlib.contextmanager

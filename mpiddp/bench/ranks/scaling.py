@@ -6,15 +6,15 @@ from mpiddp.bench.figures import emit
 from mpiddp.bench.ranks.training import (
     build,
     open_source,
-    plan_of,
     settings,
     synthetic_job,
+    synthetic_order,
 )
 from mpiddp.bench.scaling import Options
-from mpiddp.train.engine import backward
-from mpiddp.train.metrics import StepTimer, slowest
-from mpiddp.train.opening import batches_of
+from mpiddp.train.datasets import batches
+from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.train.parallel import clear_gradients
+from mpiddp.train.step import backward
 from mpiddp.world import World
 
 
@@ -22,12 +22,13 @@ def rank(world: World, options: Options, training: list[str]) -> None:
     with synthetic_job(world, training) as job:
         data = open_source(job)
         state = build(job, data)
-        steps = list(plan_of(job, data, options.warmup + options.steps).order.steps(epoch=0))
-        batches = batches_of(steps, data, job.config, job.device, epoch=0)
+        steps = list(synthetic_order(job, data, options.warmup + options.steps).steps(epoch=0))
+        numbers = [each for step in steps for each in step.micro_batches]
+        images = batches(data.train, numbers, job.config, job.device, epoch=0)
         timer = StepTimer(job.device)
         timer.resume()
         for step in steps:
-            backward(state.model, batches, step, state.scaler, job.config)
+            backward(state.model, images, step, state.scaler, job.config)
             state.scaler.step(state.optimizer)
             state.scaler.update()
             clear_gradients(state.model, job.config)

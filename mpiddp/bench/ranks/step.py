@@ -8,31 +8,32 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.ranks.training import (
     Job,
     bare_step,
     build,
+    build_bare,
     open_source,
-    plan_of,
     settings,
     synthetic_job,
+    synthetic_order,
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
-from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.protocol.messages import PHASES
 from mpiddp.train.checkpoint import Progress, open_checkpoints
-from mpiddp.train.data.dataset import Batch, Data
-from mpiddp.train.engine import build_model
-from mpiddp.train.loop import TrainInputs, build_state, train
-from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, Summary, slowest
-from mpiddp.train.opening import batches_of
-from mpiddp.train.plan import TrainPlan
+from mpiddp.train.datasets import Batch, Data, batches
+from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.order import Order
+from mpiddp.train.parallel import wrap
+from mpiddp.train.step import learning_rate
+from mpiddp.train.train import fit
 from mpiddp.world import World
 
 
@@ -40,15 +41,15 @@ def rank(world: World, options: Options, training: list[str]) -> None:
     count = STARTUP_STEPS + options.steps
     with synthetic_job(world, [*training, "--grad-accum-steps", "1"]) as job:
         data = open_source(job)
-        plan = plan_of(job, data, count)
-        steps = list(plan.order.steps(epoch=0))
-        tensors = list(batches_of(steps, data, job.config, job.device, epoch=0))
-        summaries: list[Summary] = []
+        order = synthetic_order(job, data, count)
+        numbers = [step.micro_batches[0] for step in order.steps(epoch=0)]
+        tensors = list(batches(data.train, numbers, job.config, job.device, epoch=0))
+        summaries: list[dict[str, Any]] = []
         with _scratch_folder(job) as folder:
             blocks: dict[str, Callable[[Path], float]] = {
-                RUNNER: lambda out: _time_runner(job, data, plan, out, summaries),
-                BARE: lambda _: _time_bare_loop(job, data, tensors, plan),
-                BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, plan),
+                RUNNER: lambda out: _time_runner(job, data, order, out, summaries),
+                BARE: lambda _: _time_bare_loop(job, data, tensors, order),
+                BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, order),
             }
             seconds: dict[str, list[float]] = {name: [] for name in blocks}
             for number, name in turns(list(blocks), options.rounds):
@@ -58,7 +59,7 @@ def rank(world: World, options: Options, training: list[str]) -> None:
                 {
                     "loops": seconds,
                     "phases": [
-                        {name: each.phases[name] / each.steps for name in PHASES}
+                        {name: each["phases"][name] / each["steps"] for name in PHASES}
                         for each in summaries
                     ],
                     "settings": settings(job),
@@ -68,23 +69,22 @@ def rank(world: World, options: Options, training: list[str]) -> None:
 
 
 def _time_runner(
-    job: Job, data: Data, plan: TrainPlan, out: Path, summaries: list[Summary]
+    job: Job, data: Data, order: Order, out: Path, summaries: list[dict[str, Any]]
 ) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = replace(job.config, epochs=1, out=str(out))
-    model = build_model(config, data)
-    inputs = TrainInputs(config, plan, data, model, job.coordinator, job.device, RunDir(out))
-    state, ddp = build_state(inputs)
-    with open_checkpoints(out, config) as checkpoints:
+    config = Namespace(**{**vars(job.config), "epochs": 1, "low_res_epochs": 0, "out": str(out)})
+    bare = build_bare(job.coordinator, config, data, job.device)
+    ddp = wrap(bare.model, config, data.shape, [])
+    with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
-        summary = train(inputs, state, ddp, Progress(), checkpoints)
+        world = job.coordinator.world
+        summary = fit(config, world, data, order, bare, ddp, checkpoints, Progress())
     assert summary is not None
-    assert summary.images_per_s is not None
     summaries.append(summary)
-    return summary.global_batch_size / summary.images_per_s
+    return float(summary["global_batch_size"] / summary["images_per_s"])
 
 
-def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan) -> float:
+def _time_bare_loop(job: Job, data: Data, batches: list[Batch], order: Order) -> float:
     """The seconds of a step in a hand-written loop with the same settings.
 
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
@@ -95,7 +95,7 @@ def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan)
     timer.resume()
     for step, (images, labels) in enumerate(batches):
         for group in state.optimizer.param_groups:
-            group["lr"] = plan.lr(step)
+            group["lr"] = learning_rate(step, order.steps_per_epoch, job.config)
         bare_step(state, job.config, images, labels)
         timer.tick()
     return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])

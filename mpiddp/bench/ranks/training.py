@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -14,23 +15,20 @@ from mpiddp.bench.figures import Result
 from mpiddp.bench.machine import machine
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.start.join import join
-from mpiddp.runtime.torch.process_group import default_group
-from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.dataset import Data
-from mpiddp.train.engine import (
-    TrainState,
+from mpiddp.runtime.torch.process_group import choose_backend, default_group, device_of
+from mpiddp.train.config import resolve
+from mpiddp.train.datasets import Data, open_data
+from mpiddp.train.options import parse
+from mpiddp.train.order import Order
+from mpiddp.train.parallel import wrap
+from mpiddp.train.step import (
+    State,
     autocast,
     build_model,
     build_optimizer,
     build_scaler,
     choose_kernels,
-    to_device,
 )
-from mpiddp.train.opening import open_data
-from mpiddp.train.options import parse
-from mpiddp.train.parallel import wrap
-from mpiddp.train.plan import TrainPlan, plan_training
-from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
@@ -41,7 +39,7 @@ class Job:
     """The ranks in their process group, with their common settings. `hosts` has one entry per host."""
 
     coordinator: Coordinator
-    config: TrainConfig
+    config: Namespace
     backend: str
     device: torch.device
     hosts: list[Result]
@@ -66,20 +64,22 @@ def synthetic_job(
             coordinator, [*first, *training, "--use-syn", *fixed]
         )
         hosts = hosts_of(coordinator)
-        with default_group(coordinator, backend, device, timeout_s=config.timeout):
+        with default_group(coordinator, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
             yield Job(coordinator, config, backend, device, hosts)
 
 
 def resolve_training(
     coordinator: Coordinator, training: Sequence[str]
-) -> tuple[TrainConfig, str, torch.device]:
+) -> tuple[Namespace, str, torch.device]:
     """Resolve the configuration, the backend and the device of `mpiddp train TRAINING`.
 
     All ranks must call this.
     """
     with coordinator.all_or_none():
         options = parse(list(training))
-    config, backend, device = resolve_rank_config(options, coordinator)
+        backend = choose_backend(options.backend)
+        device = device_of(coordinator.world, backend)
+        config = resolve(options, coordinator.world.world_size, device)
     if device.type != "cpu":
         # a benchmark of data sources has no process group to do so
         torch.accelerator.set_device_index(device)
@@ -100,42 +100,48 @@ def open_source(job: Job) -> Data:
         return open_data(job.config, job.coordinator.world, job.device)
 
 
-def build(job: Job, data: Data) -> TrainState:
+def build(job: Job, data: Data) -> State:
     """Build a fresh model under DDP, its optimizer and scaler as `mpiddp train` does.
 
     All ranks must call this.
     """
     bare = build_bare(job.coordinator, job.config, data, job.device)
-    return replace(bare, model=wrap(bare.model, job.config, data.shape))
+    return replace(bare, model=wrap(bare.model, job.config, data.shape, []))
 
 
 def build_bare(
-    coordinator: Coordinator, config: TrainConfig, data: Data, device: torch.device
-) -> TrainState:
+    coordinator: Coordinator, config: Namespace, data: Data, device: torch.device
+) -> State:
     """Build the same without DDP and without a process group. All ranks must call this."""
     with coordinator.all_or_none():
-        model = build_model(config, data)
-    model = to_device(model, config, device)
-    return TrainState(model, build_optimizer(model, config), build_scaler(config, device))
+        model = build_model(config, data, device)
+    return State(model, build_optimizer(model, config), build_scaler(config, device))
 
 
-def bare_step(state: TrainState, config: TrainConfig, images: Tensor, labels: Tensor) -> None:
+def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:
     """Run a step as in a hand-written loop: images [N, C, H, W], labels [N]."""
     with autocast(config, images.device):
-        loss = F.cross_entropy(state.model(images), labels, label_smoothing=config.label_smoothing)
+        loss = F.cross_entropy(state.model(images), labels)
     state.scaler.scale(loss).backward()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def plan_of(job: Job, data: Data, count: int) -> TrainPlan:
+def synthetic_order(job: Job, data: Data, count: int) -> Order:
     """Plan `count` steps in one epoch of a synthetic source, and give the source as many images."""
     data.train.num_images = count * job.config.global_batch_size
-    config = replace(job.config, epochs=1, steps_per_epoch=count)
-    return plan_training(config, data, job.coordinator)
+    world = job.coordinator.world
+    return Order(
+        num_samples=data.train.num_images,
+        global_batch_size=job.config.global_batch_size,
+        grad_accum_steps=job.config.grad_accum_steps,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=job.config.seed,
+    )
 
 
 def settings(job: Job) -> Result:
     """The settings that determine the speed of a step, for the results."""
-    return {**job.config.as_json(), "backend": job.backend, "device": job.device.type}
+    return {**vars(job.config), "backend": job.backend, "device": job.device.type}

@@ -19,7 +19,7 @@ _AGREES = re.compile(r"/mpiddp/runtime/job/")
 _JOINS = re.compile(
     r"/(threading|concurrent/futures/\w+)\.py$"
 )  # a thread that waits for another one
-_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/data/")
+_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py")
 _FILES = re.compile(r"/torch/serialization\.py$")
 _OF_LIBRARIES = re.compile(
     r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
@@ -78,9 +78,9 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
         return Place()
     return Place(
         tuple(_frames(stacks["text"])),
-        stacks["cpu_s"],
-        stacks["state"] == "D",
-        stacks["state"] == "R",
+        stacks.get("cpu_s", 0.0),
+        stacks.get("state") == "D",
+        stacks.get("state") == "R",
     )
 
 

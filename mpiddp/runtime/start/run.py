@@ -26,11 +26,12 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
-from mpiddp.errors import DONE, UserError
+from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import BIND, GPUS
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.stop import listen_when_alone
 from mpiddp.runtime.launcher.connected import connected
 from mpiddp.runtime.log import RankParser
 from mpiddp.runtime.start.join import join, limit_threads
@@ -64,6 +65,23 @@ def run_rank(
     joined = partial(join, world, keep_mpi=keep_mpi, uses_torch=uses_torch)
     with connected(world) as session, joined() as coordinator:
         return run(session, coordinator)
+
+
+def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run `mpiddp train`, a program that uses public names only: it joins in its process group.
+
+    It supports a stop from its first moment on, and alone the first Ctrl-C requests one.
+    """
+    world = World.from_env()
+    prepare_process(world)
+    with connected(world) as session:
+        session.stop.declare_support()
+        if world.launcher.name == "none":
+            listen_when_alone(session.stop)
+        code = main(argv)
+        if code == STOPPED:
+            session.stop.stopped()
+        return code
 
 
 def prepare_process(world: World) -> None:

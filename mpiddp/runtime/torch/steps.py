@@ -1,8 +1,10 @@
-"""The steps of a script: `mpiddp.should_stop`, `mpiddp.progress`."""
+"""The steps of a script: `mpiddp.should_stop`, `mpiddp.progress`, `mpiddp.together`."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Mapping
 
 from mpiddp.protocol.messages import LARGEST_WHOLE
 from mpiddp.runtime.launcher.connected import script_session
@@ -39,7 +41,35 @@ def should_stop() -> bool:
     return session.stop.should_stop()
 
 
-def progress(step: int, total: int | None = None, **values: object) -> None:
+def together(*, timeout_s: float = 600.0) -> contextlib.AbstractContextManager[None]:
+    """Run the body on every rank; it succeeds on all ranks, or all end. All ranks must call this.
+
+        with mpiddp.process_group() as world, mpiddp.together():
+            if not Path("data").is_dir():
+                raise mpiddp.UserError("data is missing")
+
+    If the body raises a `UserError` or a `JobFailed` on some rank, its sentence is printed once, and every
+    rank exits with code 2 or 1. Without this, the other ranks would wait for it in their next collective.
+
+    Args:
+        timeout_s: how long to wait for a rank that is still in the body.
+
+    Raises:
+        RuntimeError: the ranks have not joined; call `process_group` or `init` first.
+    """
+    coordinator = script_session().coordinator
+    if coordinator is None:
+        raise RuntimeError("mpiddp.together: call mpiddp.process_group() or mpiddp.init() first.")
+    return coordinator.all_or_none(timeout_s=timeout_s)
+
+
+def progress(
+    step: int,
+    total: int | None = None,
+    *,
+    phases: Mapping[str, float] | None = None,
+    **values: object,
+) -> None:
     """Tell `mpiddp launch` how far the training is, for the status on its terminal and `mpiddp top`.
 
     Without it, the launcher counts the optimizer's steps, or the calls of `should_stop`. Call it on every
@@ -50,6 +80,8 @@ def progress(step: int, total: int | None = None, **values: object) -> None:
     Args:
         step: the step that has been made, from 1.
         total: the number of steps of the whole training.
+        phases: the seconds that all steps so far have spent in "data", "forward", "backward", "waiting" for
+            other ranks and "optimizer", and the number of these "steps": then stragglers are found exactly.
         values: numbers and short texts, by name. Others are left out. Rank 0's are shown.
 
     Raises:
@@ -58,5 +90,8 @@ def progress(step: int, total: int | None = None, **values: object) -> None:
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
     session = script_session()
+    if phases is not None:
+        seconds = {name: value for name, value in phases.items() if name != "steps"}
+        session.tell_phases(int(phases["steps"]), seconds)
     session.show(values if total is None else {**values, "total": total})
     session.progress(step)

@@ -19,7 +19,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, faults, links
 from tests.support.errors import error
 from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart

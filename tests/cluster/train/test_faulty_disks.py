@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support import cluster
 from tests.support.cluster import Host
 from tests.support.errors import error

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host
 from tests.support.ranks import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.ranks import LAUNCH, ROOT

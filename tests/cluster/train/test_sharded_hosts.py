@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.state import unpacked
 from mpiddp.cli import main
 from tests.support import cluster
@@ -28,7 +28,7 @@ from tests.support.ranks import ROOT
 from tests.support.training import records, summary, unequal
 
 PRIVATE = "/run/run-of-a-test"  # each host has its own
-MODEL = ["--arch=resnet20", "--amp=off", "--no-channels-last", "--epochs=1", "--log-every=1"]
+MODEL = ["--arch=resnet20", "--amp=off", "--epochs=1", "--log-every=1"]
 STEPS_20 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=20", "--lr=0.001"]
 STEPS_8 = [*MODEL, "--use-syn", "--global-batch-size=24", "--steps-per-epoch=8", "--save-every=2"]
 # Relative. The sums of four ranks are rounded in another order, and a larger learning rate magnifies that.

@@ -19,7 +19,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.plan import working_folder
 from mpiddp.paths import named_by, read_limited
-from mpiddp.train.opening import default_data_dir
+from mpiddp.train.datasets import default_data_dir
 from tests.support.errors import error
 from tests.support.homes import leave_home
 from tests.support.patience import PATIENCE_S
@@ -59,7 +59,7 @@ def test_a_run_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
 def test_data_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
     data = strange(tmp_path)
     data.mkdir()
-    done = run_mpiddp("train", "--dataset=fashion-mnist", "--data-dir", data)
+    done = run_mpiddp("train", "--dataset=cifar10", "--data-dir", data)
     assert done.returncode == 2
     sentence = error("copy the", r"a\udcffb, ", "--data-dir")
     assert re.fullmatch(f"{sentence}\n", done.stderr.decode())

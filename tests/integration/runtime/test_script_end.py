@@ -1,6 +1,6 @@
 """A script whose end raises does not succeed, under a launcher and alone.
 
-Tests mpiddp/runtime/job/script_exit.py, and the end of a script alone in mpiddp/checkpoints/ranks.py.
+Tests mpiddp/runtime/job/script_exit.py, and the end of a script alone in mpiddp/checkpoints/checkpoints.py.
 python -m pytest tests/integration/runtime/test_script_end.py
 """
 
@@ -24,7 +24,7 @@ def job():
 """
 
 
-ALONE = "from mpiddp.checkpoints.ranks import script_coordinator\n"
+ALONE = "from mpiddp.checkpoints.checkpoints import script_coordinator\n"
 
 
 @pytest.mark.parametrize(

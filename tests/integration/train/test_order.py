@@ -15,12 +15,10 @@ import torch
 from mpiddp.train.order import Order, Step, share_of
 
 
-def orders(
-    num_samples: int, batch_size: int, accum: int, world_size: int, *, keep_tail: bool = False
-) -> list[Order]:
+def orders(num_samples: int, batch_size: int, accum: int, world_size: int) -> list[Order]:
     """The order of every rank."""
     images = batch_size * accum * world_size
-    first = Order(num_samples, images, accum, 0, world_size, seed=5, keep_tail=keep_tail)
+    first = Order(num_samples, images, accum, 0, world_size, seed=5)
     return [replace(first, rank=rank) for rank in range(world_size)]
 
 
@@ -43,16 +41,14 @@ def global_steps(ranks: list[Order], epoch: int, position: int = 0) -> list[list
     return [[number for step in parts for number in images(step)] for parts in steps]
 
 
-@pytest.mark.parametrize("keep_tail", [False, True])
-def test_every_image_is_used_once_per_epoch_except_a_tail(keep_tail: bool) -> None:
+def test_every_image_is_used_once_per_epoch_except_a_tail() -> None:
     for sizes in combinations():
-        ranks = orders(*sizes, keep_tail=keep_tail)
+        ranks = orders(*sizes)
         num_samples, global_batch = sizes[0], ranks[0].global_batch_size
         for epoch in (0, 3):
             steps = global_steps(ranks, epoch)
             seen = [number for step in steps for number in step]
-            tail = num_samples % global_batch
-            left_out = tail if not keep_tail or tail == 1 else 0
+            left_out = num_samples % global_batch
             assert len(seen) == len(set(seen)) == num_samples - left_out, sizes
             assert set(seen) <= set(range(num_samples))
             assert len(steps) == ranks[0].steps_per_epoch
@@ -60,21 +56,17 @@ def test_every_image_is_used_once_per_epoch_except_a_tail(keep_tail: bool) -> No
 
 def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
     for sizes in combinations():
-        ranks = orders(*sizes, keep_tail=True)
+        ranks = orders(*sizes)
         global_batch = ranks[0].global_batch_size
         order = ranks[0].permutation(epoch=2).tolist()
         for k, step in enumerate(global_steps(ranks, epoch=2)):
             assert step == order[k * global_batch : (k + 1) * global_batch], sizes
 
 
-@pytest.mark.parametrize("keep_tail", [False, True])
-def test_steps_do_not_depend_on_the_split_of_the_global_batch(keep_tail: bool) -> None:
+def test_steps_do_not_depend_on_the_split_of_the_global_batch() -> None:
     splits = [(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (8, 1, 3), (2, 3, 4), (1, 1, 24)]
     for num_samples in (24, 25, 26, 47, 100):
-        first, *others = [
-            global_steps(orders(num_samples, *split, keep_tail=keep_tail), epoch=1)
-            for split in splits
-        ]
+        first, *others = [global_steps(orders(num_samples, *split), epoch=1) for split in splits]
         assert all(other == first for other in others)
 
 
@@ -91,7 +83,6 @@ def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
         for rank in orders(num_samples, batch_size, accum, world_size):
             for step in rank.steps(epoch=0):
-                assert step.ddp_averages
                 assert step.num_images == rank.global_batch_size
                 assert [len(batch) for batch in step.micro_batches] == [batch_size] * accum
 
@@ -99,9 +90,8 @@ def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
 @pytest.mark.parametrize("accum", [1, 2])
 def test_an_indivisible_global_batch_is_split_evenly(accum: int) -> None:
     ranks = [Order(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
-    assert {rank.batch_size for rank in ranks} == {8 if accum == 1 else 4}
     for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
-        assert all(part.ddp_averages and part.num_images == 23 for part in parts)
+        assert all(part.num_images == 23 for part in parts)
         assert {len(part.micro_batches) for part in parts} == {accum}
         sizes = {len(batch) for part in parts for batch in part.micro_batches}
         assert sizes == ({7, 8} if accum == 1 else {3, 4})
@@ -110,45 +100,25 @@ def test_an_indivisible_global_batch_is_split_evenly(accum: int) -> None:
         assert numbers == order[23 * k : 23 * (k + 1)]
 
 
-def test_the_tail_has_no_micro_batch_of_a_single_image() -> None:
-    for num_samples, batch_size, accum, world_size in combinations():
-        ranks = orders(num_samples, batch_size, accum, world_size, keep_tail=True)
-        tail = num_samples % ranks[0].global_batch_size
-        if tail < 2:
-            continue
-        steps = [list(rank.steps(epoch=0))[-1] for rank in ranks]
-        assert {step.num_images for step in steps} == {tail}
-        assert not any(step.ddp_averages for step in steps)
-        assert sum(len(images(step)) for step in steps) == tail
-        sizes = [len(batch) for step in steps for batch in step.micro_batches]
-        assert max(sizes) <= batch_size + 1
-        assert batch_size == 1 or min(sizes) > 1, (num_samples, batch_size, accum, world_size)
-        assert all(len(step.micro_batches) <= accum for step in steps)
-
-
 def test_max_steps_ends_an_epoch_early() -> None:
-    rank = replace(orders(100, 10, 1, 1, keep_tail=True)[0], max_steps=3)
+    rank = replace(orders(100, 10, 1, 1)[0], max_steps=3)
     assert rank.steps_per_epoch == 3
     assert [s.num_images for s in rank.steps(epoch=0)] == [10, 10, 10]
     assert replace(rank, max_steps=99).steps_per_epoch == 10
-    assert replace(rank, num_samples=5, max_steps=None).steps_per_epoch == 1  # only a tail
-    assert replace(rank, num_samples=5, keep_tail=False).steps_per_epoch == 0
+    assert replace(rank, num_samples=5).steps_per_epoch == 0
 
 
-@pytest.mark.parametrize("keep_tail", [False, True])
-def test_resuming_at_a_position_is_exact_with_any_number_of_ranks(keep_tail: bool) -> None:
+def test_resuming_at_a_position_is_exact_with_any_number_of_ranks() -> None:
     """Stop after any step, and resume on another number of ranks with the same global batch."""
     splits = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
     for num_samples in (60, 64, 61):
-        whole = global_steps(orders(num_samples, *splits[0], keep_tail=keep_tail), epoch=4)
+        whole = global_steps(orders(num_samples, *splits[0]), epoch=4)
         for done, (before, after) in itertools.product(
             range(len(whole) + 1), itertools.permutations(splits, 2)
         ):
-            first = global_steps(orders(num_samples, *before, keep_tail=keep_tail), epoch=4)[:done]
+            first = global_steps(orders(num_samples, *before), epoch=4)[:done]
             position = sum(map(len, first))
-            rest = global_steps(
-                orders(num_samples, *after, keep_tail=keep_tail), epoch=4, position=position
-            )
+            rest = global_steps(orders(num_samples, *after), epoch=4, position=position)
             assert first + rest == whole
 
 

@@ -9,31 +9,32 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from mpiddp.checkpoints.contents import Resumed
 from mpiddp.errors import UserError
-from mpiddp.train.checkpoint import align_momentum
-from mpiddp.train.engine import (
-    TrainState,
-    build_model,
-    build_optimizer,
-    build_scaler,
-    computes_in_bf16,
-    mark_last_gradient,
-    train_step,
-)
-from mpiddp.train.opening import batches_of, open_data
+from mpiddp.train.checkpoint import _restore
+from mpiddp.train.config import _computes_in_bf16
+from mpiddp.train.datasets import batches, open_data
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
+from mpiddp.train.step import (
+    State,
+    build_optimizer,
+    build_scaler,
+    learning_rate,
+    load_weights,
+    mark_last_gradient,
+    train_step,
+)
 from mpiddp.world import World
-from tests.support.errors import error
 from tests.support.training import configured
 
 
@@ -61,15 +62,13 @@ def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
     images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     passes = [torch.tensor([0, 1])] * config.grad_accum_steps
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-    state = TrainState(
-        model, build_optimizer(model, config), build_scaler(config, torch.device("cpu"))
-    )
+    state = State(model, build_optimizer(model, config), build_scaler(config, torch.device("cpu")))
     ddp = DistributedDataParallel(model)
     ends: list[str] = []
     mark_last_gradient(ddp, ends.append)
-    batches = iter([(images, labels)] * len(passes))
-    step = Step(tuple(passes), 2 * len(passes), True)
-    train_step(state, ddp, batches, step, 0.1, config, phase_ends=ends.append)
+    of_passes = iter([(images, labels)] * len(passes))
+    step = Step(tuple(passes), 2 * len(passes))
+    train_step(state, ddp, of_passes, step, 0.1, config, phase_ends=ends.append)
     assert [phase for phase, _ in groupby(ends)] == phases
 
 
@@ -77,35 +76,12 @@ def test_the_first_epochs_are_at_low_resolution_for_whoever_trains() -> None:
     """For `--check-determinism` too."""
     config = configured("--use-syn", "--low-res-epochs=1")
     data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
-    steps = [Step((torch.tensor([0, 1]),), 2, True)]
+    order = [torch.tensor([0, 1])]
     sizes = []
     for epoch in (0, 1):
-        ((images, _),) = batches_of(steps, data, config, torch.device("cpu"), epoch=epoch)
+        ((images, _),) = batches(data.train, order, config, torch.device("cpu"), epoch=epoch)
         sizes.append(tuple(images.shape[2:]))
     assert sizes == [(24, 24), (32, 32)]
-
-
-@pytest.mark.parametrize(
-    ("options", "pixels", "named"),
-    [
-        (["--low-res-epochs=1"], 40, "30×30"),  # passes alone at its full size
-        (
-            ["--sync-bn", "--low-res-epochs=0"],
-            32,
-            "32×32",
-        ),  # the only rank has nobody to share with
-    ],
-)
-def test_batch_norm_over_one_pixel_is_one_sentence(
-    options: list[str], pixels: int, named: str
-) -> None:
-    own = ("--use-syn", "--arch=resnet18", "--stem=imagenet", "--batch-size=1")
-    images = open_data(configured("--use-syn"), World(0, 1, 0, 1), torch.device("cpu"))
-    data = replace(images, shape=(3, pixels, pixels))
-    values = (f" {named} ", "--batch-size 2 ", "--stem cifar")
-    with pytest.raises(UserError, match=error("BatchNorm cannot", *values)):
-        build_model(configured(*own, *options), data)
-    build_model(configured(*own, "--batch-size=2", *options), data)
 
 
 def test_computes_in_bf16_agrees_with_torch() -> None:
@@ -115,15 +91,13 @@ def test_computes_in_bf16_agrees_with_torch() -> None:
         if platform.machine() == "x86_64"
         else torch.ops.mkldnn._is_mkldnn_bf16_supported
     )
-    assert computes_in_bf16(torch.device("cpu")) == is_supported()
+    assert _computes_in_bf16(torch.device("cpu")) == is_supported()
 
 
 def test_weight_decay_excludes_batch_norm_and_biases() -> None:
     model = ARCHS["resnet20"]()
-    decayed, excluded = build_optimizer(
-        model, configured("--weight-decay=0.1", "--optimizer=sgd")
-    ).param_groups
-    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.1, 0.0)
+    decayed, excluded = build_optimizer(model, configured("--optimizer=sgd")).param_groups
+    assert (decayed["weight_decay"], excluded["weight_decay"]) == (5e-4, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(excluded["params"]) == len(names)
     for parameter in decayed["params"]:
@@ -145,8 +119,8 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         optimizer.step()
         model = model.to(memory_format=later)
         resumed = build_optimizer(model, configured("--lr=0.1"))
-        resumed.load_state_dict(optimizer.state_dict())
-        align_momentum(resumed)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
+        _restore(State(model, resumed, torch.amp.GradScaler("cpu")), Resumed(1, saved))
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
@@ -176,3 +150,23 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
     scaler.step(optimizer)
     momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
     assert all(momentum is None or not momentum.any() for momentum in momenta)
+
+
+def test_the_learning_rate_of_each_schedule() -> None:
+    """The peak scales with the batch, a quarter of the epochs warms up, and two of them reach 0."""
+    for schedule, last in (("one-cycle", 0.0), ("cosine", 0.0), ("step", 1e-3), ("constant", 1.0)):
+        config = configured("--lr=0.5", "--batch-size=512", "--epochs=8", f"--schedule={schedule}")
+        rates = [learning_rate(step, 10, config) for step in range(80)]
+        assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
+        assert max(rates) == pytest.approx(1.0)
+        assert rates[79] == pytest.approx(last, abs=0.02)
+
+
+def test_weights_but_for_another_number_of_classes(tmp_path: Path) -> None:
+    torch.save(ARCHS["resnet20"](num_classes=7).state_dict(), tmp_path / "a.pt")
+    model = ARCHS["resnet20"](num_classes=10)
+    load_weights(model, str(tmp_path / "a.pt"))
+    for path in ("missing.pt", "text.pt", "a.pt"):
+        (tmp_path / "text.pt").write_text("no tensors")
+        with pytest.raises(UserError, match=f"--weights .*{path}"):
+            load_weights(ARCHS["resnet18"](num_classes=10), str(tmp_path / path))

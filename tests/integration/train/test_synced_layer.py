@@ -1,6 +1,6 @@
 """The layer of --sync-bn on one rank, and on GPUs.
 
-Tests mpiddp/train/sync_batch_norm.py.
+Tests mpiddp/train/sync_bn.py.
 python -m pytest tests/integration/train/test_synced_layer.py
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpiddp.train.sync_batch_norm import CpuSyncBatchNorm, synchronized
+from mpiddp.train.sync_bn import CpuSyncBatchNorm, synchronized
 
 
 def test_the_statistics_and_gradients_are_those_of_torch_on_one_rank() -> None:

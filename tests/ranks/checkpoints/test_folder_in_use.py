@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run import RunDir
 from tests.support.errors import error
 from tests.support.owners import owning
 from tests.support.ranks import mpiddp

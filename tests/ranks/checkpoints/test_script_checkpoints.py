@@ -24,9 +24,8 @@ import pytest
 import torch
 
 import mpiddp
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.contents import Resumed, facts_of
-from mpiddp.checkpoints.state import write_tensors
+from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints.contents import Resumed
 from mpiddp.runtime.job.session import current
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -490,30 +489,6 @@ def test_a_crash_after_going_back_does_not_resume_from_the_later_checkpoints(
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -> None:
-    theirs = Path(__file__).parents[2] / "data/run_of_0.1.0"
-    sentence = error("same config", ": program 'mpiddp train', now None. ")
-    with pytest.raises(mpiddp.UserError, match=sentence):
-        create().resume(theirs)
-    assert not (tmp_path / "run").exists()
-    assert create(config={"program": "mpiddp train"}).resume(theirs) is not None
-
-
-def test_foreign_states_of_random_number_generators_are_refused(
-    create: Open, tmp_path: Path
-) -> None:
-    """Whoever writes files with the right hashes."""
-
-    def write_files(folder: Path) -> dict[str, str]:
-        ranks = [{"rng": {"python": "?", "torch": 3}, "state": {}}]
-        (folder / "state.json").write_text(facts_of(1, 1, [], {}))
-        return write_tensors(folder, {"ranks": ranks})
-
-    directory.write(tmp_path / "run/checkpoints", 1, write_files)
-    with pytest.raises(mpiddp.UserError, match=error("checkpoint was")):
-        create().resume()
 
 
 def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from socket import gethostname
 import pytest
 import torch
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import MANIFEST
-from mpiddp.checkpoints.ranks import FileSystems
+from mpiddp.checkpoints import folder as directory
+from mpiddp.checkpoints.folder import MANIFEST
+from mpiddp.checkpoints.send import receiver_of, shards_at
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests.support.errors import error
@@ -64,7 +64,7 @@ def names(folder: Path) -> list[str]:
     [
         (
             2,
-            ["--amp=off", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail", "--clip-grad-norm=1"],
+            ["--amp=off", "--batch-size=3", "--grad-accum-steps=2", "--clip-grad-norm=1"],
             6,
             4),
         (3, ["--amp=bf16", "--batch-size=4"], 4, 1),
@@ -266,7 +266,7 @@ def test_verify_list_and_prune_know_the_files_of_shards(
     stopped: tuple[Path, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copied(stopped, tmp_path / "run")
-    one, two, three = (step_folder(run, step) for step in (1, 2, 3))
+    three = step_folder(run, 3)
 
     def call(*arguments: str) -> tuple[int, list[str], str]:
         code = main(["checkpoints", *arguments])
@@ -282,20 +282,10 @@ def test_verify_list_and_prune_know_the_files_of_shards(
         f"checkpoint {three.name}: verified, without shard_00001.pt: other hosts must have them"
     )
     assert call("verify", str(three)) == (0, [without], "")
-    assert states() == ["intact", "intact", "1 of 2 shards"]
-    removed = f"checkpoint {one.name}: removed"
-    assert call("prune", str(run), "--keep=1") == (0, [removed], "")
-
+    assert states() == ["intact"] * 3
     mix(three)
     of_another = f"checkpoint {three.name}: shard_00001.pt is of another save.\n"
     assert call("verify", str(three)) == (1, [], of_another)
-    assert states() == ["intact", "broken"]
-    assert call("prune", str(run), "--keep=1") == (0, [], "")
-
-    lose(two)
-    lose(three)  # as on a host that keeps the shards of two of three hosts
-    assert call("prune", str(run), "--keep=1") == (0, [f"checkpoint {two.name}: removed"], "")
-    assert states() == ["1 of 2 shards"]
 
 
 # The ring of hosts
@@ -303,14 +293,14 @@ def test_verify_list_and_prune_know_the_files_of_shards(
 
 def test_every_shard_lies_on_two_file_systems() -> None:
     """Hosts with 2, 2 and 1 ranks; ranks of hosts that share a file system; one file system."""
-    file_systems = FileSystems((0, 0, 2, 2, 4))
-    assert [file_systems.receiver_of(rank) for rank in range(5)] == [2, 3, 4, 4, 0]
-    assert [file_systems.senders_to(rank) for rank in range(5)] == [[4], [], [0], [1], [2, 3]]
-    for rank in range(5):
-        receiver = file_systems.receiver_of(rank)
-        assert receiver is not None
-        assert file_systems.writer_of[receiver] != file_systems.writer_of[rank]
-    assert FileSystems((0, 0, 0)).receiver_of(1) is None
+    writer_of = (0, 0, 2, 2, 4)
+    assert [receiver_of(rank, writer_of) for rank in range(5)] == [2, 3, 4, 4, 0]
+    assert [shards_at(rank, writer_of) for rank in (0, 2, 4)] == [
+        [0, 1, 4],
+        [0, 1, 2, 3],
+        [2, 3, 4],
+    ]
+    assert receiver_of(1, (0, 0, 0)) is None
 
 
 # Kills

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.errors import error
 from tests.support.gpt import BAD_INPUT, STEPS, TINY, bad_texts, run, weights
 from tests.support.patience import PATIENCE_S

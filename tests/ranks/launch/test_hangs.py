@@ -73,7 +73,7 @@ def test_a_crash_in_native_code_prints_the_python_stack(tmp_path: Path) -> None:
 
 def test_the_verdict_names_the_log_with_the_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys; from mpiddp.train import loop\n"
+        "import sys; from mpiddp.train import train as loop\n"
         "def broken(*args, **options): raise RuntimeError('a bug')\n"
         "loop.train_step = broken\n"
         "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"

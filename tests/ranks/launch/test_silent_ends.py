@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch, script, torchrun
 

@@ -25,7 +25,7 @@ import pytest
 
 import mpiddp
 from mpiddp import spawn
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.errors import JobFailed, RankFailed, UserError
 from mpiddp.hosts.processes import descendants
 from tests.support.errors import error

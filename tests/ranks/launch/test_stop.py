@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, clean_env, find_mpirun, script

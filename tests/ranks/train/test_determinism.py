@@ -29,7 +29,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def fashion(folder: Path, *options: str) -> Command:
     """A command for two epochs of three steps with augmentation, and a tail of two images."""
-    return tiny_data.two_epochs(folder, "--global-batch-size=8", "--keep-tail", *options)
+    return tiny_data.two_epochs(folder, "--global-batch-size=8", *options)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def fashion(folder: Path, *options: str) -> Command:
         (2, ["--check-determinism=2"], 2, TENSORS + 2),
         # The default number of steps is more than two epochs of four steps.
         (1, ["--check-determinism", "--amp=bf16"], 8, TENSORS + 2),
-        (2, ["--check-determinism=5", "--amp=fp16", "--no-channels-last"], 5, TENSORS + 2),
+        (2, ["--check-determinism=5", "--amp=fp16"], 5, TENSORS + 2),
         (2, ["--check-determinism=3", "--amp=bf16", "--parallel=fsdp"], 3, TENSORS + 2),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from tests.support.errors import error
 from tests.support.ranks import launch, script
 from tests.support.training import Command, Ranks, contents, train, unequal, waiting_ranks

@@ -31,7 +31,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def with_data(folder: Path) -> list[str | Path]:
     """The options of the training, with images that depend on their number, unlike synthetic ones."""
     if not (folder / "data").exists():
-        tiny_data.fashion_mnist(folder / "data", 100, 10)
+        tiny_data.image_folder(folder / "data", 100, 10)
     return [*TRAINING, f"--data-dir={folder / 'data'}"]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
+from tests.support import checkpoint_folders
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
@@ -25,7 +26,7 @@ def write_files(folder: Path) -> None:
 def run(tmp_path: Path) -> Path:
     """A run's folder with checkpoints of the steps 100, 200 and 300."""
     for step in (100, 200, 300):
-        directory.write(tmp_path / "checkpoints", step, write_files)
+        checkpoint_folders.write(tmp_path / "checkpoints", step, write_files)
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.checkpoints.run_dir import start_time, this_machine
 from mpiddp.errors import UserError
 from mpiddp.report.read import Failure, Save, read_run
 from mpiddp.report.tables import environment, facts, time_lost
@@ -80,18 +81,18 @@ def test_the_run_of_a_script_is_done_failed_or_stopped(
 
 def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", ends=False)
-    owner = folder / "owner.json"
-    own = {"machine": this_machine(), "pid": os.getpid(), "started": start_time(os.getpid())}
-    owner.write_text(json.dumps(own))
-    assert read_run(folder).state == "running"
-    assert read_run(folder).seconds == pytest.approx(time.time() - BEGAN, abs=100)
-    # Killed on this machine: not "running" for another minute.
-    owner.write_text(json.dumps({**own, "started": "1"}))
-    assert read_run(folder).state == "failed"
-    owner.write_text("{}")  # of another host, which renews it
-    assert read_run(folder).state == "running"
-    os.utime(owner, times=(time.time() - 300,) * 2)
-    assert read_run(folder).state == "failed"
+    code = (
+        "import sys; from pathlib import Path; from mpiddp.checkpoints.run import RunDir, RunLock; "
+        f"lock = RunLock(RunDir(Path({str(folder)!r}))); print(flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        assert read_run(folder).state == "running"
+        assert read_run(folder).seconds == pytest.approx(time.time() - BEGAN, abs=100)
+        owner.kill()
+    assert read_run(folder).state == "failed"  # at once
 
 
 def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> None:

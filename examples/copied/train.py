@@ -1,0 +1,60 @@
+"""A training of its own model, with order.py copied from mpiddp/train: each image once an epoch.
+
+    mpiddp launch -n 2 examples/copied/train.py runs/copied
+
+Stop it with Ctrl-C, and start it again with another number of ranks: it goes on with the next image.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from order import Order
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpiddp
+
+EPOCHS, GLOBAL_BATCH = 3, 24
+
+
+def main(folder: str) -> int:
+    with mpiddp.process_group() as world:
+        with mpiddp.together():  # all ranks refuse, or none
+            if world.world_size > GLOBAL_BATCH:
+                raise mpiddp.UserError(f"{world.world_size} ranks need a batch of as many samples.")
+        inputs = torch.randn(240, 32, generator=torch.Generator().manual_seed(0))
+        targets = inputs.sum(1, keepdim=True)
+        order = Order(len(inputs), GLOBAL_BATCH, 1, world.rank, world.world_size, seed=0)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        checkpoints = mpiddp.Checkpoints(folder, every=5)
+        step, first_epoch, position = 0, 0, 0
+        if saved := checkpoints.resume():
+            saved.load_into(model=net, optimizer=optimizer)
+            step, first_epoch, position = saved.step, *saved.state["at"]
+        for epoch in range(first_epoch, EPOCHS):
+            for part in order.steps(epoch, position):
+                (numbers,) = part.micro_batches
+                errors = (model(inputs[numbers]) - targets[numbers]).square()
+                loss = errors.sum() * world.world_size / part.num_images  # the mean over all ranks
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                step, position = step + 1, position + part.num_images
+                if checkpoints.due(step):
+                    states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+                    checkpoints.save(step, {**states, "at": [epoch, position]})
+                if mpiddp.should_stop():
+                    return 75
+            position = 0
+            dist.all_reduce(loss.detach())
+            if world.rank == 0:
+                print(f"epoch {epoch}: step {step}, loss {loss.item() / world.world_size:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,434 @@
+"""`mpiddp.Checkpoints`: the checkpoints of a training. `mpiddp train` uses them as any script does."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.contents import Resumed, read
+from mpiddp.checkpoints.folder import name_of_step, step_of
+from mpiddp.checkpoints.records import RunRecords
+from mpiddp.checkpoints.resume import Found, bring, find
+from mpiddp.checkpoints.run import Run, RunDir, open_run
+from mpiddp.checkpoints.save import Saver, SaveSchedule
+from mpiddp.checkpoints.state import check_entries
+from mpiddp.errors import FAILED, JobFailed, UserError, print_from_one_rank
+from mpiddp.paths import cause_of, from_here, named_by
+from mpiddp.protocol.variables import AGENT_STORE
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.ending import ending_of
+from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.launcher.connected import script_session
+from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.start.join import join
+from mpiddp.text import Interval, parse_interval
+from mpiddp.world import World
+
+PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
+MAX_STEP = (1 << 53) - 1
+
+
+class Checkpoints:
+    """Checkpoints of a script: written beside the training, verified when read, kept on every host.
+
+        checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
+        if saved := checkpoints.resume():
+            saved.load_into(model=model, optimizer=optimizer)
+        for step in range(saved.step + 1 if saved else 1, 1001):
+            train_one_step()
+            if checkpoints.due(step):
+                checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    Every rank creates one, at the same point of the script, and every rank makes the same calls of its
+    methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
+    The errors below are raised on all ranks.
+
+    A context manager closes itself at the end of the body, and at a sys.exit() that is no failure. After
+    an error it only gives the folder up.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every: int | str | Interval | None = "10m",
+        config: Mapping[str, Any] | None = None,
+        on_save_error: Literal["warn", "stop"] = "warn",
+        timeout_s: float = PATIENCE_S,
+    ) -> None:
+        """
+        Args:
+            folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
+                and logs/ under mpiddp launch.
+            keep: number of verified checkpoints to keep.
+            every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
+                only before a stop.
+            config: settings that a resumed run may not change, as JSON.
+            on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
+            timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            UserError: the variables of the launcher contradict each other.
+            JobFailed: the ranks do not join.
+        """
+        if keep < 1:
+            raise ValueError(f"keep: expected 1 or more, not {keep}")
+        if on_save_error not in ("warn", "stop"):
+            raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
+        self._keep, self._must_succeed = keep, on_save_error == "stop"
+        self._interval = None if every is None else _interval(every)
+        self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
+        self._timeout_s = timeout_s
+        self._dir = RunDir(Path(folder).absolute())  # the script may change the working folder
+        self._coordinator = script_coordinator(self.close)
+        self._schedule: SaveSchedule | None = None
+        self._run: Run | None = None
+        self._saver: Saver | None = None
+        self._thread: int | None = None  # of the first save
+        self._step = -1  # the latest one that has been saved, or that the run resumes from
+        self._records = RunRecords(self._dir)
+        self._has_noted_end, self._pid = False, os.getpid()
+        session = current()
+        if session.run is None or session.run.is_closed:
+            session.run = self._records
+        session.add_saver(self._wait_for_own_save)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
+            self.close()
+        else:
+            self._note_end("failed", error)
+            self._give_up()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes into the folder, once it is open: one rank of each file system does."""
+        return self._run is not None and self._run.is_writer
+
+    def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
+        """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
+
+        Opens the folder. Restores the states of Python's, numpy's and torch's random number generators on
+        every rank that existed when it was saved, so call it after the model is built. Hosts that lack the
+        checkpoint receive its files. Later checkpoints of this run are renamed, and records of later steps
+        dropped. Call it once, before the first `save`.
+
+        Args:
+            path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
+                this run has a checkpoint of its own. Of this run: to go back to it. A restart ignores the
+                path once this run has a checkpoint.
+
+        Returns:
+            The step, and the states that were saved after it; None if the run has no checkpoint.
+
+        Raises:
+            RuntimeError: it has been called before, or after the first `save`.
+            UserError: no verified checkpoint there, or one of another script, program or config; another
+                run writes into the folder.
+            JobFailed: a disk has failed.
+        """
+        if self._run is not None:
+            raise RuntimeError("resume() must be called once, before the first save().")
+        run = self._open()
+        try:
+            found = find(run, None if path is None else Path(path))
+            if found is None:
+                self._start(run, 0)
+                return None
+            files = bring(run, found)
+            with run.together():
+                resumed, _ = read(files, run.rank, local_rank=run.local_rank)
+                self._refuse_another(found, resumed)
+            log.info(f"resuming from {found.named(run)}: step {resumed.step}")
+            if found.leaves_newer:
+                self._set_newer_aside(run, resumed.step)
+            self._step = resumed.step
+            current().stop.count_from(resumed.step)
+            self._start(run, resumed.step)
+        except BaseException:
+            run.close(removes_new=True)
+            raise
+        return resumed
+
+    def _refuse_another(self, found: Found, resumed: Resumed) -> None:
+        """Refuse a checkpoint of another config, and one whose folder was renamed."""
+        if found.of_this_run and step_of(found.path) != resumed.step:
+            raise UserError(
+                f"{from_here(found.path)} is the checkpoint of step {resumed.step}: rename it to "
+                f"{name_of_step(resumed.step)}."
+            )
+        saved, config = resumed.config, self._config
+        different = [
+            f"{name} {saved.get(name)!r}, now {config.get(name)!r}"
+            for name in sorted(saved.keys() | config.keys())
+            if saved.get(name) != config.get(name)
+        ]
+        if different:
+            raise UserError(
+                f"{from_here(found.path)} was made with another config: {'; '.join(different)}. "
+                "Use the same config, or name another folder."
+            )
+
+    def _set_newer_aside(self, run: Run, step: int) -> None:
+        """Rename the checkpoints of later steps: a restart would resume from the newest of them."""
+        root, moved = self._dir.checkpoints, list[Path]()
+        with run.together():
+            try:
+                moved = folders.set_aside(root, step) if run.is_writer else []
+            except OSError as error:
+                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
+                raise cause_of(error, has_run=True)(sentence) from None
+        for each in moved:
+            log.info(
+                f"renamed to {each.name}: its step is later than the one this run resumes from"
+            )
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
+
+        Every rank must call this after every step. It is true at a stop too: call it before
+        `mpiddp.should_stop()`. All ranks get the same answer. A call takes microseconds.
+
+        Args:
+            step: the step that has just ended. It grows by one from call to call.
+
+        Raises:
+            TypeError, ValueError: the step is not a whole number, or below 0.
+        """
+        _check_step(step)
+        if self._schedule is None:
+            self._schedule = SaveSchedule(
+                self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
+            )
+        is_due = self._schedule.is_due(step)
+        return current().stop.stops_next() or is_due
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
+
+        A save waits for the previous one. At the end of the script, the last one is waited for: if it
+        fails, the process ends with exit code 1. A step that is saved already is left as it is. Call it from
+        one thread, in which the process's other collectives run too.
+
+        Args:
+            step: the step that has just ended, the same on all ranks. It grows from save to save.
+            state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
+                dicts of these. Each entry becomes a file, NAME.pt. Of the ranks that share a file system,
+                the lowest one's is saved. Of a DTensor, each rank saves its part; all ranks have to pass
+                the same ones.
+            per_rank: the same of this rank alone, such as its position in its data. Random number
+                generators are saved anyway.
+
+        Raises:
+            TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
+            ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
+                entry's name cannot be a file's.
+            RuntimeError: `close` has been called, or another thread has saved before.
+            UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
+            JobFailed: the previous save has failed, and `on_save_error` is "stop".
+        """
+        _check_step(step)
+        check_entries("state", state)
+        check_entries("per_rank", per_rank or {})
+        if self._records.is_closed:
+            raise RuntimeError("save() was called after close().")
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "save() was called from another thread than the first save. Its collectives would meet those "
+                "of the training: call it in the thread that trains."
+            )
+        if self._run is None:
+            self._open_new()
+        assert self._run is not None
+        if self._saver is None:
+            self._saver = Saver(self._run, keep=self._keep, must_succeed=self._must_succeed)
+        self._saver.meet(step)
+        if step < self._step:
+            raise ValueError(
+                f"step {step} is earlier than step {self._step}, which {self._dir} has already. "
+                "Continue to count from the step that resume() returns."
+            )
+        if step == self._step:
+            return
+        self._saver.save(step, dict(state), dict(per_rank or {}), self._config)
+        # Only now: a script that catches an error of the save before may repeat this one.
+        self._step = step
+
+    def close(self) -> None:
+        """Wait for the last save, and give the folder up. A collective: every rank must call it.
+
+        The end of a successful script calls it.
+
+        Raises:
+            JobFailed: the last save has failed.
+        """
+        self._records.is_closed = True
+        try:
+            if self._saver is not None:
+                self._saver.finish()
+        finally:
+            self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
+            failed = sys.exc_info()[1]  # its last save
+            outcome = "stopped" if current().stop.has_stopped else "done"
+            self._note_end("failed" if failed else outcome, failed)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._records.is_closed = True
+        if self._run is not None:
+            self._run.close()
+
+    def _note_uncaught(self) -> None:
+        """At the exit of a script without a `with` that an error has ended."""
+        if error := getattr(sys, "last_value", None):
+            self._note_end("failed", error)
+
+    def _note_end(self, outcome: str, error: BaseException | None = None) -> None:
+        """Say once in the run's folder how this rank ended. A rank that says nothing has failed."""
+        if self._run is None or self._has_noted_end or os.getpid() != self._pid:
+            return
+        self._has_noted_end = True
+        failure = ending_of(error).sentence if outcome == "failed" else ""
+        rank = self._run.rank
+        if rank == 0 or failure:
+            facts = {"rank": rank, "host": socket.gethostname(), "outcome": outcome}
+            self._records.note(event="ended", **facts, failure=failure)
+
+    def _wait_for_own_save(self) -> None:
+        saver = self._saver  # another thread may close
+        if saver is not None:
+            saver.wait_for_own_save()
+            if self._records.is_closed:  # its copy of the state is as large as the state
+                self._saver = None
+
+    def _open_new(self) -> None:
+        """Open the folder for a script that has not called `resume`."""
+        run = self._open()
+        try:
+            with run.together(), named_by(""):
+                if found := folders.list_steps(self._dir.checkpoints):
+                    raise UserError(
+                        f"{self._dir} has {found[-1].name} of an earlier run. "
+                        "Call resume() before the first save(), or name another folder."
+                    )
+            self._start(run, 0)
+        except BaseException:
+            run.close(removes_new=True)
+            raise
+
+    def _open(self) -> Run:
+        """Open the folder, which an earlier attempt may have created. All ranks must call this."""
+        # One of this process that an error has ended, and the script has caught it, may still save.
+        current().wait_for_saves()
+        return open_run(self._dir, self._coordinator, timeout_s=self._timeout_s)
+
+    def _start(self, run: Run, step: int) -> None:
+        """Take records and saves after this step. All ranks must call this."""
+        session = current()
+        output = session.output if session.run is self._records else None
+        with run.together(), self._dir.writing():
+            if run.is_writer:
+                self._dir.metrics.touch()
+            if output is not None and output.log_dir is None:
+                session.send("log", path=str(output.log_to(self._dir.logs.absolute())))
+        self._records.start(step, is_writer=run.is_writer)
+        self._run = run
+        session.send("run_dir", path=str(self._dir.path.absolute()))
+        if run.rank == 0:
+            versions = f"python {platform.python_version()}, torch {torch.__version__}"
+            hosts = list(self._coordinator.hostnames)
+            self._records.note(event="started", step=step, hosts=hosts, versions=versions)
+        atexit.register(self._note_uncaught)
+        if run.lock is not None:
+            # After an error too; the thread has ended its save then.
+            atexit.register(run.lock.release)
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step: expected a whole number, not {step!r}")
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step: expected 0 or more, not {step}")
+
+
+def _interval(every: int | str | Interval) -> Interval:
+    try:
+        return every if isinstance(every, Interval) else parse_interval(str(every))
+    except ValueError as error:
+        raise ValueError(f"every: {error}") from None
+
+
+def script_coordinator(finish: Callable[[], None]) -> Coordinator:
+    """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
+
+    Args:
+        finish: called on every rank once its script has succeeded. If it raises an error, the process ends
+            with code 1.
+
+    Raises:
+        UserError: inconsistent variables of launchers, a foreign MPI, or a process group whose rank 0
+            already serves a store where the ranks would join.
+        JobFailed: ranks that do not join.
+    """
+    session = script_session()
+    world = World.from_env()
+    if session.watch is None and world.launcher.name == "none":
+        log_to_console(0)
+        atexit.register(partial(_finish_alone, finish, os.getpid()))
+        here = (socket.gethostname(),)
+        only_rank = replace(world, node_rank=0, num_nodes=1)
+        return Coordinator(only_rank, None, hostnames=here)
+    if session.watch is None:
+        has_agent = os.environ.get(AGENT_STORE) == "True"
+        if dist.is_initialized() and not has_agent:
+            raise UserError(
+                "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
+                "start the script with mpiddp run or torchrun."
+            )
+        enter_until_exit(join(world))
+    assert session.coordinator is not None
+    session.before_leaving(finish)
+    return session.coordinator
+
+
+def _finish_alone(finish: Callable[[], None], pid: int) -> None:
+    if os.getpid() != pid:  # a forked child
+        return
+    try:
+        finish()
+    except JobFailed as error:
+        print_from_one_rank(str(error), 0, 0)
+        exit_now(FAILED)
+    except BaseException:  # Python would print it, and end with the script's own code
+        traceback.print_exc()
+        exit_now(FAILED)

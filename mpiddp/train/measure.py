@@ -1,0 +1,175 @@
+"""The measurements of a run: step times on the device's own clock, the final table, the guides' lines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PHASES = ("data", "forward", "backward", "waiting", "optimizer")  # of a step
+PAUSES = ("evaluation", "save")
+STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the figures
+
+
+class StepTimer:
+    """Times each step from the end of the previous one, without the pauses for other work, and its phases.
+
+    On a GPU, the end of a phase is an event on its stream, so timing never waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_gpu = device, device.type != "cpu"
+        self._marks: list[tuple[str, Any]] = []  # each phase or pause, and its end
+        self._seconds: list[float] = []
+        self._step_s = 0.0
+        # Seconds since the beginning, when last read: of the steps in each phase, and of each pause.
+        self.phases = dict.fromkeys(PHASES, 0.0)
+        self.pauses: Counter[str] = Counter()
+
+    def resume(self, pause: str = "") -> None:
+        """Start the clock of the next step now. The pause since the last step was for this."""
+        self._marks.append((pause, self._mark()))
+        self.read()
+
+    def phase_ends(self, phase: str) -> None:
+        self._marks.append((phase, self._mark()))
+
+    def tick(self) -> None:
+        """The step ends."""
+        self._marks.append(("optimizer", self._mark()))
+
+    def read(self) -> list[float]:
+        """Return the seconds of all steps so far. On a GPU this waits for the last one."""
+        if self._on_gpu and len(self._marks) > 1:
+            self._marks[-1][1].synchronize()
+        for (_, start), (phase, end) in pairwise(self._marks):
+            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            if phase not in PHASES:
+                self.pauses[phase] += seconds
+                continue
+            self.phases[phase] += seconds
+            self._step_s += seconds
+            if phase == "optimizer":
+                self._seconds.append(self._step_s)
+                self._step_s = 0.0
+        del self._marks[:-1]
+        return self._seconds
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Replace each time by that of the slowest rank. A collective: every rank must call it."""
+    all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
+    times: list[float] = all_ranks.tolist()
+    return times
+
+
+def mean_phases(timer: StepTimer, device: torch.device) -> dict[str, float]:
+    """The mean seconds of each phase and pause over all ranks. A collective: every rank must call it."""
+    own = [timer.phases[name] for name in PHASES] + [timer.pauses[name] for name in PAUSES]
+    seconds = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.all_reduce(seconds)
+    means = (seconds / dist.get_world_size()).tolist()
+    return dict(zip((*PHASES, *PAUSES), means, strict=True))
+
+
+def measure_speed(
+    timer: StepTimer, global_batch_size: int, device: torch.device
+) -> dict[str, float | None]:
+    """The speed of all steps but the first few, on the slowest rank. A collective."""
+    own = timer.read()
+    if len(own) > 2 * STARTUP_STEPS:
+        own = own[STARTUP_STEPS:]
+    *times, total = slowest([*own, sum(own)], device)
+    if not times:  # the run resumed after its last step
+        return {"images_per_s": None, "step_time_p50_s": None, "step_time_p95_s": None}
+    return {
+        "images_per_s": len(times) * global_batch_size / total,
+        "step_time_p50_s": percentile(times, 50),
+        "step_time_p95_s": percentile(times, 95),
+    }
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The percentile, interpolated between the two nearest values."""
+    ordered = sorted(values)
+    index, rest = divmod(percent * (len(ordered) - 1), 100)
+    above = ordered[min(index + 1, len(ordered) - 1)]
+    return ordered[index] + (above - ordered[index]) * rest / 100
+
+
+def table(summary: Mapping[str, Any], out: Path) -> str:
+    """The table that a run prints at its end."""
+
+    def shown(name: str, form: str, factor: float = 1.0) -> str:
+        value = summary[name]
+        return "-" if value is None or not math.isfinite(value) else format(factor * value, form)
+
+    hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
+    spent = {name: value for name, value in summary["phases"].items() if value > 0}
+    shares = ", ".join(f"{name} {value / sum(spent.values()):.0%}" for name, value in spent.items())
+    rows = {
+        "data set": summary["dataset"],
+        "arch": f"{summary['arch']} ({summary['num_parameters']:,} parameters)",
+        "ranks": f"{summary['world_size']} ({hosts})",
+        "steps": f"{summary['steps']:,} of {summary['global_batch_size']} images",
+        "images/s": f"{shown('images_per_s', ',.0f')} over all ranks",
+        "step time": f"p50 {shown('step_time_p50_s', '.1f', 1000)} ms, "
+        f"p95 {shown('step_time_p95_s', '.1f', 1000)} ms",
+        "time": shares or "-",
+        "train loss": shown("train_loss", ".4f"),
+        "test accuracy": "no test set"
+        if summary["test_accuracy"] is None
+        else f"{summary['test_accuracy']:.2%} of {summary['test_images']:,} images",
+        "wall time": f"{summary['wall_s']:.0f} s",
+        "run folder": str(out),
+    }
+    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
+
+
+class GuideLines:
+    """--per-rank-log: the lines of the multi-node guides' script, on stdout of every rank.
+
+        Local Rank: 1, Epoch: 0, Training ...
+        num_steps_per_gpu: 20, avg_step_time: 0.1234
+        Average epoch time: 2.468
+
+    Times are this rank's own, in seconds, without evaluations and saves. As in the guides, the first epoch is
+    left out of the average of the epochs, unless it is the only one.
+    """
+
+    def __init__(self, local_rank: int | None, *, is_wanted: bool) -> None:
+        self._local_rank, self._is_wanted = local_rank, is_wanted
+        self._epoch_times_s: list[float] = []
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._print(f"Local Rank: {self._local_rank}, Epoch: {epoch}, Training ...")
+
+    def epoch_ends(self, step_times_s: Sequence[float]) -> None:
+        if step_times_s:
+            self._epoch_times_s.append(sum(step_times_s))
+            average = f"avg_step_time: {mean(step_times_s):.4f}"
+            self._print(f"num_steps_per_gpu: {len(step_times_s)}, {average}")
+
+    def training_ends(self) -> None:
+        if counted := self._epoch_times_s[1:] or self._epoch_times_s:
+            self._print(f"Average epoch time: {mean(counted):.4f}")
+
+    def _print(self, line: str) -> None:
+        if self._is_wanted:
+            print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too

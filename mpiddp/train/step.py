@@ -1,0 +1,271 @@
+"""The parts of a step: the model, the optimizer, the learning rate, one backward pass over a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from mpiddp.errors import UserError
+from mpiddp.train.datasets import Batch, Data
+from mpiddp.train.muon import Muon
+from mpiddp.train.order import Step
+from mpiddp.train.parallel import is_sharded, reducing
+from mpiddp.train.resnet import ARCHS
+from mpiddp.train.sync_bn import synchronized
+
+REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
+MAX_WARMUP_EPOCHS = 5
+MOMENTUM = 0.9  # Nesterov's
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a step changes: the bare model, its optimizer and the gradient scaler of fp16."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
+def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Module:
+    """The bare model on the device, the same on every rank, in the memory layout of the images.
+
+    Raises:
+        UserError: --weights names a file that does not fit.
+    """
+    torch.manual_seed(config.seed)
+    model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
+    if config.weights is not None:
+        load_weights(model, config.weights)
+    if config.sync_bn:
+        model = synchronized(model, device)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Load a torchvision state_dict, except a last layer for another number of classes.
+
+    Raises:
+        UserError: no such file, not a state_dict, or one of another architecture.
+    """
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        own = model.state_dict()
+        body = {
+            key: value
+            for key, value in weights.items()
+            if not key.startswith("fc.") or value.shape == own[key].shape
+        }
+        missing, unknown = model.load_state_dict(body, strict=False)
+    except Exception as error:  # torch.load raises a dozen types for files that are none of its own
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
+    # torchvision's oldest files have no num_batches_tracked
+    missing = [key for key in missing if not key.endswith("num_batches_tracked")]
+    if wrong := [*unknown, *(key for key in missing if not key.startswith("fc."))]:
+        raise UserError(f"--weights {path}: {wrong[0]} is in one of file and model. Check --arch.")
+
+
+def choose_kernels(config: Namespace) -> None:
+    """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
+
+    With --deterministic, an operation without a reproducible kernel raises. Call this before the first
+    operation on a GPU, because cuBLAS reads its variable once.
+    """
+    if not config.deterministic:
+        torch.backends.cudnn.benchmark = True
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def build_optimizer(model: nn.Module, config: Namespace) -> torch.optim.Optimizer:
+    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only.
+
+    Muon leaves the first convolution, whose filters are few and small, to SGD.
+    """
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
+    undecayed = {"params": vectors, "weight_decay": 0.0}
+    if config.optimizer == "muon":
+        hidden = [p for p in matrices[1:] if p.ndim == 4]
+        ends = [p for p in matrices if not any(p is each for each in hidden)]
+        others = ({"params": ends, "weight_decay": WEIGHT_DECAY}, undecayed)
+        return Muon(hidden, others, lr=config.lr, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, undecayed],
+        lr=config.lr,
+        momentum=MOMENTUM,
+        nesterov=True,
+        fused=not is_sharded(model),
+        foreach=is_sharded(model),  # torch has no fused SGD for shards
+    )
+    if config.amp == "fp16":
+        # If fp16 overflows at the very first step, torch 2.13's fused SGD skips the step but keeps the
+        # uninitialized momentum that it has allocated. Zeros give the same first step.
+        for parameter in (*matrices, *vectors):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+WEIGHT_DECAY = 5e-4
+
+
+def build_scaler(config: Namespace, device: torch.device) -> torch.amp.GradScaler:
+    """The gradient scaler. It passes gradients through unscaled unless --amp is fp16."""
+    return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+
+
+def learning_rate(step: int, steps_per_epoch: int, config: Namespace) -> float:
+    """The learning rate of a step, a pure function: a checkpoint does not contain it.
+
+    It scales with the batch (Goyal et al. 2017). It rises linearly in a quarter of the epochs, at most 5.
+    Then "one-cycle" falls linearly to zero (Smith & Topin 2017, without the short last phase), "cosine" falls
+    to zero along half a cosine (Loshchilov & Hutter 2016), "step" divides by 10 at 1/2, 3/4 and 7/8 of the
+    remaining steps, and "constant" stays.
+    """
+    peak: float = config.lr * config.global_batch_size / REFERENCE_BATCH
+    warmup: int = round(steps_per_epoch * min(MAX_WARMUP_EPOCHS, config.epochs / 4))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress: float = (step - warmup) / max(1, steps_per_epoch * config.epochs - warmup)
+    if config.schedule == "one-cycle":
+        return peak * (1 - progress)
+    if config.schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    if config.schedule == "step":
+        return float(peak * 0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)))
+    return peak
+
+
+def _untimed(phase: str) -> None:
+    """Nobody wants to know when a phase ends."""
+
+
+def train_step(
+    state: State,
+    ddp: nn.Module,
+    batches: Iterator[Batch],
+    step: Step,
+    lr: float,
+    config: Namespace,
+    *,
+    phase_ends: Callable[[str], object] = _untimed,
+) -> Tensor:
+    """One step of the optimizer over the next batches of this rank. It leaves its gradients.
+
+    Args:
+        phase_ends: as for `backward`. The rest of the step is the phase "optimizer".
+
+    Returns:
+        The sum of the losses of this rank's images: a scalar on the device.
+    """
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = backward(ddp, batches, step, state.scaler, config, phase_ends=phase_ends)
+    if config.clip_grad_norm is not None:
+        clip_gradients(state, config.clip_grad_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    return loss_sum
+
+
+def backward(
+    ddp: nn.Module,
+    batches: Iterator[Batch],
+    step: Step,
+    scaler: torch.amp.GradScaler,
+    config: Namespace,
+    *,
+    phase_ends: Callable[[str], object] = _untimed,
+) -> Tensor:
+    """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
+
+    Args:
+        phase_ends: called at the end of each phase: "data", "forward", "backward", and "waiting" for the sum
+            over all ranks. Shards and --sync-bn wait within the passes, and have no such phase.
+
+    Returns:
+        The sum of the losses of this rank's images: a scalar on the device.
+    """
+    loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
+    waits_last = not (is_sharded(ddp) or config.sync_bn)
+    # The ranks take the mean of their gradients; this makes it the mean over all images.
+    weight = dist.get_world_size() / step.num_images
+    for left in reversed(range(len(step.micro_batches))):
+        images, labels = next(batches)
+        phase_ends("data")
+        with reducing(ddp, left == 0):
+            with autocast(config, images.device):
+                loss = F.cross_entropy(ddp(images), labels, reduction="sum")
+            phase_ends("forward")
+            scaler.scale(loss * weight).backward()
+            phase_ends("waiting" if waits_last and left == 0 else "backward")
+        loss_sum += loss.detach()
+    return loss_sum
+
+
+def mark_last_gradient(model: nn.Module, phase_ends: Callable[[str], object]) -> None:
+    """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is not None and not is_sharded(model):
+        first.register_post_accumulate_grad_hook(lambda parameter: phase_ends("backward"))
+
+
+def clip_gradients(state: State, max_norm: float) -> None:
+    """Scale the gradients down to this norm over all parameters, of all shards. A collective if sharded."""
+    state.scaler.unscale_(state.optimizer)
+    parameters = [p for p in state.model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # a DTensor: each rank has the norm of its shards
+        norm = norm.full_tensor()
+    clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def autocast(config: Namespace, device: torch.device) -> torch.autocast:
+    """The autocast of --amp. A sharded model has its own policy instead, see `parallel`."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[config.amp]
+    enabled = config.amp != "off" and config.parallel == "ddp"
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
+
+
+@contextlib.contextmanager
+def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Average BatchNorm's running statistics over the ranks while the body runs, then restore them.
+
+    All ranks evaluate and save the same model, and the training that follows does not change.
+    A collective: every rank must enter. Gives the body this rank's own statistics, for `restore_buffers`.
+    """
+    own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
+    mean = own.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    restore_buffers(model, mean)
+    try:
+        yield own
+    finally:
+        restore_buffers(model, own)
+
+
+def restore_buffers(model: nn.Module, own: Tensor) -> None:
+    """Give the model the statistics that `averaged_buffers` has given: one after another, [elements]."""
+    buffers = _statistics(model)
+    sizes = [buffer.numel() for buffer in buffers]
+    for buffer, values in zip(buffers, own.split(sizes), strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that matter and differ from rank to rank: BatchNorm does not use its count of batches."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -1,0 +1,74 @@
+"""BatchNorm over the images of all ranks, on CPUs as well as on GPUs: `mpiddp train --sync-bn`.
+
+torch's SyncBatchNorm has no kernels for CPUs, and DDP refuses it there. `CpuSyncBatchNorm` computes the same
+with plain tensor operations. N ranks then normalize as one process does with the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_EXCEPT_CHANNELS = (0, 2, 3)  # of [N, C, H, W]
+
+
+def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with BatchNorm over all ranks. Parameters, buffers and their names stay the same."""
+    if device.type != "cpu":
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = CpuSyncBatchNorm  # it differs in nothing but forward()
+    return model
+
+
+class CpuSyncBatchNorm(nn.BatchNorm2d):
+    """BatchNorm2d that takes its statistics over the images of all ranks while it trains."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalize images [N, C, H, W]. In training a collective: every rank must call it."""
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if not self.training or not is_distributed or dist.get_world_size() == 1:
+            return super().forward(images)
+        values = images.float()
+        count = values.new_tensor([values.numel() // values.shape[1]])
+        count = _sum_over_ranks(count)
+        # Two passes: a difference of sums would lose precision.
+        mean = _sum_over_ranks(values.sum(_EXCEPT_CHANNELS)) / count
+        centred = values - mean.view(1, -1, 1, 1)
+        variance = _sum_over_ranks(centred.square().sum(_EXCEPT_CHANNELS)) / count
+        factor = self.weight * (variance + self.eps).rsqrt()
+        with torch.no_grad():
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            assert self.num_batches_tracked is not None
+            assert self.momentum is not None
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        return (centred * factor.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)).to(images.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks. The gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    total: Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
+    return total

@@ -1,0 +1,318 @@
+"""Train a ResNet on the ranks of a job: `mpiddp launch -n 2 -m mpiddp train`, or `mpiddp train` alone.
+
+Read it from top to bottom: join, data, model, DDP, resume, step, log, evaluate, save, summary. It uses public
+names of mpiddp only, and so does every file that it imports from here: copy any of them into your own
+project, and change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shlex
+import time
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpiddp
+from mpiddp.errors import DONE, STOPPED, UserError
+from mpiddp.train import sinks
+from mpiddp.train.checkpoint import Progress, open_checkpoints, resume, save
+from mpiddp.train.config import (
+    IMAGES_PER_PASS,
+    gathered,
+    require_equal,
+    resolve,
+    resume_args,
+)
+from mpiddp.train.datasets import Data, batches, open_data, prepare
+from mpiddp.train.determinism import check_determinism
+from mpiddp.train.evaluate import evaluate
+from mpiddp.train.measure import (
+    GuideLines,
+    StepTimer,
+    mean_phases,
+    measure_speed,
+    table,
+)
+from mpiddp.train.order import Order
+from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards, wrap
+from mpiddp.train.record import rank_log, recorded, save_json
+from mpiddp.train.step import (
+    State,
+    build_model,
+    build_optimizer,
+    build_scaler,
+    choose_kernels,
+    learning_rate,
+    mark_last_gradient,
+    train_step,
+)
+
+PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
+log = logging.getLogger("mpiddp")  # rank 0 prints it
+
+
+def main(options: Namespace) -> int:
+    """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
+
+    Args:
+        options: those of `mpiddp.train.options.parse`.
+    """
+    # torch's flight recorder writes NCCL's last operations if a collective times out. To read the files:
+    # python -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ LOGS
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    with mpiddp.process_group(backend=options.backend) as world:
+        device = torch.device(str(world.device))
+
+        # Every check that may fail on some ranks: all ranks refuse, or none. Nothing is written before.
+        with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
+            config = resolve(options, world.world_size, device)
+            if world.local_rank == 0:
+                prepare(config)  # downloads the data set
+        with mpiddp.together():
+            data = open_data(config, world, device)
+            order = Order(
+                num_samples=data.train.num_images,
+                global_batch_size=config.global_batch_size,
+                grad_accum_steps=config.grad_accum_steps,
+                rank=world.rank,
+                world_size=world.world_size,
+                seed=config.seed,
+                max_steps=config.steps_per_epoch,
+            )
+            if order.steps_per_epoch == 0:
+                raise UserError(
+                    f"the global batch of {config.global_batch_size} images is larger than the data set "
+                    f"({order.num_samples} images). Lower --batch-size or --global-batch-size."
+                )
+            choose_kernels(config)
+            model = build_model(config, data, device)
+        choice = (
+            f"{world.backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank"
+        )
+        hosts = gathered(world.hostname)
+        nodes = gathered(f"{world.hostname} (node {world.node_rank})")
+        started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
+        out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
+        with mpiddp.together():
+            require_equal(
+                "the automatic choice of settings", choice, "Set --backend, --arch, --amp."
+            )
+            require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
+            copies = find_copies(config, nodes)
+            refuse_existing_run(out, config)
+            if world.rank == 0:
+                sinks.check_packages(config.log_to)
+        if config.check_divergence and len(copies) == 1:
+            log.warning(
+                "warning: --check-divergence compares nothing: the ranks share one copy of the model."
+            )
+
+        def build() -> tuple[State, nn.Module]:
+            """The state with fresh weights on the bare model, and the model to call."""
+            bare = build_model(config, data, device)
+            ddp = wrap(bare, config, data.shape, copies)
+            torch.manual_seed(config.seed + 1 + world.rank)
+            return State(bare, build_optimizer(bare, config), build_scaler(config, device)), ddp
+
+        del model  # it has been built for its checks
+        if config.check_determinism:
+            return check_determinism(config, data, order, world, build)
+
+        state, ddp = build()
+        mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
+            resume_args=resume_args(config, out),
+            global_batch_size=config.global_batch_size,
+            max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
+        )
+        checkpoints = open_checkpoints(out, config, data.contents)
+        with checkpoints:
+            progress = resume(checkpoints, state, config)
+            logs = (out / "logs").absolute()
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
+            with mpiddp.together():
+                try:
+                    logs.mkdir(exist_ok=True)
+                    (logs / f"rank_{world.rank:05d}.log").touch()
+                    if checkpoints.is_writer:
+                        save_json(out / "config.json", vars(config))
+                except OSError as error:
+                    raise UserError(f"--out {error.filename}: {error.strerror}.") from None
+            with contextlib.ExitStack() as beside:
+                beside.enter_context(rank_log(logs / f"rank_{world.rank:05d}.log", world))
+                if world.rank == 0:
+                    beside.enter_context(recorded(out, world, hosts, started))
+                    beside.enter_context(sinks.following(config.log_to, out, vars(config)))
+                log.info(
+                    f"{world.world_size} ranks, {world.num_nodes} hosts, over {world.backend}, "
+                    f"{config.parallel}, {config.arch} on {data.name}, amp {config.amp}, global batch "
+                    f"{config.global_batch_size}, --lr {config.lr:g}, {order.steps_per_epoch} steps an epoch"
+                )
+                summary = fit(config, world, data, order, state, ddp, checkpoints, progress)
+        if summary is None:
+            extra = resume_args(config, out)
+            command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
+            log.info(f"stopped. To resume, run {command}.")
+            return STOPPED
+        summary["hosts"] = dict(Counter(hosts))
+        if world.rank == 0:
+            save_json(out / "summary.json", summary)
+        log.info(f"\n{table(summary, out)}")
+    return DONE
+
+
+def fit(
+    config: Namespace,
+    world: mpiddp.World,
+    data: Data,
+    order: Order,
+    state: State,
+    ddp: nn.Module,
+    checkpoints: mpiddp.Checkpoints,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
+
+    Args:
+        ddp: the model to call.
+        progress: how far the training has come.
+    """
+    started_at = time.monotonic()
+    device = next(state.model.parameters()).device
+    total_steps = order.steps_per_epoch * config.epochs
+    timer = StepTimer(device)
+    mark_last_gradient(ddp, timer.phase_ends)
+    guide_lines = GuideLines(world.local_rank, is_wanted=config.per_rank_log)
+    train_loss: float | None = None
+    accuracy = test_images = None
+
+    for epoch in range(progress.epoch, config.epochs):
+        steps = list(order.steps(epoch, progress.position))
+        numbers = [each for step in steps for each in step.micro_batches]
+        images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
+        loss_sum, num_images = torch.zeros((), device=device), 0
+        guide_lines.epoch_begins(epoch)
+        timer.resume()
+
+        for step in steps:
+            lr = learning_rate(progress.step, order.steps_per_epoch, config)
+            loss_sum += train_step(
+                state, ddp, images_of_epoch, step, lr, config, phase_ends=timer.phase_ends
+            )
+            clear_gradients(ddp, config)
+            timer.tick()
+            num_images += step.num_images
+            progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
+            ends_epoch = step is steps[-1]
+            shown: dict[str, Any] = {}
+
+            if progress.step % config.log_every == 0 or ends_epoch:
+                dist.all_reduce(loss_sum)
+                was_finite = train_loss is None or math.isfinite(train_loss)
+                train_loss = loss_sum.item() / num_images
+                if was_finite and not math.isfinite(train_loss) and world.rank == 0:
+                    log.warning(
+                        f"warning: the loss is {train_loss} at step {progress.step}. Stop the run, and "
+                        "continue from an earlier checkpoint with a lower --lr or --clip-grad-norm."
+                    )
+                loss_sum, num_images = torch.zeros((), device=device), 0
+                recent = timer.read()[-config.log_every :]
+                images_per_s = len(recent) * config.global_batch_size / sum(recent)
+                shown["phases"] = {"steps": len(timer.read()), **timer.phases}
+                mpiddp.log_metrics(
+                    progress.step,
+                    epoch=epoch,
+                    lr=lr,
+                    train_loss=train_loss,
+                    images_per_s=images_per_s,
+                    step_time_s=mean(recent),
+                )
+                log.info(
+                    f"epoch {epoch + 1}/{config.epochs}  step {progress.step}/{total_steps}  "
+                    f"loss {train_loss:.4f}  lr {lr:.4f}  {images_per_s:,.0f} images/s"
+                )
+            mpiddp.progress(progress.step, total_steps, **shown)
+
+            if ends_epoch:
+                progress = Progress(progress.step, epoch + 1, 0)
+                guide_lines.epoch_ends(timer.read()[-len(steps) :])
+                # After an epoch on smaller images, the accuracy on whole ones tells little.
+                is_full_size = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
+                if data.test is not None and is_full_size:
+                    accuracy, loss, test_images = evaluate(state.model, data.test, config, device)
+                    mpiddp.log_metrics(
+                        progress.step, epoch=epoch, test_accuracy=accuracy, test_loss=loss
+                    )
+                    log.info(f"epoch {epoch + 1}/{config.epochs}  test accuracy {accuracy:.2%}")
+                    timer.resume("evaluation")
+
+            # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
+            is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
+            is_last = progress.step == total_steps
+            stops = not is_last and (mpiddp.should_stop() or progress.step == config.stop_at_step)
+            saves = is_due or stops or is_last
+            if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
+                refuse_divergence(state, progress.step)
+                timer.resume()
+            if saves:
+                save(checkpoints, state, progress, config)
+                timer.resume("save")
+            if stops:
+                return None
+
+    timer.resume()
+    checkpoints.close()  # waits for the last save
+    timer.resume("save")
+    guide_lines.training_ends()
+    if accuracy is None and data.test is not None:  # resumed after the last step
+        accuracy, _, test_images = evaluate(state.model, data.test, config, device)
+    return {
+        "dataset": data.name,
+        "arch": config.arch,
+        "num_parameters": sum(p.numel() for p in state.model.parameters()),
+        "world_size": world.world_size,
+        "num_nodes": world.num_nodes,
+        "hosts": {},
+        "global_batch_size": config.global_batch_size,
+        "epochs": config.epochs,
+        "steps": progress.step,
+        "train_loss": train_loss,
+        "test_accuracy": accuracy,
+        "test_images": test_images,
+        **measure_speed(timer, config.global_batch_size, device),
+        "wall_s": time.monotonic() - started_at,
+        "parallel": config.parallel,
+        "phases": mean_phases(timer, device),
+    }
+
+
+def refuse_divergence(state: State, step: int) -> None:
+    """End all ranks unless all copies of the model have the same bits. A collective.
+
+    This check precedes every save, so a restart resumes from bits in which all ranks agreed.
+    """
+    group = ranks_with_same_shards(state.model)
+    with mpiddp.together():  # the ranks with other shards do not know
+        mpiddp.check_divergence(state.model, state.optimizer, step=step, group=group)
+
+
+def refuse_existing_run(out: Path, config: Namespace) -> None:
+    """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
+    if config.resume == "never" and os.environ.get("MPIDDP_RESTART_COUNT", "0") == "0":
+        for name in ("checkpoints", "config.json", "metrics.jsonl", "summary.json"):
+            if (out / name).exists():
+                raise UserError(
+                    f"--resume never, but --out {out} already holds a run ({name}). Name another --out, "
+                    "or omit --resume to resume the run."
+                )

@@ -1,0 +1,313 @@
+"""One save and one resume: what they hold in memory, read, send, remove, and refuse.
+
+Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, shards.py.
+python -m pytest tests/integration/checkpoints/test_saves.py
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+
+import mpiddp
+from mpiddp.checkpoints.contents import Resumed
+from mpiddp.checkpoints.run import RunDir, is_locked
+from mpiddp.checkpoints.save import SaveSchedule
+from mpiddp.checkpoints.shards import ShardFiles
+from mpiddp.errors import UserError
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.text import parse_interval
+from mpiddp.world import World
+from tests.support.errors import error
+from tests.support.owners import owning
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import clean_env, mpirun, script
+
+
+def saved(folder: Path, *steps: int) -> None:
+    with mpiddp.Checkpoints(folder, keep=9) as checkpoints:
+        checkpoints.resume()
+        for step in steps:
+            checkpoints.save(step, {"weight": torch.full((4,), float(step))})
+
+
+def num_large_tensors() -> int:
+    alive = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum(each.numel() >= 1000 for each in alive)
+
+
+def test_a_state_that_grows_leaves_no_copies_behind(tmp_path: Path) -> None:
+    before = num_large_tensors()
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        for step in range(1, 31):
+            checkpoints.save(step, {"history": torch.zeros(step * 1000)})
+        assert (
+            num_large_tensors() - before <= 4
+        )  # the state, the copy that is being written, the next one
+
+
+def test_a_refused_resume_leaves_the_users_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name, stays in (("mine", True), ("new", False)):
+        with pytest.raises(UserError, match=error("not found", "nothing ")):
+            mpiddp.Checkpoints(tmp_path / name).resume(tmp_path / "nothing")
+        assert (tmp_path / name).exists() == stays
+    assert not any((tmp_path / "mine").iterdir())
+
+
+def test_files_that_a_resume_has_received_outlive_the_first_save(tmp_path: Path) -> None:
+    """Values of `Resumed.state` that are sharded may still lie there."""
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.resume()
+        received = tmp_path / "run/checkpoints/.unfinished-received-1f3a"
+        received.mkdir()
+        checkpoints.save(1, {})
+    assert received.exists()
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.resume()
+    assert not received.exists()  # the next start removes them
+
+
+KILLED = """
+import os, signal, sys, mpiddp
+from pathlib import Path
+unlink = Path.unlink
+def kill(path, *args, **options):
+    if "seen-by-rank" in path.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    unlink(path, *args, **options)
+Path.unlink = kill
+mpiddp.Checkpoints(sys.argv[1]).resume()
+"""
+
+
+def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
+    killed = subprocess.run(command, env=clean_env(), timeout=PATIENCE_S)
+    assert killed.returncode == -9
+    assert [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
+    saved(tmp_path / "run", 1)
+    assert not [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
+
+
+def test_the_newest_verified_checkpoint_is_resumed_and_the_loss_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    saved(run, 800, 900, 1000)
+    (run / "checkpoints/step_00001000/weight.pt").write_bytes(b"cut")
+    found = mpiddp.Checkpoints(run).resume()
+    assert found is not None
+    assert found.step == 900
+    said = capfd.readouterr().out
+    assert "weight.pt has 3 bytes instead of" in said
+    assert "; resuming from step_00000900 (100 steps lost)." in said
+
+
+def test_another_thread_may_not_save(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            checkpoints.save(2, {})
+        except RuntimeError as refused:
+            errors.append(refused)
+
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {})
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(errors[0])
+
+
+OTHER_STEPS = """
+import sys, mpiddp
+with mpiddp.process_group() as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1])
+    checkpoints.save(1, {})
+    try:
+        checkpoints.save(10 * (world.rank + 1), {})
+    except ValueError as error:
+        print(error)
+    checkpoints.save(30, {})
+"""
+
+
+def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
+    done = mpirun(2, script(tmp_path, OTHER_STEPS), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    sentence = r"rank 0 on \S+ saves step 10, rank 1 on \S+ saves step 20\. All ranks .*"
+    lines = [line for line in done.stdout.splitlines() if "saves step" in line]
+    assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
+    assert (tmp_path / "run/checkpoints/step_00000030").exists()
+
+
+ONE_SAVES = """
+import sys, threading, mpiddp
+from mpiddp.checkpoints import save
+save._LATE_S = 0.5
+with mpiddp.process_group() as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], timeout_s=5)
+    checkpoints.save(1, {})
+    if world.rank == 0:
+        checkpoints.save(2, {})
+    threading.Event().wait(60)
+"""
+
+
+def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path: Path) -> None:
+    path = script(tmp_path, ONE_SAVES)
+    done = mpirun(2, path, str(tmp_path / "run"))
+    assert done.returncode != 0
+    assert f"save() of step 2 in {path}:9 has waited 0.5 s for the other ranks" in done.stderr
+    assert "rank 1 on" in done.stderr
+
+
+SENT = """
+import sys, torch.distributed as dist, mpiddp
+from hashlib import sha256
+from pathlib import Path
+from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.send import Transfer, send_files
+folder = Path(sys.argv[1])
+content = bytes(range(256)) * 40_000
+with mpiddp.process_group() as world:
+    if world.rank == 0:
+        (folder / "a.pt").write_bytes(content)
+    (folder / f"at{world.rank}").mkdir()
+    transfer = Transfer(0, folder / "a.pt", Entry(len(content), sha256(content).hexdigest()), (2,))
+    # Rank 1 keeps nothing, so it needs no group.
+    group = None if world.rank == 1 else dist.group.WORLD
+    send_files([transfer], world.rank, group, folder / f"at{world.rank}")
+    assert world.rank != 2 or (folder / "at2/a.pt").read_bytes() == content
+"""
+
+
+def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path: Path) -> None:
+    done = mpirun(3, script(tmp_path, SENT), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [False, False, True]
+
+
+SHARDED = """
+import sys, torch, mpiddp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+planned = []
+create = DefaultSavePlanner.create_global_plan
+DefaultSavePlanner.create_global_plan = lambda *each: planned.append(1) or create(*each)
+with mpiddp.process_group() as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1])
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(2_000_000.0), mesh, [Shard(0)])
+    for step in (1, 2):
+        checkpoints.save(step, {"a": {"w": weight}, "b": {"w": weight}})
+    checkpoints.close()
+    print(f"rank {world.rank} planned {len(planned)}", flush=True)
+"""
+
+
+def bytes_read() -> int:
+    line = next(each for each in Path("/proc/self/io").read_text().splitlines() if "rchar" in each)
+    return int(line.split()[1])
+
+
+def test_a_plan_is_made_once_and_shards_are_read_as_they_are_used(tmp_path: Path) -> None:
+    done = mpirun(2, script(tmp_path, SHARDED), str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 planned 1", "rank 1 planned 0"]
+    folder = tmp_path / "run/checkpoints/step_00000002"
+    files = {path.name: path for path in folder.iterdir()}
+    size = sum(path.stat().st_size for path in folder.glob("shard_*"))
+    shards = ShardFiles.of(files)
+    state = shards.as_values({"a": {"w": None}, "b": {"w": None}})
+    targets = {name: torch.nn.ParameterDict({"w": torch.empty(2_000_000)}) for name in "ab"}
+    before = bytes_read()
+    Resumed(2, state).load_into(**targets)
+    assert bytes_read() - before < size / 2
+    for target in targets.values():
+        assert torch.equal(target["w"], torch.arange(2_000_000.0))
+
+
+# The lock of the folder
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    saved(run.path, 1)
+    assert not is_locked(run.owner)
+    owner = owning(run, "other")
+    assert is_locked(run.owner)
+    with pytest.raises(UserError, match=error("writes there", f"process {owner.pid} on ")):
+        mpiddp.Checkpoints(run.path).resume()
+    owner.kill()  # the kernel frees the lock at once
+    owner.wait()
+    with mpiddp.Checkpoints(run.path) as checkpoints:
+        assert checkpoints.resume() is not None
+        with pytest.raises(UserError, match="in use by this process"):
+            mpiddp.Checkpoints(run.path).resume()
+    assert not run.owner.exists()
+
+
+def test_a_restart_that_finds_the_lock_held_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of a file server may hold it for a while after its death."""
+    run = RunDir(tmp_path)
+    owner = owning(run, "dead")
+    monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
+    with pytest.raises(mpiddp.JobFailed, match="writes there"):
+        mpiddp.Checkpoints(tmp_path).resume()
+    owner.communicate("", timeout=PATIENCE_S)
+
+
+# The schedule
+
+
+def schedule(every: str) -> SaveSchedule:
+    alone = Coordinator(World(0, 1, 0, 1), None)
+    return SaveSchedule(parse_interval(every), alone, 0, timeout_s=1)
+
+
+def test_a_schedule_by_steps() -> None:
+    due = schedule("10")
+    assert [step for step in range(1, 41) if due.is_due(step)] == [10, 20, 30, 40]
+    due = schedule("10")  # a script may count samples
+    assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
+
+
+def test_a_schedule_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    due, saves = schedule("10s"), []
+    for step in range(1, 401):
+        now[0] = step / 10
+        if due.is_due(step):
+            saves.append(now[0])
+    assert saves == pytest.approx([10, 20, 30, 40], abs=0.3)
+
+
+@pytest.mark.usefixtures("capfd")
+def test_a_full_disk_keeps_the_older_checkpoint_and_names_the_failed_step(tmp_path: Path) -> None:
+    saved(tmp_path / "run", 1)
+    checkpoints = mpiddp.Checkpoints(tmp_path / "run")
+    checkpoints.resume()
+    root = tmp_path / "run/checkpoints"
+    kept = root.rename(tmp_path / "kept")
+    root.write_text("in the way")  # of a folder, as a disk that fails
+    checkpoints.save(2, {"weight": torch.zeros(4)})
+    with pytest.raises(mpiddp.JobFailed, match=error("cannot be saved", "step 2 ")):
+        checkpoints.close()
+    assert (kept / "step_00000001/COMPLETE").exists()
+    assert not dist.is_initialized()

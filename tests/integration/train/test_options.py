@@ -1,0 +1,139 @@
+"""The options of `mpiddp train`, the defaults that follow from the machines, and what a resume may change.
+
+Tests mpiddp/train/options.py, config.py.
+python -m pytest tests/integration/train/test_options.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpiddp.errors import UserError
+from mpiddp.train.config import noted_changes, resolve, resume_args
+from mpiddp.train.options import (
+    FIXED,
+    NOTED,
+    OF_RUN,
+    check_options,
+    option_parser,
+    parse,
+)
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import clean_env
+from tests.support.training import configured
+
+
+def test_each_option_is_one_line_of_36() -> None:
+    named = [each for each in option_parser()._actions if each.dest not in ("help", "local_rank")]
+    assert len(named) == 36
+    assert {*FIXED, *NOTED, *OF_RUN} <= {each.dest for each in named}
+
+
+def test_the_help_needs_no_torch() -> None:
+    program = (
+        "import sys; from mpiddp.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--global-batch-size" in done.stdout
+
+
+def test_the_guides_spellings() -> None:
+    options = parse(["--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152"])
+    assert (options.backend, options.use_syn, options.batch_size) == ("nccl", True, 8192)
+    assert parse(["--out=a_b", "--local_rank=3"]).out == "a_b"
+    assert check_options(["--backend=gloo", "--per_rank_log"]) == ("gloo", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--epochs=0", r"mpiddp train: argument --epochs: .*, not '0'\. See: mpiddp train --help"),
+        ("--epochs=1.5", ".* --epochs: expected a whole number, 1 or more, not '1.5'.*"),
+        ("--lr=nan", ".* --lr: expected a number of at least .*"),
+        ("--save-every=0m0", ".* --save-every: expected steps, or a time .*"),
+        ("--arch=resnet19", ".* --arch: invalid choice: 'resnet19' .*"),
+        ("--use-sin", '.*unrecognized arguments: --use-sin\\. Did you mean "--use-syn"?.*'),
+        ("--log-to=wandb,x", ".* --log-to: expected some of tensorboard, .*, not 'x'.*"),
+        ("--out=", ".* --out: expected a path, not an empty string.*"),
+        ("--batch-size=2 --global-batch-size=4", "--batch-size and --global-batch-size are .*"),
+        ("--parallel=fsdp --compile", "--compile and --parallel fsdp are mutually exclusive.*"),
+        ("--parallel=hsdp --sync-bn", "--sync-bn and --parallel hsdp are mutually exclusive.*"),
+        ("--parallel=fsdp --check-divergence=5", "--check-divergence and --parallel fsdp .*"),
+        ("--image-size=64", "--image-size applies to image folders only.*"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(options.split())
+    assert re.fullmatch(sentence, str(refused.value)), str(refused.value)
+
+
+def test_the_defaults_follow_from_the_device() -> None:
+    on_cpu = configured(ranks=2)
+    assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("wide_resnet14_2", "half", "muon")
+    assert (on_cpu.global_batch_size, on_cpu.epochs, on_cpu.low_res_epochs) == (128, 7, 4)
+    sharded = configured("--parallel=fsdp")
+    assert (sharded.optimizer, sharded.channels_last) == ("sgd", False)
+    folder = configured("--dataset=image-folder", "--arch=resnet50")
+    assert (folder.image_size, folder.stem) == (224, "imagenet")
+
+
+def test_the_global_batch_is_split_over_the_ranks_also_unevenly() -> None:
+    assert configured("--batch-size=8", ranks=3).global_batch_size == 24
+    assert configured("--global-batch-size=24", "--grad-accum-steps=2", ranks=3).batch_size == 4
+    assert configured("--global-batch-size=25", ranks=3).batch_size == 9
+    assert configured("--global-batch-size=3", ranks=3).batch_size == 1  # the user's wish
+    with pytest.raises(UserError, match=r"--global-batch-size 5 .* of 3 ranks .* Use 6 or more"):
+        configured("--global-batch-size=5", ranks=3)
+
+
+def test_more_epochs_at_low_resolution_than_epochs() -> None:
+    with pytest.raises(UserError, match=r"--low-res-epochs 3 is more than --epochs 2\."):
+        configured("--low-res-epochs=3", "--epochs=2")
+
+
+def test_a_restart_keeps_the_global_batch_of_the_first_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announced = '{"global_batch_size": 24, "world_size": 4}'
+    monkeypatch.setenv("MPIDDP_ANNOUNCED", announced)
+    config = resolve(parse(["--batch-size=6"]), 3, torch.device("cpu"))
+    assert (config.global_batch_size, config.grad_accum_steps) == (24, 2)
+
+
+def test_changes_that_a_resume_says() -> None:
+    saved = vars(configured("--lr=0.4"))
+    assert noted_changes(saved, configured("--lr=0.4", "--keep=5")) == []
+    now = configured("--lr=0.2", "--epochs=9", "--low-res-epochs=4")
+    assert noted_changes(saved, now) == ["--epochs 7, now 9", "--lr 0.4, now 0.2"]
+
+
+def test_the_arguments_that_resume_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def args(**options: object) -> list[str]:
+        return resume_args(Namespace(**{"out": None, "resume": "auto", **options}), out)
+
+    assert args() == ["--out", str(out)]
+    assert args(out=str(out)) == []
+    assert args(out=str(out), resume="never") == ["--resume", "auto"]
+    assert args(out=str(out), resume=str(tmp_path / "other")) == []
+    back = str(out / "checkpoints" / "step_00000001")
+    assert args(out=str(out), resume=back) == ["--resume", "auto"]
