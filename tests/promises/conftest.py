@@ -6,15 +6,14 @@ python -m pytest tests/promises --collect-only -q     # the list of what mpiddp 
 from __future__ import annotations
 
 import inspect
-import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import cluster as test_cluster
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, slurm
+from tests.support.cluster.slurm import Slurm
 from tests.support.mpis import mpirun_of
 from tests.support.place import Here, Hosts, Place
 
@@ -69,12 +68,15 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def hosts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Hosts]:
     """The hosts of `cluster`, with a new folder that they share."""
-    folder = cluster.shared / re.sub(r"\W+", "-", request.node.name)
-    folder.mkdir()
-    place = Hosts(folder, cluster)
-    yield place
-    place.clear()
-    shutil.rmtree(folder)
+    with Hosts.on(cluster, request.node.name) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def batch(cluster: Cluster) -> Iterator[Slurm]:
+    """A Slurm on the hosts of `cluster`."""
+    with slurm.up_or_skip(cluster) as up:
+        yield up
 
 
 @pytest.fixture

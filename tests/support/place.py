@@ -10,19 +10,21 @@ A test takes the fixture `place`, `here` or `hosts` (tests/promises/conftest.py)
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -71,6 +73,12 @@ class Done:
     @property
     def lines(self) -> list[str]:
         return self.stdout.splitlines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of stdout that are JSON, such as those of tests/programs/identity.py, by rank."""
+        texts = [line[line.index("{") :] for line in self.lines if line.endswith("}")]
+        return sorted((json.loads(text) for text in texts), key=lambda record: record["RANK"])
 
     @property
     def said(self) -> list[str]:
@@ -213,6 +221,12 @@ class Place(ABC):
         self.jobs.append(job)
         return job
 
+    def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script that one test alone runs, and return its path."""
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
     def clear(self) -> None:
         """Kill all processes that jobs of this test have left."""
         while left := self.processes():
@@ -280,6 +294,19 @@ class Hosts(Place):
     """The hosts of a test cluster. Commands run on the first one."""
 
     cluster: Cluster
+
+    @classmethod
+    @contextmanager
+    def on(cls, cluster: Cluster, name: str) -> Iterator[Hosts]:
+        """The hosts of a running cluster for one test, with a new folder that they share."""
+        folder = cluster.shared / re.sub(r"\W+", "-", name)
+        folder.mkdir()
+        place = cls(folder, cluster)
+        try:
+            yield place
+        finally:
+            place.clear()
+            shutil.rmtree(folder)
 
     def __getitem__(self, name: str) -> Host:
         return self.cluster[name]
