@@ -14,5 +14,6 @@ tell(
     interface=os.environ.get("GLOO_SOCKET_IFNAME"),
     master=os.environ["MASTER_ADDR"],
     threads=torch.get_num_threads(),
+    torch=torch.__version__,
 )
 dist.destroy_process_group()
