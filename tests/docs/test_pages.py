@@ -1,6 +1,6 @@
 """README.md and docs/ say what the program does: their links, options, defaults, exit codes and names.
 
-tests/docs/test_page_commands.py runs their commands.
+tests/promises/test_page_commands.py runs their commands.
 python -m pytest tests/docs/test_pages.py
 """
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 from itertools import pairwise
 
-from tests.support.series import SERIES
+from tests.support.ranks import ROOT
 
+SERIES = ROOT / "examples/series"
 STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")
 
 

@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import struct
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-
-
-def fashion_mnist(folder: Path, num_train: int, num_test: int) -> Path:
-    """Write random images with random labels as Fashion-MNIST's four files."""
-    draw = np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", num_train), ("t10k", num_test)):
-        images = draw.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = draw.integers(0, 10, count, dtype=np.uint8)
-        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            (folder / f"{part}-{name}-ubyte.gz").write_bytes(
-                gzip.compress(header + array.tobytes(), 1)
-            )
-    return folder
-
-
-def two_epochs(folder: Path, *options: str) -> list[str | Path]:
-    """Options of `mpiddp train` for two epochs over 26 images with augmentation, and 11 test images."""
-    data = folder / "data"
-    if not data.exists():
-        fashion_mnist(data, 26, 11)
-    return [
-        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2", *options,
-    ]  # fmt: skip
 
 
 def image_folder(folder: Path, num_train: int, num_test: int) -> Path:
@@ -44,4 +17,17 @@ def image_folder(folder: Path, num_train: int, num_test: int) -> Path:
             for index in range(count):
                 pixels = draw.integers(0, 256, (40, 30, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / split / name / f"{index}.jpg")
+    return folder
+
+
+def numbered_images(folder: Path, num_train: int) -> Path:
+    """Write an image folder whose images differ in their gray.
+
+    tests/programs/watched_training.py knows the number of an image by it.
+    """
+    for split, count in (("train", num_train), ("val", 7)):
+        for number in range(count):
+            path = folder / split / f"class_{number % 3}" / f"{number:03}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (20 + 2 * number,) * 3).save(path, quality=100)
     return folder

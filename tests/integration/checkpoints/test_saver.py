@@ -11,8 +11,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,19 +32,6 @@ from mpiddp.world import World
 from tests.support.channels import member, serving
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],
-        env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    found = re.fullmatch(r"40 kills, (\d+) in mid-write, step \d+\n", ran.stdout)
-    assert found is not None, ran.stdout
-    assert int(found[1]) > 4, "too few kills during a write"
 
 
 def test_a_snapshot_does_not_change_during_training() -> None:

@@ -1,6 +1,6 @@
 """Train the GPT of examples/gpt/sharded.py in several layouts, one after the other, in the same ranks.
 
-    mpirun -np 4 python -m tests.jobs.gpt_layouts '[["--tp", "2"], ["--fsdp"]]'
+    mpiddp launch -n 4 tests/programs/gpt_layouts.py '[["--tp", "2"], ["--fsdp"]]'
 
 Rank 0 prints a list of JSON: for each layout the largest differences to the undivided model, or the sentence
 that refuses it. A layout with "without_NAME" leaves that function out, as a mistake would: the differences

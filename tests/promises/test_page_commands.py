@@ -3,7 +3,7 @@
 A block ```console is run as it stands. `$ ` begins a command; what follows is compared with what it prints:
 numbers and the name of the host may differ, `…` alone stands for any lines, and within a line for any text.
 
-python -m pytest tests/docs/test_page_commands.py
+python -m pytest tests/promises/test_page_commands.py
 """
 
 from __future__ import annotations
