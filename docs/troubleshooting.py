@@ -76,9 +76,9 @@ _EVIDENCE = """\
 <!-- Written by `python -m docs.troubleshooting`. -->
 
 `mpiddp explain` knows {rows} failures. Each has what the real program prints in `tests/data/failures`,
-{texts} texts in all, and `tests/integration/test_explanations.py` feeds each of them to its row:
+{texts} texts in all, and `tests/promises/test_doctor.py` feeds each of them to its row:
 
-    python -m pytest tests/integration/test_explanations.py
+    python -m pytest tests/promises/test_doctor.py -k explain
 
 - *provoked here*: {provoked} texts, by a function of that name in `tests/support/provoke_failures.sh`.
 - *issue*: as people have posted it in a public issue, for failures that need a GPU or another network.
