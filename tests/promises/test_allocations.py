@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import cluster as test_cluster
 from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
@@ -25,7 +26,6 @@ from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
-from tests.support.kubernetes import read_yaml
 from tests.support.mpis import library_of, mpirun_of
 from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
 from tests.support.ranks import ROOT
@@ -394,7 +394,7 @@ def pods() -> Iterator[Cluster]:
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_an_mpijob(pods: Cluster, mpi: str) -> None:
     """The example for Kubeflow's MPIJob starts the ranks in the workers, once all pods have a name."""
-    spec = read_yaml((KUBERNETES / "mpijob.yaml").read_text())["spec"]
+    spec = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
     container = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     options = container["args"][2 : container["args"].index("-m")]
     assert not any("hostfile" in option for option in options)  # the operator's variable names it
