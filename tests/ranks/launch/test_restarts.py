@@ -17,7 +17,6 @@ from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, script
 
-TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
 FAILS_ONCE = """
 import os, pathlib, sys
 tries = pathlib.Path(sys.argv[1])
@@ -232,47 +231,11 @@ def test_a_restart_waits_for_the_working_folder_until_a_stop_request(tmp_path: P
     assert (rest, job.returncode) == ("mpiddp: interrupted before a restart.\n", 130)
 
 
-def test_bad_input_causes_no_restart(tmp_path: Path) -> None:
-    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", *TRAIN, "--lr", "much"]
-    done = subprocess.run(
-        command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 2
-    assert "restart" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--spares", "2"), error("host for", "--spares 2 ", "-H has 2 hosts")),
-        (
-            ("--spares", "1", "--min-hosts", "2"),
-            error("but --min-hosts", "1 host ", "1 spare", "--min-hosts is 2"),
-        ),
-        (
-            ("--spares", "1", "--no-check"),
-            error("--spares needs", "--spares ", "--no-check"),
-        ),
-    ],
-)
-def test_spares_that_cannot_be_used(options: tuple[str, ...], sentence: str) -> None:
-    done = launch(*options, "-H", "localhost:1,far.invalid:1", "-m", "platform")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-
-
 def test_a_dry_run_leaves_out_the_spares() -> None:
     done = launch("--dry-run", "--spares", "1", "-H", "localhost:1,far.invalid:1", "-m", "platform")
     assert done.returncode == 0, done.stderr
     assert "mpiddp: kept in reserve: far.invalid\n" in done.stderr
     assert "far.invalid" not in done.stdout
-
-
-def test_min_hosts_above_the_number_of_hosts_is_an_error() -> None:
-    done = launch("--min-hosts", "3", "-H", "localhost:2", "-m", "platform")
-    assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("but --min-hosts", "1 host ", "--min-hosts is 3")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 ANNOUNCES = """

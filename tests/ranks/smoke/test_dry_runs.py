@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.starters.table import identify
-from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
+from tests.support.allocations import DRY_RUNS, PBS, documented_dry_runs, enter_folder
 from tests.support.errors import error
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch
@@ -70,36 +70,6 @@ def test_local_starts_on_this_machine_alone() -> None:
     assert done.returncode == 0, done.stderr
     assert "invalid" not in done.stdout + done.stderr
     assert "-n 2" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"PBS_JOBID": "12"}, error("not: this", "PBS_JOBID=12 ", "PBS_NODEFILE ")),
-        (
-            {"RANK": "1", "WORLD_SIZE": "4"},
-            error("launch starts", "RANK=1 ", "4 ranks (env://)", "mpiddp run ", "--local"),
-        ),
-        (
-            {"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"},
-            error("but SLURM_JOB_NODELIST", "SLURM_JOB_ID=1 ", "SLURM_JOB_NODELIST "),
-        ),
-        # prterun, or a launcher whose variables say no number of ranks
-        (
-            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            error("launcher has", "PMIX_RANK=1 ", "mpiddp launch"),
-        ),
-        ({"FLUX_TASK_RANK": "1"}, error("only some", "flux's ", "FLUX_TASK_RANK=1")),
-        ({"PALS_RANKID": "1"}, error("only some", "pals's ", "PALS_RANKID=1")),
-    ],
-)
-def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
-    done = launch(SCRIPT, **variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert re.fullmatch(sentence, line), line
-    alone = launch("--local", "-n", "1", "--dry-run", SCRIPT, **variables)
-    assert alone.returncode == 0, alone.stderr
 
 
 def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:

@@ -7,10 +7,8 @@ python -m pytest tests/ranks/smoke/test_env_file.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-from tests.support.errors import error
 from tests.support.ranks import launch, script
 
 
@@ -39,15 +37,3 @@ def test_a_dry_run_shows_no_value_of_the_file(tmp_path: Path) -> None:
     assert "PLAIN=… " in done.stdout
     assert "… stands for values that are never printed here. Fill in: PLAIN\n" in done.stderr
     assert "private-value" not in done.stdout + done.stderr
-
-
-def test_a_bad_line_of_the_file_starts_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "job.env"
-    file.write_text("PLAIN=1\nA-B=private-value\n")
-    started = tmp_path / "started"
-    job = script(tmp_path, f"open({str(started)!r}, w)")
-    done = launch("--env-file", str(file), "-n", "1", job)
-    assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("expected NAME=VALUE", f"{file}:2: ", "NAME=VALUE")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-    assert not started.exists()
