@@ -80,6 +80,13 @@ def test_files_name_only_pages_that_exist() -> None:
     assert [each for each in sorted(found) if not (ROOT / each).exists()] == []
 
 
+def test_the_command_that_runs_a_test_alone_names_its_file() -> None:
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        head = ast.get_docstring(ast.parse(file.read_text())) or ""
+        named = re.findall(r"python -m pytest (tests/\S+)", head)
+        assert [path for path in named if not (ROOT / path).exists()] == [], file
+
+
 def test_the_pages_of_known_failures_are_current() -> None:
     assert troubleshooting.PAGE.read_text() == troubleshooting.text()
     assert troubleshooting.EVIDENCE.read_text() == troubleshooting.evidence()

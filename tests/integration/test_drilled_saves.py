@@ -1,6 +1,6 @@
 """The faults of a drill within a save, made in this process.
 
-Tests mpiddp/drill/observer.py and plan.py. tests/ranks/test_drill.py has whole drills.
+Tests mpiddp/drill/observer.py and plan.py. tests/promises/test_doctor.py has whole drills.
 python -m pytest tests/integration/test_drilled_saves.py
 """
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,6 +102,18 @@ def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     assert text.stem.partition(".")[0] in first
     assert str(text) in first
+
+
+def test_explain_knows_a_failure_of_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mpiddp explain` knows what a program prints today, as it knows the texts that are kept."""
+    name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
+    script = ROOT / "tests/support/provoke_failures.sh"
+    env = {**os.environ, "FAILURES_OUT": str(tmp_path)}
+    subprocess.run([script, name], env=env, cwd=tmp_path, check=True)
+    code, first = explained(tmp_path / f"{name}.txt", capsys)
+    assert (code, name in first) == (0, True)
 
 
 HEALTHY = """
