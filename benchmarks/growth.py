@@ -17,12 +17,12 @@ from benchmarks.faults.job import Job, launch
 from benchmarks.harness import OPENMPI5, start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.report import markdown
-from tests.jobs.elastic import Step, read_steps
+from tests.programs.elastic import Step, read_steps
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults
 from tests.support.ranks import ROOT
 
-SCRIPT = str(ROOT / "tests" / "jobs" / "elastic.py")
+SCRIPT = str(ROOT / "tests" / "programs" / "elastic.py")
 OPTIONS = ("--min-hosts", "1", "--grow", "1")
 HEAD = ("last step after s", "restart begins after s", "next step after s", "load")
 

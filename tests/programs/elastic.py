@@ -1,6 +1,6 @@
 """A training of a line, with a global batch that does not depend on the number of ranks.
 
-    mpiddp launch -H node0:1,node1:1 tests/jobs/elastic.py FOLDER [MAX_RANKS]
+    mpiddp launch -H node0:1,node1:1 tests/programs/elastic.py FOLDER [MAX_RANKS]
 
 FOLDER gets run/ with checkpoints, steps (see `Step`), and weights.json at the end, after which no step
 follows. The training ends once FOLDER/finish exists. It makes trouble by files in FOLDER:
