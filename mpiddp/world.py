@@ -58,10 +58,12 @@ class RankSource(NamedTuple):
 
     @property
     def speaks_mpi(self) -> bool:
+        """Whether its ranks may load MPI."""
         return bool(self.vendors)
 
     @property
     def variables(self) -> tuple[str, ...]:
+        """The names of its variables that say who a rank is."""
         names = (self.rank, self.world_size, self.local_rank, self.local_world_size, self.node_id)
         return tuple(name for name in names if name)
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,11 @@ LONGEST_FIRST = """
     device_mesh pitfalls per_rank_log gpt_sharded preflight cifar10_fetch shown_output saver
     first_jobs test_hosts launch_options control_channel
 """
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if find_spec("pytest_timeout") is None:  # as for tests/unit, which need pytest alone
+        parser.addini("timeout", "the limit of a test in seconds, which nobody enforces here")
 
 
 @pytest.fixture(autouse=True)

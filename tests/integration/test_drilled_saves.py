@@ -1,6 +1,6 @@
 """What a rank of a drill records and does within saves and batches, in this process.
 
-Tests mpiddp/drill/observer.py and plan.py. tests/ranks/test_drill.py has whole drills.
+Tests mpiddp/drill/observer.py and plan.py. tests/promises/test_doctor.py has whole drills.
 python -m pytest tests/integration/test_drilled_saves.py
 """
 

@@ -6,19 +6,20 @@ python -m pytest tests/integration/test_kubernetes_image.py
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
+
+import yaml
 
 from tests.integration.test_packaging import SOURCES
-from tests.support.kubernetes import read_yaml
 from tests.support.ranks import ROOT
 
 FOLDER = ROOT / "examples" / "kubernetes"
-
-
 ENTRY = FOLDER / "entrypoint.sh"
 
 
 def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
-    job = read_yaml((FOLDER / "mpijob.yaml").read_text())["spec"]
+    job = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())["spec"]
     assert f"SSH_KEYS:-{job['sshAuthMountPath']}}}" in ENTRY.read_text()
     containers = {
         name: each["template"]["spec"]["containers"][0]
@@ -37,3 +38,13 @@ def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
         "openmpi",
     }  # names that setup.py does not have are ignored
     assert ENTRY.stat().st_mode & 0o111
+
+
+def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path: Path) -> None:
+    command = ["env", f"HOME={tmp_path}", f"SSH_KEYS={tmp_path}/none", str(ENTRY), "true"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"entrypoint.sh: no key pair in {tmp_path}/none. Set sshAuthMountPath: {tmp_path}/none in the "
+        "MPIJob.\n"
+    )

@@ -3,18 +3,17 @@
 import functools
 from pathlib import Path
 
-import pytest
-
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
 from mpiddp.train.datasets import default_data_dir
+from tests.support.cluster.needs import lacking
 
 
 def fetched_cifar10() -> Path:
     """The data folder with CIFAR-10. Skips the test, with the reason, if no source answers."""
     outcome = _fetch_once()
     if isinstance(outcome, JobFailed):
-        pytest.skip(f"this test needs the real data: {outcome}")
+        lacking(f"this test needs the real data: {outcome}")
     return outcome
 
 
@@ -22,7 +21,7 @@ def official_batches() -> Path:
     """The folder of CIFAR-10's six batches in the binary layout, fetched as above."""
     found = cifar10.find(fetched_cifar10())
     if found is None or not (found / "test_batch.bin").exists():
-        pytest.skip(f"this test needs {cifar10.BIN_FOLDER}, and another layout is cached")
+        lacking(f"this test needs {cifar10.BIN_FOLDER}, and another layout is cached")
     return found
 
 

@@ -57,7 +57,7 @@ RIGHT = {
     "mpiddp train": Right((*_TRAIN.split(), "--steps-per-epoch", "20", "--out", "{out}")),
     "Lightning": Right((f"{FOLDER}/lightning_module.py", "{out}"), "lightning"),
     "transformers": Right(
-        ("tests/jobs/transformers_training.py", "{out}", "24"), "transformers", "kill"
+        ("tests/programs/transformers_training.py", "{out}", "24"), "transformers", "kill"
     ),
     "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate"),
     "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.cluster.needs import lacking
 
 FOLDER = Path(__file__).resolve().parents[2] / ".frameworks"
 PACKAGES = {
@@ -43,7 +43,7 @@ def is_installed(package: str) -> bool:
 def environment(package: str) -> dict[str, str]:
     """The variables that let a script import the package; without it, the test is skipped."""
     if not is_installed(package):
-        pytest.skip(f"{package} is not installed: python -m tests.support.frameworks install")
+        lacking(f"{package} is not installed: python -m tests.support.frameworks install")
     root = str(FOLDER.parent)
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {**offline, "PYTHONPATH": os.pathsep.join([root, str(folder())])}

@@ -11,8 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.support.cluster.needs import lacking
 from tests.support.ranks import find_mpirun
 
 FOLDER = Path(__file__).resolve().parents[2] / ".mpi"
@@ -43,7 +42,7 @@ def mpirun_of(mpi: str) -> str:
         return find_mpirun()
     path = find(mpi)
     if path is None:
-        pytest.skip(f"{mpi} is not installed: python -m tests.support.mpis install")
+        lacking(f"{mpi} is not installed: python -m tests.support.mpis install")
     return str(path)
 
 

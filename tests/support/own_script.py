@@ -1,15 +1,10 @@
-"""Runs of examples/ddp_with_checkpoints.py, and the steps that they keep."""
+"""examples/ddp_with_checkpoints.py with fewer steps, and with what a test puts into each step."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from mpiddp.checkpoints import folder as directory
-from tests.support.ranks import LAUNCH, ROOT, run_command, script
+from tests.support.ranks import ROOT, script
 
 PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
 STEPS = 40
@@ -35,19 +30,3 @@ def example(folder: Path, *, every: int = 5, each_step: str = "", run: str = "ru
         text = text.replace(old, new)
     folder.mkdir(exist_ok=True)
     return Path(script(folder, text))
-
-
-def steps_kept(run: Path) -> list[int]:
-    folders = directory.list_steps(run / "checkpoints")
-    for folder in folders:
-        directory.verify(folder)
-    return [directory.step_of(folder) for folder in folders]
-
-
-def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_command([*LAUNCH, *options, str(job)], job.parent)
-
-
-def model(folder: Path) -> dict[str, Any]:
-    weights: dict[str, Any] = torch.load(folder / "model.pt")
-    return weights

@@ -6,8 +6,9 @@
 # shellcheck disable=SC2016  # programs of other shells stand in single quotes
 # Needs `python -m tests.support.mpis install`; for the functions below "hosts" also root and
 #   python -m tests.support.cluster --name failures up 3 --slurm
-cd "$(dirname "$0")/.." || exit
+cd "$(dirname "$0")/../.." || exit
 ROOT=$PWD
+OUT=${FAILURES_OUT:-tests/data/failures}
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
 export PATH=$ROOT/.venv/bin:$PATH OMP_NUM_THREADS=1 PYTHONPATH=$ROOT
@@ -213,9 +214,9 @@ slurm-mpi-type() { on node0 'srun --mpi=pmix_v9 true'; }
 
 provoke() {
   { "$1" 2>&1; } | sed -e "s:$SCRATCH:/home/user:g; s:$ROOT/.venv:/opt/venv:g; s:$ROOT/.mpi:/opt:g; s:$ROOT:/home/user:g" \
-    -e "s:$(python -c 'import sys; print(sys.base_prefix)'):/usr:g; s/\(^\|[^-_a-z]\)$(hostname)\b/\1node0/g" | tail -n 60 > "tests/data/failures/$1.txt"
+    -e "s:$(python -c 'import sys; print(sys.base_prefix)'):/usr:g; s/\(^\|[^-_a-z]\)$(hostname)\b/\1node0/g" | tail -n 60 > "$OUT/$1.txt"
 }
-mkdir -p tests/data/failures
+mkdir -p "$OUT"
 for id in "${@:-$(declare -F | sed -n 's/^declare -f \(.*-.*\)/\1/p')}"; do
   for each in $id; do provoke "$each"; done
 done

@@ -1,36 +1,17 @@
-"""Runs of `mpiddp train` under the real mpirun, for tests: start them, and read their files."""
+"""What a run has written, read as docs/checkpoints.md describes its files."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
-import subprocess
-import time
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.state import unpacked
 from mpiddp.train.config import resolve
 from mpiddp.train.options import parse
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, mpirun, mpirun_command, own_lines
-
-Command = list[str | Path]  # the options of `mpiddp train`
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The result of one of several commands on the same ranks: rank 0's stdout, the stderr of all."""
-
-    code: int
-    stdout: str
-    stderr: str
 
 
 def configured(*options: str, ranks: int = 1) -> Namespace:
@@ -38,74 +19,33 @@ def configured(*options: str, ranks: int = 1) -> Namespace:
     return resolve(parse(list(options)), ranks, torch.device("cpu"))
 
 
-def train(
-    ranks: int, *options: str | Path, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`mpirun -np RANKS python -m mpiddp train OPTIONS…`"""
-    return mpirun(ranks, "-m", "mpiddp", "train", *map(str, options), cwd=cwd)
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08d}"
 
 
-@dataclass
-class Ranks:
-    """Ranks of one mpirun that run one job after another, see `tests.jobs.turns`."""
-
-    process: subprocess.Popen[str]
-    stderr: Path
-
-    def run(self, ranks: int, folder: Path, commands: list[Command]) -> list[Turn]:
-        """Run the commands one after another, each as a job of this many ranks."""
-        file = folder / "TURNS.json"
-        file.unlink(missing_ok=True)
-        texts = [[str(argument) for argument in command] for command in commands]
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([ranks, str(file), texts]) + "\n")
-        self.process.stdin.flush()
-        deadline = time.monotonic() + PATIENCE_S
-        while not file.exists():
-            assert self.process.poll() is None, self.stderr.read_text()
-            assert time.monotonic() < deadline, "the ranks take too long"
-            time.sleep(0.05)
-        return [Turn(*turn) for turn in json.loads(file.read_text())]
+def verified(folder: Path) -> Path:
+    """The folder of a checkpoint, after every byte of it was compared with its hash."""
+    manifest = (folder / "manifest.json").read_bytes()
+    assert (folder / "COMPLETE").read_text().strip() == sha256(manifest).hexdigest()
+    entries = json.loads(manifest)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {*entries, "manifest.json", "COMPLETE"}, folder
+    for name, entry in entries.items():
+        content = (folder / name).read_bytes()
+        assert (len(content), sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
+    return folder
 
 
-def _stop_with_parent() -> None:
-    """Stop the waiting ranks when pytest is killed."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-
-
-def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
-    """This many ranks. Afterwards they must end with code 0 and without output on stderr."""
-    stderr = folder / "stderr"
-    with (
-        stderr.open("w") as file,
-        subprocess.Popen(
-            mpirun_command(ranks, "-m", "tests.jobs.turns"),
-            env=clean_env(),
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-            text=True,
-            preexec_fn=_stop_with_parent,
-        ) as process,
-    ):
-        try:
-            yield Ranks(process, stderr)
-            process.communicate("\n", timeout=PATIENCE_S)  # the line that ends them
-        finally:
-            process.kill()  # nothing, if it has ended
-    assert (process.returncode, own_lines(stderr.read_text())) == (0, [])
+def steps_kept(run: Path) -> list[int]:
+    """The steps of a run's checkpoints, each of which is verified."""
+    folders = sorted((run / "checkpoints").glob("step_????????"))
+    return [int(verified(folder).name.removeprefix("step_")) for folder in folders]
 
 
 def contents(run: Path, step: int) -> dict[str, Any]:
-    """All tensors of a checkpoint, by the names of its files."""
-    folder = run / "checkpoints" / f"step_{step:08d}"
-    files = {
-        name: torch.load(folder / f"{name}.pt")
-        for name in ("model", "optimizer", "scaler", "ranks")
-    }
-    return {**files, "ranks": [unpacked(own) for own in files["ranks"]]}
+    """All tensors of a checkpoint, by the names of its files; training.pt names the run's folder."""
+    files = verified(step_folder(run, step)).glob("*.pt")
+    return {file.stem: torch.load(file) for file in files if file.name != "training.pt"}
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:
@@ -123,6 +63,11 @@ def unequal(a: Any, b: Any, where: str = "") -> list[str]:
 
 def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The training loss of each recorded step."""
+    return {each["step"]: each["train_loss"] for each in records(run) if "train_loss" in each}
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The process beside rank 0 that serves the job channel: rank 0's native code and its end do not disturb it.
 
 Tests mpiddp/runtime/rendezvous/channel_process.py.
-python -m pytest tests/test_channel_process.py
+python -m pytest tests/integration/runtime/test_channel_process.py
 """
 
 from __future__ import annotations

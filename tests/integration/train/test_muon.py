@@ -1,4 +1,4 @@
-"""Muon and low resolution, without ranks. tests/ranks/checkpoints/test_resume.py has both on several ranks.
+"""Muon and low resolution, without ranks. tests/promises/test_checkpoints.py has it on three ranks.
 
 Tests mpiddp/train/muon.py, mpiddp/train/datasets.py.
 python -m pytest tests/integration/train/test_muon.py

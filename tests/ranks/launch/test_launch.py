@@ -115,13 +115,6 @@ def test_each_mpirun_has_a_session_folder_of_its_own(tmp_path: Path) -> None:
     assert Path(done.stdout).parts[:-3] == tmp_path.parts  # the user's own choice
 
 
-def test_a_missing_script_is_reported_before_anything_starts() -> None:
-    done = launch("-H", "localhost:2", "nowhere.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("not found", "nowhere.py ", f" {ROOT})")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-
-
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     path = script(tmp_path, SLEEP)
     with started(["--grace", "1", "-H", "localhost:2", path, "ignores_sigterm"]) as launcher:
@@ -218,16 +211,6 @@ def test_a_child_that_a_rank_forks_may_end_as_it_likes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "0 1\n" * 2), done.stderr
     assert done.stderr.count("ValueError: of a child\n") == 2
     assert "mpiddp: " not in done.stderr
-
-
-def test_help_and_bad_options_of_train_start_no_job() -> None:
-    done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: mpiddp train")
-    done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--epochs=0")
-    assert (done.returncode, done.stdout) == (2, "")
-    sentence = error("--help", "mpiddp train: ", "--epochs: ", "'0'", "mpiddp train --help")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
 def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A stranger at the ports of a job cannot end it, stop it, or make it look successful.
 
 Tests mpiddp/protocol/server.py, mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
-python -m pytest tests/test_strangers.py
+python -m pytest tests/ranks/runtime/test_strangers.py
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from tests.support.cluster.host import USER, Host
 from tests.support.cluster.layout import PLAIN, Layout
-from tests.support.cluster.needs import why_not
+from tests.support.cluster.needs import lacking, why_not
 from tests.support.cluster.program import Program
 from tests.support.cluster.standing import stand_up, up
 from tests.support.cluster.state import Cluster, alive, attach, standing, take_down
@@ -26,6 +26,7 @@ __all__ = [
     "Program",
     "alive",
     "attach",
+    "lacking",
     "stand_up",
     "standing",
     "take_down",
@@ -38,9 +39,7 @@ __all__ = [
 @contextmanager
 def up_or_skip(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
     """`up` for a pytest fixture. Skips its tests if this machine cannot run a cluster."""
-    import pytest  # here, because the command line must work without pytest
-
     if reason := why_not():
-        pytest.skip(reason)
+        lacking(reason)
     with up(count, layout=layout) as cluster:
         yield cluster

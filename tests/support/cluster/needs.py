@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from functools import cache
+from typing import NoReturn
 
 from tests.support.patience import PATIENCE_S
 
@@ -50,6 +51,15 @@ def tool(name: str) -> str:
     if path is None:
         raise FileNotFoundError(f"{name} is not installed")
     return path
+
+
+def lacking(reason: str) -> NoReturn:
+    """Skip the test, since this machine lacks a part. With MPIDDP_TEST_NEEDS=all, the test fails."""
+    import pytest  # here, because the command line of the cluster must work without pytest
+
+    if os.environ.get("MPIDDP_TEST_NEEDS") == "all":
+        pytest.fail(f"{reason} (MPIDDP_TEST_NEEDS=all allows no skip)", pytrace=False)
+    pytest.skip(reason)
 
 
 @cache

@@ -131,10 +131,8 @@ def up(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Iterator
 @contextmanager
 def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:
     """`up` for a pytest fixture. Skips its tests if this machine has no Slurm."""
-    import pytest  # here, because the command line must work without pytest
-
     if reason := needs.why_no_slurm():
-        pytest.skip(reason)
+        needs.lacking(reason)
     with up(cluster, credentials_s=credentials_s) as standing:
         yield standing
 

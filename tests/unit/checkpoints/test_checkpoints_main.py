@@ -14,7 +14,6 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
 from tests.support import checkpoint_folders
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
 
@@ -107,41 +106,6 @@ def test_prune_counts_only_valid_checkpoints(run: Path, capsys: Captured) -> Non
     assert call(capsys, "prune", str(run)) == (0, [], [])
     assert call(capsys, "prune", str(run), "--keep=1")[1] == ["checkpoint step_00000100: removed"]
     assert names(run) == ["step_00000200", "step_00000300"]
-
-
-def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
-    empty = run / "empty"
-    empty.mkdir()
-    one = run / "checkpoints" / "step_00000100"
-    for arguments, sentence in (
-        (("list", str(empty)), error("folder, a", f"{empty} contains no checkpoints")),
-        (("verify", str(run / "x")), error("folder, a", f"{run}/x does not exist")),
-        (("list", "x" * 300), error(":", f"{'x' * 300}/checkpoints: File name too long")),
-        (("prune", str(empty)), error("folder or", f"{empty} contains no checkpoints")),
-        (("prune", str(one)), error("folder or", f"{one} is a single checkpoint")),
-        (
-            ("prune", str(run), "--keep", "0"),
-            error(
-                "--help",
-                "mpiddp checkpoints prune: ",
-                *(" --keep: ", "'0'", "See: mpiddp checkpoints prune --help "),
-            ),
-        ),
-        (
-            ("list",),
-            error(
-                "--help",
-                "mpiddp checkpoints list: ",
-                *(": DIR.", "See: mpiddp checkpoints list --help "),
-            ),
-        ),
-    ):
-        code, out, err = call(capsys, *arguments)
-        assert (code, out, len(err)) == (2, [], 1)
-        assert re.fullmatch(sentence, err[0])
-    assert call(capsys)[0] == 2
-    assert call(capsys, "repair", str(run))[0] == 2
-    assert len(names(run)) == 3
 
 
 def test_the_command_imports_neither_torch_nor_mpi(run: Path) -> None:

@@ -1,6 +1,6 @@
 """The known cause below a verdict: of what the first rank said, else of what the others and mpirun said.
 
-Tests mpiddp/launch/supervise/known_cause.py. tests/integration/test_explanations.py tests the table.
+Tests mpiddp/launch/supervise/known_cause.py. tests/promises/test_doctor.py tests the table.
 python -m pytest tests/unit/launch/test_known_cause.py
 """
 

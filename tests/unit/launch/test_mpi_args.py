@@ -6,8 +6,6 @@ python -m pytest tests/unit/launch/test_mpi_args.py
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from mpiddp.errors import UserError
@@ -41,56 +39,8 @@ def test_a_parameter_of_open_mpi_replaces_the_launchers() -> None:
     assert "btl_tcp_if_include" in argv
 
 
-@pytest.mark.parametrize(
-    ("mpi", "arguments", "option", "what"),
-    [
-        ("openmpi5", "-H node1", "-H", "the hosts of the job"),
-        ("openmpi5", "--host=node1", "--host=node1", "the hosts of the job"),
-        ("openmpi4", "-np 9", "-np", "the number of ranks"),
-        ("openmpi4", "-npernode 2", "-npernode", "the number of ranks"),
-        ("openmpi5", "--map-by node", "--map-by", "the order of the ranks"),
-        ("openmpi5", "--bind-to core", "--bind-to", "--bind. Write: mpiddp launch"),
-        ("openmpi5", "-x A=1", "-x", "the variables of the ranks"),
-        ("openmpi5", "-q : -q", ":", "the program of the ranks"),
-        ("mpich", "-f hosts", "-f", "the hosts of the job"),
-        ("mpich", "-ppn 2", "-ppn", "the number of ranks"),
-        ("mpich", "-launcher rsh", "-launcher", "the way to the other hosts"),
-        ("mpich", "-iface eth1", "-iface", "the network of the job"),
-        ("intelmpi", "-genvall", "-genvall", "the variables of the ranks"),
-        ("intelmpi", "-perhost 2", "-perhost", "the number of ranks"),
-        ("slurm", "-n4", "-n4", "the number of ranks"),
-        ("slurm", "--nodelist=node1", "--nodelist=node1", "the hosts of the job"),
-        ("slurm", "--export=ALL", "--export=ALL", "the variables of the ranks"),
-    ],
-)
-def test_a_contradiction_is_one_sentence(mpi: str, arguments: str, option: str, what: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_mpi_args(MPIS[mpi].kind, parse_mpi_args([arguments]))
-    sentence = error("would contradict", f"--mpi-args: {option} ", what)
-    assert re.fullmatch(sentence, str(refused.value))
-
-
 def test_the_value_of_an_option_is_no_contradiction() -> None:
     check_mpi_args(MPIS["openmpi5"].kind, parse_mpi_args(["--mca pml n --output tag"]))
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "hostname",
-            error(
-                "option, and",
-                *("--mpi-args=hostname: ", '"hostname"', "--mpi-args='--mca pml ucx'"),
-            ),
-        ),
-        ("--mca 'pml", error("--mpi-args=", "--mpi-args=--mca 'pml: ")),
-    ],
-)
-def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        parse_mpi_args([text])
-    assert re.fullmatch(sentence, str(refused.value))
 
 
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])

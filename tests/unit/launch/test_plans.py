@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import socket
 import time
@@ -143,28 +142,6 @@ def test_the_table_of_gpus() -> None:
     assert gpu_table([Host("far.invalid", gpus=(1,))], {"CUDA_VISIBLE_DEVICES": "-1"}, {}) == ""
     (chosen,) = json.loads(gpu_table([Host("far.invalid", gpus=(1,))], own, {}))
     assert chosen["CUDA_VISIBLE_DEVICES"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("-H", "localhost", "--exclude", "b"),
-         error("--exclude", '--exclude: "b" ', " -H,", " localhost.")),
-        (("--grow", "1h"), error("--grow: no", "--grow: ", ": --hostfile FILE ")),
-        (("-H", "localhost:1", "-n", "2"),
-         error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")),
-        (("-H", "localhost:1,127.0.0.1:1"),
-         error("are both", "-H: localhost ", " 127.0.0.1 ")),
-        (("-H", "localhost,::9"), error("address, which", "-H: ::9 ")),
-        (("-H", "localhost", "--interface", "none0"), error("interface", '"none0"', HERE)),
-        (("-H", "localhost:1", "--log-ranks", "1"),
-         error("is no rank", "--log-ranks 1: ", "rank 1;", "rank 0 only")),
-    ],
-)  # fmt: skip
-def test_plans_that_are_refused(plan: Plan, options: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError) as raised:
-        plan(*options)
-    assert re.fullmatch(sentence, str(raised.value))
 
 
 def test_a_dry_run_hides_the_values_of_the_user(

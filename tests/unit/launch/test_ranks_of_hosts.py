@@ -41,28 +41,6 @@ def test_ranks_fill_the_slots_in_file_order() -> None:
     assert ranks(2, 1) == {"c": 1, "a": 1}
 
 
-@pytest.mark.parametrize(
-    ("n", "npernode", "message"),
-    [
-        (8, None, error("slots of", "-n 8 ", "6 slots", "hosts.txt (node1=4, node2=2)")),
-        (None, 3, error("slots of", "--npernode 3 ", "2 slots", "node2 (hosts.txt:2)")),
-        (
-            *(5, 2),
-            error("allows on", "-n 5 ", "--npernode 2 ", "2 hosts", "hosts.txt", "4 ranks"),
-        ),
-    ],
-)
-def test_more_ranks_than_slots(n: int | None, npernode: int | None, message: str) -> None:
-    hosts = parse("node1 slots=4\nnode2 slots=2\n")
-    assert re.fullmatch(message, refusal(lambda: ranks_per_host(hosts, n, npernode)))
-
-
-def test_a_long_list_of_hosts_is_cut_in_the_error() -> None:
-    hosts = parse("".join(f"n{i} slots=1\n" for i in range(20)))
-    message = error("slots of", "-n 21 ", "20 slots", "n6=1, n7=1, and 12 more)")
-    assert re.fullmatch(message, refusal(lambda: ranks_per_host(hosts, 21, None)))
-
-
 def test_ranks_per_host_needs_every_slot_count() -> None:
     message = error("count. Write", "hosts.txt:2: node2 ", "Write: node2 slots=N")
     hosts = parse("node1 slots=1\nnode2\n")

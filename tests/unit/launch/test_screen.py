@@ -276,7 +276,7 @@ def test_what_the_verdict_says_is_left_out(text: bytes, passes: bytes, shown: by
     assert b"".join(message.add(bytes([each])) for each in text) == passes
     rest, left_out = message.settle(is_said=True)
     assert rest == shown
-    assert passes + left_out + shown == text or shown == b"b\n"
+    assert passes + left_out + shown == text
     message = EndMessage()
     assert message.add(text) + message.settle(is_said=False)[0] == text
 

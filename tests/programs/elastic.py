@@ -1,0 +1,120 @@
+"""A training of a line, with a global batch that does not depend on the number of ranks.
+
+    mpiddp launch -H node0:1,node1:1 tests/programs/elastic.py FOLDER [MAX_RANKS]
+
+FOLDER gets run/ with checkpoints, steps (see `Step`), and weights.json at the end, after which no step
+follows. The training ends once FOLDER/finish exists. It makes trouble by files in FOLDER:
+
+    broken_HOST   the ranks on this host fail before the first step
+    slow_save     rank 0 waits during the save of a stop, until the file is removed
+    slow_start    the ranks of a restart wait before the first step, until the file is removed
+    fail          rank 0 fails, and removes the file before
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import mpiddp
+
+GLOBAL_BATCH, SIZE, RATE = 12, 4, 0.3
+
+
+class Step(NamedTuple):
+    """A step as rank 0 has seen it."""
+
+    restarts: int
+    ranks: int
+    number: int
+    samples: int  # over all ranks
+    loss: float
+    at: float  # time.time()
+
+
+def read_steps(folder: Path) -> list[Step]:
+    """The steps so far, in the order in which they were made."""
+    file = folder / "steps"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [_parse(line) for line in lines if line.endswith("\n")]
+
+
+def _parse(line: str) -> Step:
+    restarts, ranks, number, samples, loss, at = line.split()
+    return Step(int(restarts), int(ranks), int(number), int(samples), float(loss), float(at))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs [GLOBAL_BATCH, SIZE] and targets [GLOBAL_BATCH] of a step."""
+    inputs = torch.randn(GLOBAL_BATCH, SIZE, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs.sum(1)
+
+
+def sums_of(weights: torch.Tensor, step: int, rank: int, world_size: int) -> torch.Tensor:
+    """The gradient [SIZE], the loss and the number of samples of a rank's share, each summed up."""
+    inputs, targets = (each[rank::world_size] for each in batch(step))
+    errors = inputs @ weights - targets
+    return torch.cat(
+        [inputs.T @ errors, (errors**2).sum()[None], torch.tensor([float(len(errors))])]
+    )
+
+
+def updated(weights: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    return weights - RATE * sums[:SIZE] / GLOBAL_BATCH
+
+
+def wait_while(file: Path) -> None:
+    while file.exists():
+        time.sleep(0.05)
+
+
+def main(folder: Path, max_ranks: int | None) -> int:
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with mpiddp.process_group() as world:
+        if (folder / f"broken_{world.hostname}").exists():
+            return 3
+        mpiddp.announce(resume_args=[], global_batch_size=GLOBAL_BATCH, max_ranks=max_ranks)
+        checkpoints = mpiddp.Checkpoints(folder / "run", keep=2, every=20)
+        saved = checkpoints.resume()
+        weights = saved.state["weights"] if saved else torch.zeros(SIZE)
+        if restarts:
+            wait_while(folder / "slow_start")
+        step = saved.step if saved else 0
+        while True:
+            step += 1
+            if world.rank == 0 and (folder / "fail").exists():
+                (folder / "fail").unlink()
+                return 3
+            ends = torch.tensor([float(world.rank == 0 and (folder / "finish").exists())])
+            sums = torch.cat([sums_of(weights, step, world.rank, world.world_size), ends])
+            dist.all_reduce(sums)
+            weights = updated(weights, sums)
+            if world.rank == 0:
+                samples, loss = int(sums[SIZE + 1]), float(sums[SIZE]) / GLOBAL_BATCH
+                made = Step(restarts, world.world_size, step, samples, loss, time.time())
+                with (folder / "steps").open("a") as file:
+                    file.write(" ".join(map(str, made)) + "\n")
+            if checkpoints.due(step):
+                checkpoints.save(step, {"weights": weights})
+            if sums[-1]:
+                break
+            if mpiddp.should_stop():
+                if world.rank == 0:
+                    wait_while(folder / "slow_save")
+                return 75
+            time.sleep(0.05)
+        if world.rank == 0:
+            (folder / "weights.json").write_text(json.dumps([step, weights.tolist()]))
+    return 0
+
+
+if __name__ == "__main__":
+    most = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    sys.exit(main(Path(sys.argv[1]), most))

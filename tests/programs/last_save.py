@@ -1,0 +1,36 @@
+"""Begin a last save, and end in one of several ways.
+
+    mpiddp launch -n 2 tests/programs/last_save.py FOLDER HOW
+
+HOW is "returns", "exits", "forks", "raises" or "destroys" (the process group). With "full" the disk has no
+more space for the save, as far as the processes can tell; then the script exits with 0.
+"""
+
+import os
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+import mpiddp
+
+folder, how = sys.argv[1:]
+dist.init_process_group("gloo")
+checkpoints = mpiddp.Checkpoints(folder)
+checkpoints.resume()
+if how == "full":
+    checkpoints.save(1, {"weight": torch.zeros(10)})
+    checkpoints.close()
+    checkpoints = mpiddp.Checkpoints(folder)
+    checkpoints.resume()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+checkpoints.save(2, {"weight": torch.zeros(10_000_000)})
+if how == "destroys":
+    dist.destroy_process_group()
+if how == "forks" and os.fork() == 0:
+    sys.exit()
+if how == "raises":
+    raise ValueError("a bug")
+if how != "returns":
+    sys.exit(0)

@@ -1,0 +1,538 @@
+"""Allocations: inside the job of a scheduler, mpiddp takes the job's hosts, and never starts alone.
+
+Slurm and Grid Engine are real. PBS, LSF, Flux, Kubeflow's MPIJob and SkyPilot cannot run here: their
+variables are those of their documentation (tests/support/allocations.py).
+
+python -m pytest tests/promises/test_allocations.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import cluster as test_cluster
+from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
+from tests.support.cluster import USER, Cluster, Layout, grid_engine, needs
+from tests.support.cluster.grid_engine import GridEngine
+from tests.support.cluster.slurm import Slurm
+from tests.support.cluster.ssh import stop_sshd
+from tests.support.errors import error
+from tests.support.mpis import library_of, mpirun_of
+from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
+from tests.support.ranks import ROOT
+from tests.support.stand_ins import NO_SSH, two_hosts_with
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+RUN = (sys.executable, "-m", "mpiddp", "run")
+ENV = {"OMP_NUM_THREADS": "1"}
+TWO_EACH = ("-N2", "--ntasks-per-node=2")
+ON_TWO = [("node0", 0, 0), ("node0", 1, 0), ("node1", 0, 1), ("node1", 1, 1)]
+
+
+def placed(done: Done) -> list[tuple[str, int, int]]:
+    """The host, the local rank and the number of the host of each rank. The job must have ended well."""
+    ranks = done.assert_ok().records
+    return [(rank["host"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks]
+
+
+def one_line(done: Done, word: str) -> str:
+    """The line of a refused launch, which may stand among others of a job's output."""
+    assert done.code == 2, done.stdout + done.stderr
+    of_a_job = done.stdout == done.stderr  # whose output is one file
+    text = done.stdout if of_a_job else done.stdout + done.stderr
+    lines = [line for line in text.splitlines() if word in line]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+# --- Slurm ---
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Own names resolve to 127.0.1.1, one network is dead, and the interfaces' names differ."""
+    layout = Layout(interfaces=("eth0", "ens5"), own_name_is_loopback=True, dead_network=True)
+    with test_cluster.up_or_skip(3, layout=layout) as up:
+        yield up
+
+
+@pytest.fixture
+def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
+    """Run `mpiddp launch` in a batch script with two tasks on each of two hosts."""
+
+    def submit(*arguments: str, first: str = "", how: str = "exec") -> Done:
+        text = f"#!/bin/sh\n{first}\n{how} {shlex.join([*LAUNCH, *arguments])}\n"
+        done = batch.sbatch(text, *TWO_EACH, cwd=hosts.folder, env=ENV)
+        return Done(done.returncode, done.stdout, done.stdout)
+
+    return submit
+
+
+def test_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+    """In a Slurm job, launch starts the job's tasks on its hosts by srun, without ssh and without waiting."""
+    folder = hosts.folder / "without_ssh"
+    folder.mkdir()
+    (folder / "ssh").write_text(NO_SSH)
+    (folder / "ssh").chmod(0o755)
+    options = ("--wait-for-hosts=1h", "--interface", "10.77.0.0/24")
+    done = sbatch(*options, program("reduces.py"), first=f"export PATH={folder}:$PATH")
+    assert placed(done) == ON_TWO
+    assert done.said[0].startswith("no hosts given: using Slurm job ")
+    master = hosts["node0"].address
+    network = [(rank["interface"], rank["master"], rank["sum"]) for rank in done.records]
+    assert network == [("eth0", master, 10)] * 2 + [("ens5", master, 10)] * 2
+
+
+def test_a_launch_from_a_login_node(hosts: Hosts, batch: Slurm) -> None:
+    """`salloc … mpiddp launch` works from a node that is not one of the job's."""
+    salloc = ("salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1")
+    options = ("--interface", "10.77.0.0/24")
+    done = hosts.run(*salloc, *LAUNCH, *options, program("reduces.py"), env=ENV)
+    assert placed(done) == [("node1", 0, 0), ("node2", 0, 1)]
+    assert {rank["master"] for rank in done.records} == {hosts["node1"].address}
+
+
+@every_mpi
+def test_an_mpirun_in_a_slurm_job(sbatch: Callable[..., Done], mpi: str) -> None:
+    """--mpirun with -H starts ranks over ssh inside a Slurm job, where Slurm has counted others."""
+    options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
+    done = sbatch(*options, program("reduces.py"))
+    assert placed(done) == [("node1", 0, 0), ("node0", 0, 1), ("node0", 1, 1), ("node0", 2, 1)]
+    assert {rank["sum"] for rank in done.records} == {10}
+
+
+def test_ranks_of_slurm_that_end_silently(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+    """Ranks that end by os._exit(0) lose no output, although Slurm kills what they leave."""
+    text = "import os\nos.write(1, b'line\\n' * 1000)\nos._exit(0)\n"
+    assert sbatch(hosts.script(text)).assert_ok().stdout.count("line\n") == 4000
+
+
+def test_a_command_in_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+    """A command gets torchrun's variables, none of an MPI's; its end names it and ends the others."""
+    text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE; env"
+    done = sbatch("--", "sh", "-c", text).assert_ok()
+    shown = sorted(line for line in done.lines if line.startswith("shown"))
+    assert shown == [f"shown {n} {n % 2} {n // 2} 4" for n in range(4)]
+    assert not re.search(r"^(OMPI|PMI|PMIX)\w*=", done.stdout, re.MULTILINE)
+    reduces = shlex.join([sys.executable, program("reduces.py")])
+    assert placed(sbatch("--", "bash", "-c", f"{reduces}; exit $?")) == ON_TWO
+    done = sbatch("--", "sh", "-c", "[ $RANK = 3 ] && exit 5; sleep 6000")
+    assert done.code == 1, done.stdout
+    assert "rank 3 on node1 ended first, with exit code 5." in done.stdout
+    assert hosts.processes("sleep 6000") == []
+
+
+def test_each_task_of_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+    """`srun mpiddp launch` is refused in each task: it would start one job per rank."""
+    done = sbatch(program("identity.py"), how="srun --mpi=none")
+    assert (done.code, done.records) == (2, [])
+    values = ("SLURM_PROCID=", "4 ranks (slurm)", "mpiddp run")
+    assert re.search(error("launch starts", *values), done.stdout), done.stdout
+
+
+def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
+    """The shell of `srun --pty` may launch the job; the tasks that srun starts in that shell may not."""
+    launch = shlex.join([*LAUNCH, program("identity.py")])
+    dry_run = shlex.join([*LAUNCH, "--dry-run", program("identity.py")])
+    inner = f"srun --overlap --mpi=none -N2 -n4 {launch}; echo inner $?"
+    shell = f"[ $SLURM_PROCID = 0 ] || exit 0; {dry_run}; {inner}"
+    outer = ["srun", *TWO_EACH, "--mpi=none", "--pty", "sh", "-c", shell]
+    terminal = "import pty, sys; pty.spawn(sys.argv[1:])"
+    done = hosts.run("python", "-c", terminal, *outer, env=ENV)
+    lines = done.stdout.replace("\r", "").splitlines()
+    assert any("--ntasks=4" in line for line in lines), done.stdout
+    assert "inner 2" in lines, done.stdout
+    assert done.records == []
+
+
+def test_torchrun_with_a_name_as_master(hosts: Hosts) -> None:
+    """`torchrun … -m mpiddp train` works with the name of a host that resolves to 127.0.1.1 there."""
+    train = "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=4 --epochs=1"
+    where = "--nnodes=2 --nproc-per-node=2 --master-addr=node0 --master-port=29512"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where.split()]
+    job = [*train.split(), "--steps-per-epoch=2", "--out=run"]
+    agents = [
+        hosts[name].popen([*torchrun, f"--node-rank={node}", *job], cwd=hosts.folder, env=ENV)
+        for node, name in enumerate(("node0", "node1"))
+    ]
+    # The agents' exit codes are ignored: on a busy machine node0's was 1 once.
+    outputs = [agent.communicate() for agent in agents]
+    assert "4 on 2 hosts (node0 2, node1 2)" in "".join(out for out, _ in outputs), outputs
+    assert (hosts.folder / "run" / "summary.json").exists()
+
+
+# --- Grid Engine ---
+
+
+@pytest.fixture(scope="module")
+def without_sshd() -> Iterator[GridEngine]:
+    """Grid Engine on two hosts that `qrsh -inherit` alone reaches."""
+    if reason := needs.why_no_grid_engine():
+        needs.lacking(reason)
+    with test_cluster.up(2) as up:
+        for host in up.hosts:
+            stop_sshd(host)
+        with grid_engine.up(up) as engine:
+            yield engine
+
+
+@pytest.fixture
+def engine(without_sshd: GridEngine, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with Hosts.on(without_sshd.cluster, request.node.name) as place:
+        yield place
+
+
+@pytest.fixture
+def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
+    """Run `mpiddp launch` in a job script with a parallel environment and a number of slots."""
+
+    def submit(
+        *options: str, pe: str = "spread", slots: str = "3", user: str | None = None
+    ) -> Done:
+        text = f"#!/bin/sh\nexec {shlex.join([*LAUNCH, *options])}\n"
+        done = without_sshd.qsub(text, "-pe", pe, slots, cwd=engine.folder, env=ENV, user=user)
+        return Done(done.returncode, done.stdout, done.stdout)
+
+    return submit
+
+
+def left(engine: Hosts) -> list[str]:
+    return [each.command for each in engine.processes() if "sge_shepherd" not in each.command]
+
+
+@every_mpi
+def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
+    """In a job of Grid Engine, every MPI starts the ranks on the job's slots over `qrsh -inherit`, no ssh."""
+    done = qsub("--mpirun", mpirun_of(mpi), program("reduces.py"), pe="fill", slots="6")
+    expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
+    first, *rest = placed(done)
+    other = {"node0": "node1", "node1": "node0"}  # the job may begin on either host
+    assert [first, *rest] in (expected, [(other[host], *place) for host, *place in expected])
+    assert done.said[0].startswith("no hosts given: using Grid Engine job ")
+    assert {rank["sum"] for rank in done.records} == {21}
+
+
+def test_a_user_of_grid_engine(engine: Hosts, qsub: Callable[..., Done]) -> None:
+    """A user without root gets the same."""
+    engine.folder.chmod(0o777)
+    done = qsub(program("reduces.py"), user=USER)
+    assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
+
+
+# mpirun and its qrsh die at once, and nothing tells the ranks.
+KILLS_MPIRUN = """
+import os, signal, time, mpiddp
+mpiddp.init(backend="gloo")
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(6000)
+"""
+FAILS = """
+import os, mpiddp
+mpiddp.init(backend="gloo")
+if os.environ["RANK"] == "2":
+    raise RuntimeError("a bug")
+import time; time.sleep(6000)
+"""
+
+
+@pytest.mark.parametrize("end", [FAILS, KILLS_MPIRUN], ids=["a rank fails", "mpirun is killed"])
+def test_a_grid_engine_job_that_fails(engine: Hosts, qsub: Callable[..., Done], end: str) -> None:
+    """A failed rank, or a killed mpirun, ends the ranks on both hosts."""
+    done = qsub(engine.script(end))
+    assert done.code == 1, done.stdout
+    assert "cannot be reached" not in done.stdout
+    assert ("RuntimeError: a bug" in done.said[-1]) == (end == FAILS), done.stdout
+    assert left(engine) == []
+
+
+def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
+    """qdel ends the ranks on all hosts."""
+    login, output = engine["node0"], engine.folder / "output"
+    submit = ["qsub", "-terse", "-pe", "spread", "2", "-S", "/bin/sh", "-wd", engine.folder]
+    submit += ["-j", "y", "-o", output]
+    text = f"exec {shlex.join([*LAUNCH, program('sleeps.py')])}\n"
+    env = {**without_sshd.env, **ENV}
+    number = login.run([*submit, "-v", "MPIDDP_LOG_RANKS=all"], env=env, stdin=text, check=True)
+    eventually(lambda: output.exists() and output.read_text().count("ready") == 2)
+    login.run(["qdel", number.stdout.strip()], env=without_sshd.env, check=True)
+    eventually(lambda: not left(engine))
+
+
+def test_an_environment_that_starts_nothing_elsewhere(qsub: Callable[..., Done]) -> None:
+    """A parallel environment that starts nothing on other hosts is named, with the way over ssh."""
+    line = one_line(qsub(program("identity.py"), pe="loose"), "failed")
+    assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
+
+
+# --- LSF and PBS: stand-ins of their own remote programs, and no ssh ---
+
+# "The blaunch command provides a drop-in replacement for the rsh and ssh commands" (LSF command reference).
+BLAUNCH = """\
+#!/bin/sh
+[ "$LSB_JOBID" ] || { echo "blaunch: not within a job" >&2; exit 1; }
+[ "$1" = -n ] && shift && exec </dev/null
+echo "$1" >> "${0%/*}/calls"
+exec /usr/bin/ssh "$@"
+"""
+# It starts a program without a shell and without stdin, whose output goes to the job's files, and ends with
+# its exit code (pbs_tmrsh(8B), src/cmds/pbs_tmrsh.c of OpenPBS).
+PBS_TMRSH = f"""\
+#!{sys.executable}
+import os, shlex, subprocess, sys
+host, *program = [each for each in sys.argv[1:] if each != "-n"]
+assert os.environ["PBS_JOBID"]
+folder = os.path.dirname(sys.argv[0])
+with open(os.path.join(folder, "output"), "a") as output:
+    ssh = ["/usr/bin/ssh", "-n", host, "exec " + shlex.join(program)]
+    sys.exit(subprocess.run(ssh, stdout=output, stderr=output).returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def lsf_hosts() -> Iterator[Cluster]:
+    yield from two_hosts_with("blaunch", BLAUNCH)
+
+
+@pytest.fixture(scope="module")
+def pbs_hosts() -> Iterator[Cluster]:
+    yield from two_hosts_with("pbs_tmrsh", PBS_TMRSH)
+
+
+@every_mpi
+def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
+    """In a job of LSF, every MPI reaches the other hosts through blaunch alone."""
+    bin_ = lsf_hosts.shared / "bin"
+    env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
+    env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}
+    (bin_ / "calls").write_text("")
+    with Hosts.on(lsf_hosts, request.node.name) as hosts:
+        done = hosts.run("launch", program("reduces.py"), env=env, mpi=mpi)
+        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
+        assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
+        assert set((bin_ / "calls").read_text().split()) == {"node1"}
+        del env["LSB_JOBID"]
+        line = one_line(hosts.run("launch", program("reduces.py"), env=env), "blaunch")
+        values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
+        assert re.fullmatch(error("Where ssh", *values), line)
+
+
+def test_a_pbs_job_without_ssh(pbs_hosts: Cluster) -> None:
+    """In a PBS job without ssh, Intel's mpirun starts `mpiddp run` over pbs_tmrsh; launch says so."""
+    bin_ = pbs_hosts.shared / "bin"
+    mpirun = Path(mpirun_of("intelmpi"))
+    nodes = pbs_hosts.shared / "nodes"
+    nodes.write_text("node0\nnode1\n")
+    env = {"PBS_JOBID": "1234.head", "PBS_NODEFILE": str(nodes), "FI_PROVIDER": "tcp"}
+    env |= {"PATH": f"{mpirun.parent}:{bin_}:/usr/bin:/bin", **library_of("intelmpi")}
+    tmrsh = ("-bootstrap", "rsh", "-bootstrap-exec", bin_ / "pbs_tmrsh")
+    where = ("-hosts", "node0,node1", "-ppn", "1", "-n", "2")
+    with Hosts.on(pbs_hosts, "pbs") as hosts:
+        done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("reduces.py"), env=env)
+        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
+        refused = hosts.run("launch", program("reduces.py"), env=env)
+        line = one_line(refused, "ssh node1 ")
+        assert re.fullmatch(error("failed:", "ssh node1 ", "ssh is not allowed here"), line), line
+        assert refused.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
+
+
+# --- Kubernetes ---
+
+KUBERNETES = ROOT / "examples" / "kubernetes"
+ENTRY = str(KUBERNETES / "entrypoint.sh")
+WORKERS = ("train-worker-0.train.default.svc", "train-worker-1.train.default.svc")
+# ompiEnvVars and launcherEnvVars of the MPI operator's mpi_job_controller.go (0.8.2), and what it unsets
+# for a launcher without GPUs.
+POD = {
+    "K_MPI_JOB_ROLE": "launcher",
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+    "NVIDIA_VISIBLE_DEVICES": "",
+    "NVIDIA_DRIVER_CAPABILITIES": "",
+}
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Cluster]:
+    """A launcher (node0) and two workers, with the operator's key, hostfile and names."""
+    with test_cluster.up_or_skip(3) as up:
+        key = up.shared / "id"
+        keygen = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", key]
+        subprocess.run(keygen, check=True)
+        workers = list(zip(up.hosts[1:], WORKERS, strict=True))
+        for pod in up.hosts:
+            stop_sshd(pod)
+            pod.run(["rm", "-r", f"{pod.home()}/.ssh"], check=True)
+            keys = pod.path("/etc/mpiddp/ssh")
+            keys.mkdir(parents=True, mode=0o777)  # as a mounted secret has it
+            for name, source in (("id_rsa", key), ("id_rsa.pub", key.with_suffix(".pub"))):
+                (keys / name).write_bytes(source.read_bytes())
+            with pod.path("/etc/hosts").open("a") as names:
+                names.write("".join(f"{worker.address} {name}\n" for worker, name in workers))
+        up["node0"].path("/etc/mpi").mkdir()
+        hostfile = "".join(f"{name} slots=1\n" for name in WORKERS)
+        up["node0"].path("/etc/mpi/hostfile").write_text(hostfile)
+        sshd = [worker.popen([ENTRY, "worker"]) for worker, _ in workers]
+        for each in sshd:
+            assert each.stderr is not None
+            next(line for line in each.stderr if "Server listening" in line)
+        yield up
+        for each in sshd:
+            each.end()
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
+def test_an_mpijob(pods: Cluster, mpi: str) -> None:
+    """The example for Kubeflow's MPIJob starts the ranks in the workers, once all pods have a name."""
+    spec = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
+    container = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    options = container["args"][2 : container["args"].index("-m")]
+    assert not any("hostfile" in option for option in options)  # the operator's variable names it
+    command = [ENTRY, *LAUNCH, *options, "--mpirun", mpirun_of(mpi), program("identity.py")]
+    names = pods["node0"].path("/etc/hosts")
+    whole = names.read_text()
+    names.write_text("".join(line for line in whole.splitlines(True) if WORKERS[1] not in line))
+    try:
+        with pods["node0"].popen(command, cwd=pods.shared, env=POD) as job:
+            assert job.stderr is not None
+            next(line for line in job.stderr if f"waiting for {WORKERS[1]} (up to " in line)
+            names.write_text(whole)
+            out, err = job.communicate()
+    finally:
+        names.write_text(whole)
+    done = Done(job.returncode, out, err).assert_ok()
+    assert [rank["host"] for rank in done.records] == ["node1", "node2"]
+
+
+def test_a_pod_of_another_job(pods: Cluster) -> None:
+    """The example switches off no check of ssh: it refuses a pod that has another job's key."""
+    pod = pods["node0"]
+    ssh = ["ssh", "-o", "BatchMode=yes", WORKERS[0], "true"]
+    pod.run([ENTRY, *LAUNCH, "--help"], env=POD)  # the entry point writes the keys
+    assert pod.run(ssh).returncode == 0
+    known = pod.path(f"{pod.home()}/.ssh/known_hosts")
+    written = known.read_text()
+    _, kind, key = written.split()
+    known.write_text(f"* {kind} {key[:-8]}AAAAAAA=\n")
+    refused = pod.run(ssh)
+    known.write_text(written)
+    assert refused.returncode == 255
+    assert "Host key verification failed" in refused.stderr
+
+
+def test_a_pytorchjob(hosts: Hosts) -> None:
+    """The pods of a PyTorchJob, which set no local ranks, run `mpiddp run` as they are."""
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    # The master's own MASTER_ADDR is localhost, as Kubeflow's operator sets it.
+    pods = [
+        hosts[name].popen(
+            [*RUN, program("reduces.py")],
+            env={**env, **ENV, "RANK": str(rank), "MASTER_ADDR": address},
+        )
+        for rank, (name, address) in enumerate([("node0", "localhost"), ("node1", "node0")])
+    ]
+    outputs = [pod.communicate() for pod in pods]
+    done = Done(0, outputs[0][0] + outputs[1][0], "".join(err for _, err in outputs))
+    assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], outputs
+    assert {rank["sum"] for rank in done.records} == {3}
+
+
+# --- launchers of other MPIs, by their variables on ranks of a real mpirun ---
+
+WITHOUT_LOCALS = "env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS"
+OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+VARIABLES = {
+    "hydra": WITHOUT_LOCALS,
+    "flux": "FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE "
+    f"FLUX_TASK_LOCAL_ID=$MPI_LOCALRANKID {WITHOUT_LOCALS}",
+    "pals": f"PALS_RANKID=$PMI_RANK PALS_LOCAL_RANKID=$MPI_LOCALRANKID {WITHOUT_LOCALS}",
+    # IBM's Spectrum MPI is an Open MPI.
+    "jsrun": " ".join(f"JSM_NAMESPACE_{name}=$OMPI_COMM_WORLD_{name}" for name in OPEN_MPIS)
+    + " env "
+    + " ".join(f"-u OMPI_COMM_WORLD_{name}" for name in OPEN_MPIS),
+}
+
+
+@pytest.mark.parametrize("kind", VARIABLES)
+def test_local_ranks_that_nobody_sets(here: Here, kind: str) -> None:
+    """Ranks of Flux, PALS, jsrun and Hydra count their local ranks themselves, and share the cores."""
+    mpi = "openmpi5" if kind == "jsrun" else "mpich"
+    options = ("--allow-run-as-root", "--oversubscribe") if mpi == "openmpi5" else ()
+    shell = f'unset OMP_NUM_THREADS; {VARIABLES[kind]} "$@"'
+    job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
+    done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
+    assert {rank["LOCAL_RANK"] for rank in done.records} == {0, 1, 2}
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    facts = {(rank["LOCAL_WORLD_SIZE"], rank["sum"], rank["threads"]) for rank in done.records}
+    assert facts == {(3, 6, threads)}
+
+
+# --- documented variables ---
+
+OF_HOSTS = (
+    *("-n ", "-H ", "-hosts ", "-machinefile ", "-launcher ", "-bootstrap ", "--prtemca "),
+    *("--mca prte_keep_fqdn", "--mca plm_rsh_agent", "--ntasks", "--distribution", "--mpi="),
+)
+
+
+@pytest.fixture
+def in_folder(here: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """A folder with the files that the variables name, and stand-ins of the schedulers' programs."""
+    enter_folder(here.folder, monkeypatch)
+    (here.folder / "train.py").touch()
+    return here
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
+    """The hosts, slots and remote program of each scheduler are those that docs/clusters.md shows."""
+    mpi, variables = DRY_RUNS[name]
+    folder = in_folder.folder
+    files = {
+        key: str(folder / text) for key, text in variables.items() if (folder / text).is_file()
+    }
+    named = None if mpi == "openmpi5" else mpi
+    done = in_folder.run("launch", "--dry-run", "train.py", env=variables | files, mpi=named)
+    command, _, explained = done.assert_ok().stdout.partition("\n\n")
+    words = [Path(word).name for word in command.split() if word.endswith(("/mpirun", "/srun"))]
+    flags = [line.strip() for line in explained.splitlines() if line.startswith("  -")]
+    shown = [*dict.fromkeys(words), *(flag for flag in flags if flag.startswith(OF_HOSTS))]
+    assert " ".join(shown) == documented_dry_runs()[name]
+    assert any(line.startswith("no hosts given: using ") for line in done.said)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"PBS_JOBID": "12"}, "PBS_NODEFILE "),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "4 ranks (env://)"),
+        ({"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"}, "SLURM_JOB_NODELIST "),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"}, "PMIX_RANK=1 "),
+        ({"PET_NNODES": "2"}, "PET_NNODES"),
+        ({"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_ID": "1"}, "AWS_BATCH"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_never_silently_alone(here: Here, variables: Env, words: str) -> None:
+    """A scheduler that does not list its hosts, or a rank of another job, is refused in one sentence."""
+    done = here.run("launch", program("identity.py"), env=variables)
+    assert words in one_line(done, words)
+    assert done.records == []
+
+
+def test_a_pbs_job_that_has_no_ssh(in_folder: Here) -> None:
+    """Where no ssh is installed, the sentence has the command to install it and the way without."""
+    variables = PBS | {"PBS_NODEFILE": str(in_folder.folder / "node_file"), "PATH": "/nowhere"}
+    line = one_line(in_folder.run("launch", "train.py", env=variables), "ssh")
+    values = ("apt-get install openssh-client", "PBS", "mpirun python -m mpiddp run …")
+    assert re.fullmatch(error("not installed", *values), line)

@@ -1,0 +1,727 @@
+"""Checkpoints: what a run keeps, and what it resumes, whatever ends it.
+
+python -m pytest tests/promises/test_checkpoints.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpiddp.cli import main
+from tests.support import tiny_data
+from tests.support.own_script import DIES, STEPS, example
+from tests.support.place import Done, Here, Hosts, Place, eventually, here_and_on_hosts, program
+from tests.support.ranks import ROOT, mpirun_command
+from tests.support.training import (
+    contents,
+    losses,
+    records,
+    step_folder,
+    steps_kept,
+    summary,
+    unequal,
+    verified,
+)
+
+MODEL = ("-m", "mpiddp", "train", "--backend=gloo", "--arch=resnet20", "--log-every=1")
+ALONE = (*MODEL[2:], "--use-syn", "--batch-size=2", "--epochs=1")
+SAVE_ALL = ("--save-every=1", "--keep=99")
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+PRIVATE = Path("/run/run-of-a-test")  # each host has its own
+
+
+def two_epochs(place: Place) -> tuple[str, ...]:
+    """Options of a training over 27 images: two epochs of three steps of 8, or of one step of 24."""
+    data = place.folder / "data"
+    if not data.exists():
+        tiny_data.image_folder(data, 9, 3)
+    images = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
+    return (*MODEL, *images, "--epochs=2")
+
+
+def crashed_after(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a run, as a crash after the save of a step leaves it."""
+    shutil.copytree(run, copy)
+    for kept in steps_kept(copy):
+        if kept > step:
+            shutil.rmtree(step_folder(copy, kept))
+    (copy / "summary.json").unlink()
+    return copy
+
+
+def resumed_step(done: Done) -> int:
+    """The step from which a job says that it resumes; 0 if it begins anew."""
+    said = re.search(r"resuming from .*step_\d+( on \S+)?: step (\d+)$", done.stdout, re.M)
+    return int(said[2]) if said else 0
+
+
+def flip_a_bit(file: Path, at: float = 0.5) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    file.write_bytes(content)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, "--amp=fp16 --global-batch-size=8 --sync-bn"),
+        (2, "--amp=bf16 --global-batch-size=8 --grad-accum-steps=2"),
+        # DDP regroups gradients after the first step, and the order of three summands changes the sum.
+        (3, "--amp=off --global-batch-size=9 --optimizer=muon --no-channels-last"),
+        (
+            2,
+            "--amp=off --global-batch-size=8 --parallel=fsdp --grad-accum-steps=2 --clip-grad-norm=1",
+        ),
+    ],
+)
+def test_training_resumes_bit_for_bit(here: Here, ranks: int, options: str) -> None:
+    """A training that resumes ends with the bits of one that was never stopped."""
+    launch = ("launch", *here.where(ranks), *two_epochs(here), *options.split())
+    whole = here.folder / "whole"
+    here.run(*launch, *SAVE_ALL, f"--out={whole}").assert_ok()
+    step = random.Random(options).randrange(1, 6)
+    resumed = crashed_after(step, whole, here.folder / "resumed")
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step + 1}, "train_loss": 99}}\n{{"step": {step + 1}, "tr')
+    done = here.run(*launch, *SAVE_ALL, f"--out={resumed}").assert_ok()
+    assert resumed_step(done) == step
+    assert steps_kept(resumed) == [1, 2, 3, 4, 5, 6]
+    assert unequal(contents(resumed, 6), contents(whole, 6)) == []
+    assert losses(resumed) == losses(whole)
+    assert [each["step"] for each in records(resumed)] == [each["step"] for each in records(whole)]
+    assert summary(resumed)["test_accuracy"] == summary(whole)["test_accuracy"]
+    assert unequal(contents(whole, 6), contents(whole, step)) != []  # the test can fail
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a whole run of examples/ddp_with_checkpoints.py on two ranks."""
+    place = Here(tmp_path_factory.mktemp("undisturbed"))
+    job = example(place.folder)
+    place.run("launch", *place.where(2), job).assert_ok()
+    yield place.folder
+    place.clear()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
+    return loaded
+
+
+def test_killed_script_restarts(here: Here, undisturbed: Path) -> None:
+    """A rank that is killed costs a script the steps since its last save, and no bit."""
+    job = example(here.folder, each_step=DIES)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", job).assert_ok()
+    assert "was killed by SIGKILL" in done.stderr
+    assert resumed_step(done) == 15
+    assert unequal(weights(here.folder), weights(undisturbed)) == []
+    assert steps_kept(here.folder / "runs/ddp") == [35, 40]
+
+
+def test_stopped_script_resumes_under_any_launcher(here: Here, undisturbed: Path) -> None:
+    """A stop saves the last step of a script, and every launcher resumes it with the same bits."""
+    slow = '\n        __import__("time").sleep(0.1); print("made a step")\n'
+    job = example(here.folder, every=1000, each_step=slow)
+    process = here.start("launch", *here.where(2), job).until("made a step", 3)
+    process.signal(signal.SIGTERM)
+    assert process.wait().code == 75
+    (step,) = steps_kept(here.folder / "runs/ddp")
+    assert 0 < step < STEPS
+    for launcher in (
+        ["launch", *here.where(2)],
+        [*mpirun_command(2), "-m", "mpiddp", "run"],
+        ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    ):
+        folder = here.folder / Path(launcher[0]).name
+        shutil.copytree(here.folder / "runs", folder / "runs")
+        done = here.run(*launcher, job, cwd=folder).assert_ok()
+        assert resumed_step(done) == step
+        assert unequal(weights(folder), weights(undisturbed)) == [], launcher
+
+
+def test_state_of_a_script(here: Here) -> None:
+    """A script gets its model, optimizer, schedules, values and random numbers back as they were saved."""
+    script = ("python", program("script_state.py"), "run")
+    first, second = (here.run(*script).assert_ok() for _ in range(2))
+    assert json.loads(first.lines[-1]) == json.loads(second.lines[-1])
+    assert steps_kept(here.folder / "run") == [1]
+
+
+# Another number of ranks, another form
+
+
+def test_each_rank_gets_its_own_state(here: Here) -> None:
+    """Each rank gets its own state and random numbers back if it existed, and all get the shared state."""
+    job = program("per_rank.py")
+    here.run("launch", *here.where(2), job, "run").assert_ok()
+    for ranks in (2, 3, 1):
+        done = here.run("launch", *here.where(ranks), job, "run").assert_ok()
+        found = sorted(json.loads(line) for line in done.lines if line.startswith("["))
+        for rank, (number, own, world_size, state) in enumerate(each[1:] for each in found):
+            existed = rank < 2
+            torch.manual_seed(rank if existed else 100 + rank)
+            assert number == torch.rand(()).item()
+            assert own == ({"position": rank * 10} if existed else {})
+            assert (world_size, state) == (2, {"shared": 5})
+        assert len(found) == ranks
+
+
+@pytest.mark.parametrize("form", ["sharded", "whole"])
+def test_shards_at_any_number_of_ranks(here: Here, form: str) -> None:
+    """A sharded model resumes at any number of ranks, sharded or not, and from shards or not."""
+    job = program("sharded_script.py")
+    here.run("launch", *here.where(2), job, "save", "run", form).assert_ok()
+    for ranks, into in ((3, "sharded"), (1, "whole"), (1, "sharded")):
+        shutil.copytree(here.folder / "run", here.folder / f"{ranks} {into}")
+        here.run("launch", *here.where(ranks), job, "resume", f"{ranks} {into}", into).assert_ok()
+
+
+def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
+    """A training goes on from ddp to fsdp, back, and from an export, which is a plain state_dict."""
+    options = (*two_epochs(here), "--amp=off", "--no-channels-last", "--lr=0.01", *SAVE_ALL)
+    launch = ("launch", *here.where(2), *options, "--global-batch-size=8")
+    start = here.folder / "start"
+    stopped = here.run(*launch, "--parallel=fsdp", "--stop-at-step=3", f"--out={start}")
+    assert stopped.code == 75, stopped.stderr
+    whole = here.folder / "whole"
+    here.run("checkpoints", "export", start, whole).assert_ok()
+    verified(whole)
+    names = torch.load(whole / "model.pt").keys()
+    found = {}
+    for name, parallel, checkpoint in (
+        ("fsdp", "fsdp", start),
+        ("ddp", "ddp", step_folder(start, 3)),
+        ("exported", "ddp", whole),
+        ("from ddp", "fsdp", step_folder(here.folder / "ddp", 4)),
+    ):
+        out = here.folder / name
+        here.run(
+            *launch, f"--parallel={parallel}", f"--resume={checkpoint}", f"--out={out}"
+        ).assert_ok()
+        found[name] = losses(out)
+        expected = {step: loss for step, loss in found["fsdp"].items() if step in found[name]}
+        assert found[name] == pytest.approx(expected, rel=1e-4), name
+    assert list(found["from ddp"]) == [5, 6]
+    assert unequal(contents(here.folder / "ddp", 6), contents(here.folder / "exported", 6)) == []
+    assert torch.load(step_folder(here.folder / "ddp", 6) / "model.pt").keys() == names
+
+
+def test_each_image_once_an_epoch(here: Here) -> None:
+    """Each epoch uses each image once, through kills and on any number of ranks."""
+    data = tiny_data.numbered_images(here.folder / "data", 101)
+    train = (program("watched_training.py"), str(here.folder), "--arch=resnet20", "--epochs=2")
+    train += ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
+    train += ("--global-batch-size=12", "--uneven", "--amp=off", "--save-every=2", "--out=run")
+    used: dict[int, list[int]] = {}  # by step, of which an epoch has eight
+    repeated = 0
+    for ranks, kill_after in ((2, 5), (3, 4), (1, 6), (2, None)):
+        env = {} if kill_after is None else {"KILL_AFTER_STEPS": str(kill_after)}
+        done = here.run("launch", *here.where(ranks), *train, env=env)
+        assert (done.code == 0) == (kill_after is None), done.stderr
+        first = resumed_step(done) + 1
+        repeated += sum(step >= first for step in used)
+        used = {step: images for step, images in used.items() if step < first}
+        for rank in range(ranks):
+            file = here.folder / f"images_{rank}.jsonl"
+            for number, images in enumerate(map(json.loads, file.read_text().splitlines())):
+                used.setdefault(first + number, []).extend(images)
+            file.unlink()
+    assert list(used) == list(range(1, 17))
+    assert repeated > 0, "no kill lost a step, so the test could not have failed"
+    for epoch in (range(1, 9), range(9, 17)):
+        images = [image for step in epoch for image in used[step]]
+        assert len(images) == len(set(images)) == 96
+
+
+# Going back, keeping, saving
+
+
+def test_going_back(here: Here) -> None:
+    """--resume goes back once, and renames newer checkpoints; another run's counts until this one has any."""
+    train = (*ALONE, "--steps-per-epoch=4")
+    older, run = here.folder / "older", here.folder / "run"
+    assert here.run(*train, "--out=older", "--stop-at-step=3", *SAVE_ALL).code == 75
+    back = (*train, "--out=older", f"--resume={step_folder(older, 1)}")
+    done = here.run(*back, "--stop-at-step=2")
+    assert (done.code, resumed_step(done)) == (75, 1)
+    kept = sorted(path.name for path in (older / "checkpoints").iterdir())
+    assert kept == ["step_00000001", "step_00000002", "step_00000002.old-1", "step_00000003.old-1"]
+    again = here.run(*back, "--stop-at-step=3", env={"MPIDDP_RESTART_COUNT": "1"})
+    assert resumed_step(again) == 2, "a restart went back again"
+    for step, options in ((3, ["--stop-at-step=4"]), (4, [])):
+        other = here.run(*train, "--epochs=2", "--out=run", f"--resume={older}", *options)
+        assert resumed_step(other) == step
+    assert steps_kept(run)[-1] == 8
+
+
+def test_keep_counts_verified_checkpoints(here: Here) -> None:
+    """--keep counts verified checkpoints only, so the last good one is never removed."""
+    train = (*ALONE, "--steps-per-epoch=5")
+    train += ("--save-every=1", "--keep=2", "--out=run")
+    assert here.run(*train, "--stop-at-step=3").code == 75
+    run = here.folder / "run"
+    assert steps_kept(run) == [2, 3]
+    model = step_folder(run, 3) / "model.pt"
+    model.write_bytes(bytes(model.stat().st_size))  # comparing sizes would count it
+    done = here.run(*train, "--stop-at-step=3")
+    assert (done.code, resumed_step(done)) == (75, 2)
+    assert "step_00000003: model.pt does not match its SHA-256" in done.stdout
+    here.run(*train).assert_ok()
+    assert steps_kept(run) == [4, 5]
+
+
+def test_timed_saves(here: Here) -> None:
+    """Saves by the clock are at the same steps on all ranks."""
+    train = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60")
+    options = ("--save-every=0.05s", "--parallel=fsdp", "--out=run")  # each rank writes its shards
+    here.run("launch", *here.where(2), *train, *options).assert_ok()
+    before, last = steps_kept(here.folder / "run")
+    assert before < last == 60
+
+
+@pytest.mark.parametrize("how", ["returns", "exits", "forks", "raises", "destroys"])
+def test_last_save_is_waited_for(here: Here, how: str) -> None:
+    """The last save of a script is complete, however the script ends."""
+    done = here.run("launch", *here.where(2), program("last_save.py"), "run", how)
+    assert done.code == (1 if how == "raises" else 0), done.stderr
+    assert steps_kept(here.folder / "run") == [2]
+
+
+@pytest.mark.parametrize("launcher", ["launch", "mpirun", "torchrun"])
+def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
+    """A job that loses its last save does not exit with 0, and its older checkpoint is kept."""
+    start = {
+        "launch": ["launch", *here.where(2)],
+        "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
+        "torchrun": ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    }[launcher]
+    done = here.run(*start, program("last_save.py"), "run", "full")
+    assert done.code == 1, done.stderr
+    assert re.search(r"run/checkpoints: .*step 2\b.*step_00000001", done.stderr), done.stderr
+    assert steps_kept(here.folder / "run") == [1]
+
+
+def test_records_of_a_script(here: Here) -> None:
+    """mpiddp.log_metrics keeps one record a step through resumes, and NaN becomes null."""
+    here.run("python", program("records.py"), "run", "1", "4").assert_ok()
+    shutil.rmtree(step_folder(here.folder / "run", 4))
+    here.run("python", program("records.py"), "run", "3", "6").assert_ok()
+    found = records(here.folder / "run")
+    assert [each["step"] for each in found] == [1, 2, 3, 4, 5, 6]
+    assert [each["first"] for each in found] == [1, 1, 3, 3, 3, 3]
+    assert found[0] == {"step": 1, "first": 1, "loss": 0.5, "lr": 0.1, "best": None, "name": "a"}
+
+
+# Refusals
+
+
+def test_what_cannot_be_saved(here: Here) -> None:
+    """A state that cannot be saved is a TypeError that names its place, before anything is written."""
+    done = here.run("python", program("unsavable.py"), "run").assert_ok()
+    assert done.lines == [
+        "state['lr']: numpy.float64",
+        "state['a']['b'][0]: numpy.ndarray",
+        "state['model']: torch.nn.modules.linear.Linear",
+        "state['seen']: set",
+    ]
+    assert not (here.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("config", "width 1, now 2"),
+        ("model", "size mismatch"),
+        ("no resume", "step_00000001"),
+    ],
+)
+def test_wrong_resume_is_refused_by_all_ranks(here: Here, change: str, words: str) -> None:
+    """Another config or model, or a forgotten resume, is bad input: no restart, and no save."""
+    job = program("wrong_resume.py")
+    here.run("launch", *here.where(2), job, "run", "nothing").assert_ok()
+    done = here.run("launch", *here.where(2), "--max-restarts", "3", job, "run", change)
+    assert done.code == 2, done.stderr
+    assert done.stderr.count(words) == 1, done.stderr
+    assert "restart" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert steps_kept(here.folder / "run") == [1]
+
+
+@here_and_on_hosts
+def test_run_in_use_is_refused(place: Place) -> None:
+    """A second job into the folder of a running one is refused; after a kill, the next resumes at once."""
+    train = (*ALONE, "--save-every=1", "--out=run")
+    first = place.start(*train).until("step 20/")
+    if isinstance(place, Hosts):  # from another host, which cannot see the processes of the first
+        command = [sys.executable, "-m", "mpiddp", *train]
+        second = place["node1"].run(command, env=ENV, cwd=place.folder)
+        code, stderr = second.returncode, second.stderr
+    else:
+        done = place.run(*train)
+        code, stderr = done.code, done.stderr
+    assert (code, len(stderr.splitlines())) == (2, 1), stderr
+    assert stderr.startswith("run: "), stderr
+    assert first.process.poll() is None
+    first.signal(signal.SIGKILL)
+    first.wait()
+    third = place.start(*train).until("resuming from").until("images/s")
+    third.signal(signal.SIGTERM)
+    assert third.wait().code == 75
+
+
+def test_silent_rank_in_a_save(here: Here) -> None:
+    """A rank that goes silent in a save is named within the time limit, and the job restarts."""
+    job = (program("silent_save.py"), "run")
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
+    assert re.search(r"step 2.*rank 1 on .* 10 s", done.stderr), done.stderr
+    assert steps_kept(here.folder / "run") == [1, 3]
+
+
+# Damage
+
+
+@pytest.mark.parametrize(("form", "kills"), [("whole", 30), ("sharded", 10)])
+def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
+    """A kill at any moment leaves a verified checkpoint, and costs at most the save under way."""
+    done = here.run("python", program("killed_saves.py"), "run", str(kills), form).assert_ok()
+    ended = re.fullmatch(rf"{kills} kills, (\d+) in the middle of a save, .*", done.lines[-1])
+    assert ended is not None, done.stdout
+    assert int(ended[1]) > kills / 5, "too few kills during a write"
+
+
+def test_any_flipped_bit_or_cut_is_found(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+    """`verify` finds any flipped bit and any missing end of any file of a checkpoint."""
+    save = (program("sharded_script.py"), "save", "run", "sharded")
+    here.run("launch", *here.where(2), *save).assert_ok()
+    folder = step_folder(here.folder / "run", 2)
+    files, draw = sorted(folder.iterdir()), random.Random(0)
+    assert main(["checkpoints", "verify", str(folder)]) == 0
+    for number in range(100):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        if number % 3:
+            flip_a_bit(file, draw.random())
+        else:
+            file.write_bytes(content[: draw.randrange(len(content))])
+        assert main(["checkpoints", "verify", str(folder)]) == 1, (file, number)
+        file.write_bytes(content)
+    assert main(["checkpoints", "verify", str(folder)]) == 0
+    capsys.readouterr()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "parallel"), [(flip_a_bit, "ddp"), (cut, "fsdp"), (Path.unlink, "fsdp")]
+)
+def test_damaged_checkpoint_gives_way(
+    here: Here, damage: Callable[[Path], None], parallel: str
+) -> None:
+    """A run whose newest checkpoint is damaged says so, names the file, and resumes the one before."""
+    train = (*MODEL, "--use-syn", "--global-batch-size=4", "--epochs=1", "--steps-per-epoch=3")
+    train += (f"--parallel={parallel}", *SAVE_ALL, "--out=run")
+    assert here.run("launch", *here.where(2), *train, "--stop-at-step=2").code == 75
+    name = "shard_00001.pt" if parallel == "fsdp" else "model.pt"
+    damage(step_folder(here.folder / "run", 2) / name)
+    done = here.run("launch", *here.where(2), *train).assert_ok()
+    assert resumed_step(done) == 1
+    assert re.search(rf"step_00000002: .*{name}.*step_00000001 \(1 steps? lost\)", done.stdout)
+    assert steps_kept(here.folder / "run")[-2:] == [2, 3]
+
+
+@pytest.mark.parametrize("what", ["renamed", "code"])
+def test_foreign_checkpoint_is_refused(here: Here, what: str) -> None:
+    """A renamed checkpoint is refused, and no file of a checkpoint can run code."""
+    here.run("python", program("records.py"), "run", "1", "2").assert_ok()
+    folder = step_folder(here.folder / "run", 2)
+    if what == "renamed":  # it would stay the newest one, and a run would repeat the same steps
+        folder.rename(step_folder(here.folder / "run", 9))
+    else:
+        torch.save([Touch()], folder / "ranks.pt")
+        entries = json.loads((folder / "manifest.json").read_text())
+        content = (folder / "ranks.pt").read_bytes()
+        entries["ranks.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(entries))
+        proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
+        (folder / "COMPLETE").write_text(proof)
+    done = here.run("python", program("records.py"), "run", "1", "4")
+    assert done.code in (1, 2), done.stdout
+    assert "step_0000000" in done.stderr
+    assert not (here.folder / "run-code").exists()
+
+
+class Touch:
+    """Its unpickling creates a file."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch run-code",)
+
+
+def test_failing_disk_starts_nothing_anew(here: Here) -> None:
+    """A run whose checkpoint cannot be read now fails with code 1, and does not begin anew."""
+    train = (*ALONE, "--steps-per-epoch=2")
+    here.run(*train, "--out=run").assert_ok()
+    complete = step_folder(here.folder / "run", 2) / "COMPLETE"
+    complete.unlink()
+    complete.symlink_to("/proc/self/mem")  # a file that fails to be read, as a bad sector does
+    done = here.run(*train, "--out=run")
+    assert done.code == 1, done.stderr
+    assert re.search("step_00000002: COMPLETE.*Input/output error", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    assert complete.is_symlink()
+
+
+def test_checkpoint_commands(here: Here) -> None:
+    """`list` shows the state of each checkpoint, `verify` reads every byte, `prune` keeps verified ones."""
+    save = (program("sharded_script.py"), "save", "run", "sharded")
+    here.run("launch", *here.where(2), *save).assert_ok()
+    run = here.folder / "run"
+    shutil.copytree(step_folder(run, 2), step_folder(run, 3))
+    flip_a_bit(step_folder(run, 3) / "shard_00000.pt")
+    cut(step_folder(run, 1) / "model.pt")
+    verify = here.run("checkpoints", "verify", "run")
+    assert verify.code == 1
+    assert "step_00000002: verified" in verify.stdout
+    assert "step_00000001" in verify.stderr
+    assert "step_00000003: shard_00000.pt does not match its SHA-256" in verify.stderr
+    listed = here.run("checkpoints", "list", "run").assert_ok().lines
+    assert [line.split()[0] for line in listed] == [f"step_0000000{step}" for step in (1, 2, 3)]
+    assert [line.split()[-1] for line in listed] == ["broken", "intact", "intact"]
+    here.run("checkpoints", "prune", "run", "--keep", "1").assert_ok()
+    assert step_folder(run, 2).exists()
+    refused = here.run("checkpoints", "export", step_folder(run, 2), here.folder)
+    assert refused.code == 2
+    assert "exists already" in refused.stderr
+
+
+# Hosts without a shared disk
+
+
+@pytest.fixture
+def apart(hosts: Hosts) -> Hosts:
+    """The hosts, none of which has a run in its private folder."""
+    for host in hosts.cluster.hosts:
+        shutil.rmtree(host.path(PRIVATE), ignore_errors=True)
+    return hosts
+
+
+def launch(hosts: Hosts, names: str, *options: str) -> Done:
+    """`mpiddp launch -H NAMES …` on the first of the named hosts."""
+    argv = [sys.executable, "-m", "mpiddp", "launch", "-H", names, *options]
+    done = hosts[names.partition(":")[0]].run(argv, env=ENV, cwd=hosts.folder)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def private(hosts: Hosts, name: str) -> Path:
+    return hosts[name].path(PRIVATE)
+
+
+def test_lost_host_of_rank_0(apart: Hosts) -> None:
+    """Hosts that share no disk each keep every checkpoint, so the loss of any host loses nothing."""
+    train = (
+        *MODEL,
+        "--use-syn",
+        "--batch-size=8",
+        "--epochs=1",
+        "--steps-per-epoch=8",
+        "--amp=off",
+    )
+    train += ("--save-every=2", f"--out={PRIVATE}")
+    done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=5")
+    assert done.code == 75, done.stderr
+    node0, node1, node2 = (private(apart, name) for name in apart.hosts)
+    assert steps_kept(node0) == steps_kept(node1) == [4, 5]
+    kept = contents(node0, 5)
+
+    # node0 is lost; the new first host has no checkpoint yet.
+    done = launch(apart, "node2:1,node1:1", *train, "--stop-at-step=6")
+    assert (done.code, resumed_step(done)) == (75, 5), done.stderr
+    assert steps_kept(node2) == [5, 6]
+    assert unequal(contents(node2, 5), kept) == []
+
+    # node0 comes back with older checkpoints, the newest of them damaged.
+    cut(step_folder(node0, 5) / "model.pt")
+    done = launch(apart, "node0:1,node1:1", *train).assert_ok()
+    assert resumed_step(done) == 6
+    assert steps_kept(node0) == steps_kept(node1) == [6, 8]
+    assert list(losses(node1)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_damaged_copy_is_replaced(apart: Hosts) -> None:
+    """A checkpoint that is damaged on one host is replaced by another host's, and no step is lost."""
+    train = (*MODEL, "--use-syn", "--batch-size=2", "--epochs=1", f"--out={PRIVATE}")
+    assert launch(apart, "node0:1,node1:1", *train, "--stop-at-step=2").code == 75
+    node0, node1 = private(apart, "node0"), private(apart, "node1")
+    flip_a_bit(step_folder(node0, 2) / "model.pt")
+    done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=3")
+    assert (done.code, resumed_step(done)) == (75, 2), done.stderr
+    assert "step_00000002: model.pt does not match its SHA-256 (node0)" in done.stdout
+    assert steps_kept(node0) == steps_kept(node1) == [2, 3]
+
+
+def test_lost_host_of_shards(apart: Hosts) -> None:
+    """Each shard lies on two hosts, so the loss of one host loses none; of two, only steps."""
+    train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=8")
+    train += ("--save-every=2", "--parallel=fsdp", f"--out={PRIVATE}")
+    nodes = [private(apart, name) for name in apart.hosts]
+
+    def shards(node: Path, step: int) -> list[str]:
+        return sorted(path.name for path in verified(step_folder(node, step)).glob("shard_*"))
+
+    assert launch(apart, "node0:1,node1:1,node2:1", *train, "--stop-at-step=4").code == 75
+    for node, kept in zip(nodes, ("02", "01", "12"), strict=True):
+        assert shards(node, 4) == [f"shard_0000{rank}.pt" for rank in kept]
+
+    shutil.rmtree(nodes[2])
+    done = launch(apart, "node1:1,node0:1", *train, "--stop-at-step=6")
+    assert (done.code, resumed_step(done)) == (75, 4), done.stderr
+    for node in nodes[:2]:
+        assert shards(node, 6) == ["shard_00000.pt", "shard_00001.pt"]
+
+    done = launch(apart, "node0:1,node1:1,node2:1", *train).assert_ok()
+    assert resumed_step(done) == 6
+    assert list(losses(nodes[0])) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+    shutil.rmtree(nodes[1])
+    shutil.rmtree(nodes[2])  # of step 8, node0 has the shards of two of three ranks; of step 6, all
+    done = launch(apart, "node0:1", *train).assert_ok()
+    assert resumed_step(done) == 6
+    assert "step_00000008: shard_00001.pt" in done.stdout
+
+
+def test_script_on_hosts_apart(apart: Hosts, undisturbed: Path) -> None:
+    """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
+    job = str(example(apart.folder / "job", each_step=DIES, run=str(PRIVATE)))
+    done = launch(apart, "node0:1,node1:1", "--max-restarts", "1", job).assert_ok()
+    assert resumed_step(done) == 15
+    nodes = [private(apart, name) for name in apart.hosts]
+    assert steps_kept(nodes[0]) == steps_kept(nodes[1]) == [35, 40]
+    assert unequal(weights(apart.folder), weights(undisturbed)) == []
+
+    shutil.rmtree(nodes[0])
+    shutil.rmtree(step_folder(nodes[1], 40))
+    (apart.folder / "model.pt").unlink()
+    done = launch(apart, "node2:1,node1:1", job).assert_ok()
+    assert resumed_step(done) == 35
+    assert steps_kept(nodes[2]) == steps_kept(nodes[1]) == [35, 40]
+    assert unequal(weights(apart.folder), weights(undisturbed)) == []
+
+
+def test_hsdp_resumes_bit_for_bit(hosts: Hosts) -> None:
+    """hsdp saves each shard once on a shared disk, resumes bit for bit, and continues as ddp."""
+    train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=6")
+    train += ("--amp=off", "--no-channels-last", "--lr=0.01", *SAVE_ALL)
+    where = "node0:2,node1:2"
+    whole = hosts.folder / "whole"
+    launch(hosts, where, *train, "--parallel=hsdp", f"--out={whole}").assert_ok()
+    resumed = crashed_after(4, whole, hosts.folder / "resumed")
+    done = launch(hosts, where, *train, "--parallel=hsdp", f"--out={resumed}").assert_ok()
+    assert resumed_step(done) == 4
+    expected = contents(whole, 6)
+    assert unequal(contents(resumed, 6), expected) == []
+    parts = [expected[f"shard_{rank:05d}"] for rank in range(4)]
+    saved = sum(tensor.numel() for part in parts for tensor in part.values())
+    assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
+
+    options = ("--parallel=ddp", f"--resume={step_folder(whole, 4)}", "--out=ddp")
+    launch(hosts, where, *train, *options).assert_ok()
+    assert losses(hosts.folder / "ddp") == pytest.approx(
+        {step: losses(whole)[step] for step in (5, 6)}, rel=1e-4
+    )
+
+
+# Disks
+
+
+@contextmanager
+def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
+    """A disk of this size at a folder of node0; returns the folder's path on this machine."""
+    node0 = hosts["node0"]
+    node0.run(["mkdir", "-p", str(folder)], check=True)
+    size = f"size={int(megabytes * 1000)}k"
+    node0.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=True)
+    try:
+        yield node0.path(folder)
+    finally:
+        hosts.clear()
+        node0.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(apart: Hosts) -> None:
+    """A full disk damages no checkpoint. Training goes on or ends, as asked, and its code is not 0."""
+    train = (*ALONE, "--amp=off", "--batch-size=4")
+    train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
+    with disk(apart, PRIVATE / "checkpoints", 5.75) as saves:  # a checkpoint has 2.3 MB
+        run = saves.parent
+        stopped = apart.run(*train, "--on-save-error=stop")
+        assert stopped.code == 1
+        assert re.fullmatch(r".*step 3 .*step_00000002.*\n", stopped.stderr), stopped.stderr
+        assert steps_kept(run) == [1, 2]
+        assert len(list(saves.iterdir())) == 2, "an incomplete checkpoint is left"
+
+        warned = apart.run(*train)
+        assert warned.code == 1
+        assert "epoch 1/1  step 5/5" in warned.stdout
+        assert warned.stderr.count("warning: ") >= 3
+        assert steps_kept(run) == [1, 2]
+
+        apart["node0"].run(
+            ["mount", "-o", "remount,size=9M", str(PRIVATE / "checkpoints")], check=True
+        )
+        done = apart.run(*train).assert_ok()
+        assert resumed_step(done) == 2
+        assert steps_kept(run) == [4, 5]
+
+
+@pytest.mark.parametrize("trouble", ["read-only", "full"])
+def test_disk_that_works_again(apart: Hosts, trouble: str) -> None:
+    """A training outlives a disk that is read-only or full for a while, and saves again afterwards."""
+    train = (*ALONE, "--amp=off", "--batch-size=4")
+    node0 = apart["node0"]
+    with disk(apart, PRIVATE, 20) as run:
+        job = apart.start(*train, "--save-every=1", f"--out={PRIVATE}")
+        eventually(lambda: step_folder(run, 3).exists() or newest(run) > 3)
+        if trouble == "full":
+            fill = f"cat /dev/zero >>{PRIVATE}/filler; sleep 0.1"  # repeated: a failed save frees space
+            node0.run(["sh", "-c", f"for _ in $(seq 10); do {fill}; done"])
+        else:  # mount fails with "busy" during a write
+            remount = ["mount", "-o", "remount,ro", str(PRIVATE)]
+            eventually(lambda: node0.run(remount).returncode == 0, poll_s=0)
+        job.until("warning: ")
+        before = steps_kept(run)
+        assert before
+        if trouble == "full":
+            node0.run(["rm", f"{PRIVATE}/filler"], check=True)
+        else:
+            node0.run(["mount", "-o", "remount,rw", str(PRIVATE)], check=True)
+        eventually(lambda: newest(run) > before[-1] + 3)
+        assert job.process.poll() is None
+        job.signal(signal.SIGTERM)
+        assert job.wait().code == 75
+        assert len(steps_kept(run)) == 2
+        steps = list(losses(run))
+        assert steps == sorted(set(steps))
+
+
+def newest(run: Path) -> int:
+    """The newest step in a run's folder, while it is written."""
+    names = (path.name for path in (run / "checkpoints").glob("step_????????"))
+    return max((int(name.removeprefix("step_")) for name in names), default=0)

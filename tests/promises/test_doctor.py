@@ -1,0 +1,200 @@
+"""What is wrong, before a job and after it: `mpiddp doctor`, `explain` and `drill`.
+
+Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill. python -m pytest tests/promises/test_doctor.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp import cli
+from tests.support import cluster as test_cluster
+from tests.support import frameworks
+from tests.support.cluster import Cluster, lacking, why_not
+from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
+from tests.support.drills import DEFECTS, RIGHT, SCRIPT, command
+from tests.support.own_script import example
+from tests.support.place import Done, Here, Hosts
+from tests.support.ranks import ROOT
+
+# --- doctor ---
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Four hosts with folders, an environment and a GPU of their own."""
+    if reason := why_not():
+        lacking(reason)
+    with prepared() as up:
+        yield up
+
+
+JOB = ("--script", "train.py", "--data", "data")
+UNREACHED = {"wrong key", "unknown host key", "stopped sshd", "unresolvable name"}
+LACKING = {"interpreter missing", "daemon missing", "host down"}
+OTHERS = {"working folder missing", "Open MPI 4 beside 5"}
+# Each of these hides or is hidden by another fault.
+ALONE = {"torch does not load", "large packets lost", "foreign libmpi", "another user of a GPU"}
+GROUPS: dict[str, tuple[set[str], tuple[str, ...]]] = {
+    "hosts that ssh does not reach": (UNREACHED, ()),
+    "hosts that lack what a job needs": (LACKING, ("--quick",)),
+    "hosts that have something else": (OTHERS, ("--quick",)),
+    "hidden faults": (ALONE, JOB),
+    "all others": ({*FAULTS} - UNREACHED - LACKING - OTHERS - ALONE, JOB),
+}
+# On a loaded machine, one of four hosts on the same cores may be slow while the doctor measures.
+BUSY = ("is slow", "carries")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_doctor_names_all_faults(cluster: Cluster, group: str) -> None:
+    """`mpiddp doctor` names all faults of all hosts in one run, each with its host, and nothing else."""
+    names, arguments = GROUPS[group]
+    present = {name: FAULTS[name] for name in names}
+    with ExitStack() as stack:
+        for fault in present.values():
+            stack.enter_context(fault.inject(cluster))
+        hosts = max((fault.names for fault in present.values()), key=len)
+        report = doctor(cluster, *arguments, names=hosts)
+    assert report.code == 1
+    said = report.warnings + report.unknown
+    missed = {name for name, fault in present.items() if not any(map(fault.is_named, said))}
+    assert missed == set(), said
+    explained = [line for fault in present.values() for line in said if fault.explains(line)]
+    false = [line for line in report.warnings if line not in explained]
+    assert [line for line in false if not any(words in line for words in BUSY)] == []
+
+
+def test_doctor_raises_no_false_alarm(cluster: Cluster) -> None:
+    """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing there."""
+    report = doctor(cluster, *JOB)
+    assert report.code == 0
+    assert [line for line in report.warnings if not any(words in line for words in BUSY)] == []
+    for host in cluster.hosts:
+        assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
+        assert "mpiddp" not in str(host.processes())
+
+
+# --- explain ---
+
+TEXTS = sorted((ROOT / "tests/data/failures").glob("*.txt"))
+
+
+def explained(log: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code, and what `mpiddp explain` prints of the root cause."""
+    code = cli.main(["explain", str(log)])
+    return code, capsys.readouterr().out.partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
+def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`mpiddp explain` names the root cause in what a real program printed when it failed."""
+    code, first = explained(text, capsys)
+    assert code == 0
+    assert text.stem.partition(".")[0] in first
+    assert str(text) in first
+
+
+def test_explain_knows_a_failure_of_today(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mpiddp explain` knows what a program prints today, as it knows the texts that are kept."""
+    name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
+    script = ROOT / "tests/support/provoke_failures.sh"
+    env = {**os.environ, "FAILURES_OUT": str(tmp_path)}
+    subprocess.run([script, name], env=env, cwd=tmp_path, check=True)
+    code, first = explained(tmp_path / f"{name}.txt", capsys)
+    assert (code, name in first) == (0, True)
+
+
+HEALTHY = """
+WARNING: killed 3 stale workers; error rate 0.01; failed: 0; aborted: 0
+Testing that `Permission denied` is handled ... ok
+epoch 3: error: 0.053, timeout=600 s, no errors, 0 segmentation faults
+NCCL INFO Connected all rings; NCCL INFO Setting affinity; NCCL WARN nothing is wrong
+checkpoint saved; 12 GB of 80 GB in use; disk not full; no space was wasted
+node0:1:1 [0] NCCL INFO connect to 10.0.0.2<4711> returned Connection refused, retrying
+[c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -9 - Family)
+test_rank_killed PASSED; Killed by design: 0
+User note: connection reset by peer is retried; broken pipe is ignored; Broken pipe
+module foo: not found in cache; value: not found
+Starting epoch 2 after Segmentation fault tests passed
+"""
+
+
+def test_explain_finds_nothing_in_a_good_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mpiddp explain` takes no frightening word of a healthy job for its failure."""
+    log = tmp_path / "train.log"
+    log.write_text(HEALTHY)
+    logger = logging.Logger("training")
+    logger.addHandler(logging.FileHandler(log))
+    try:
+        raise ValueError("bad image")
+    except ValueError:
+        logger.exception("skipped one")
+    pages = ("README.md", "docs/launch.md", "docs/evidence/output.md")
+    for good in (log, *(ROOT / page for page in pages)):
+        assert explained(good, capsys)[0] == 1, good
+
+
+# --- drill ---
+
+
+def results(done: Done) -> dict[str, Any]:
+    assert done.code in (0, 1), done.stderr
+    return {each["fault"]: each for each in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_drill_names_the_defect(here: Here, defect: str) -> None:
+    """`mpiddp drill` names the defect of a script that does not resume as it should."""
+    planted = DEFECTS[defect]
+    options = ("-n", str(planted.ranks), "--only", planted.fault, "--seed", "3", "--json")
+    done = here.run("drill", *options, ROOT / SCRIPT, "{out}", defect)
+    assert done.code == 1, done.stderr
+    result = results(done)[planted.fault]
+    assert not result["passed"]
+    assert planted.words in result["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_drill_passes_a_right_script(here: Here, name: str) -> None:
+    """`mpiddp drill` finds nothing in a script that resumes as it should, of any framework."""
+    right = RIGHT[name]
+    env = frameworks.environment(right.package) if right.package else {}
+    options = ("-n", "1", "--only", right.faults, "--seed", "3", "--json")
+    done = here.run("drill", *options, *command(*right.job), env=env)
+    assert done.code == 0, done.stderr + done.stdout
+    assert [fault for fault, each in results(done).items() if not each["passed"]] == []
+
+
+def test_drill_stops_and_resumes(here: Here, tmp_path: Path) -> None:
+    """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares to the last bit."""
+    job = example(tmp_path / "job", every=5)
+    done = here.run("drill", "-n", "2", "--only", "sigterm,flip", "--seed", "3", "--json", job)
+    assert done.code == 0, done.stderr + done.stdout
+    found = results(done)
+    assert [each["codes"] for each in found.values()] == [[0], [75, 0], [1, 0]]
+    assert [found[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]
+    assert all(found[name]["difference"] == 0.0 for name in ("sigterm", "flip"))
+
+
+def test_drill_on_hosts(request: pytest.FixtureRequest) -> None:
+    """On several hosts, a drill resumes on one host more, and cuts the link of one."""
+    with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
+        options = ("--only", "host-more,link", "--seed", "3", "--json")
+        done = hosts.run("drill", *options, *hosts.where(2), ROOT / SCRIPT, "{out}")
+        assert done.code == 0, done.stderr + done.stdout
+        assert [fault for fault, each in results(done).items() if not each["passed"]] == []

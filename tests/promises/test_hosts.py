@@ -1,0 +1,384 @@
+"""Hosts: from machines that only answer ssh to a job on all of them, with its files brought home.
+
+The hosts share no file, but in the last two tests: node0 has this repository, the others the system alone.
+
+Holds mpiddp/hosts. python -m pytest tests/promises/test_hosts.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+import pytest
+
+from mpiddp.checkpoints import folder as directory
+from tests.support import cluster as test_cluster
+from tests.support.cluster import Cluster, Host, Layout, faults, links, ssh
+from tests.support.place import Hosts, eventually, program
+from tests.support.ranks import ROOT
+
+PASSWORD = "a password"
+_HASH = "$6$mpiddp$iAGtOWy6S5/wYngnyRrRPLZpS7l.mPSTKWl0y7KeWM0U.gxY9tWQCqDKNKt/tMTKCtk1V5NrPeUjJwLoBCSOC."
+# Its stdin and stdout become those of a terminal, from which ssh reads a password.
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with test_cluster.up_or_skip(3, layout=Layout(apart=True)) as up:
+        yield up
+
+
+@pytest.fixture
+def file(hosts: Hosts) -> str:
+    """The hostfile of all three."""
+    return hosts.where(3)[1]
+
+
+@pytest.fixture
+def project(hosts: Hosts) -> Path:
+    """The folder of a project on node0, whose name means something to a shell."""
+    folder = hosts.folder / "a project; $HOME"
+    files = {"train.py": "print(1)\n", "src/-rf": "a dash\n", "src/deep/table.bin": "0123" * 9999}
+    write(folder, {**files, "runs/log": "mine", ".git/HEAD": "mine", "src/old.py": "old\n"})
+    (folder / "train.py").chmod(0o755)
+    (folder / "src/link").symlink_to("deep/table.bin")
+    return folder
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Mode and bytes of every file but those of mpiddp and rsync, and those that no push takes along."""
+    private = re.compile(r"(^|/)\.(mpiddp|~tmp~)|^(runs|\.git)/|/__pycache__/")
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: (path.lstat().st_mode, path.read_bytes())
+        for name, path in paths.items()
+        if not private.search(name)
+    }
+
+
+def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
+    folder = run / f"checkpoints/step_{step:08d}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    directory.write_folder(folder, lambda new: write(new, files))
+    return folder
+
+
+# --- keys ---
+
+
+@pytest.fixture
+def strangers() -> Iterator[Cluster]:
+    """node0 has no key and knows no host. The others accept the password of root."""
+    with test_cluster.up_or_skip(3, layout=Layout(apart=True)) as up:
+        shutil.rmtree(up["node0"].path("/root/.ssh"))
+        for host in up.hosts[1:]:
+            shadow, config = host.path("/etc/shadow"), host.path("/etc/ssh/sshd_config")
+            shadow.write_text(
+                re.sub(
+                    r"^root:.*", f"root:{_HASH}:19000:0:99999:7:::", shadow.read_text(), flags=re.M
+                )
+            )
+            ssh.stop_sshd(host)
+            text = config.read_text().replace(
+                "PasswordAuthentication no", "PasswordAuthentication yes"
+            )
+            config.write_text(f"PermitRootLogin yes\n{text}")
+            ssh.start_sshd([host])
+        yield up
+
+
+def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
+    """The exit code, and all that is shown to a user who says yes and types the password when asked."""
+    shown = ""
+    with host.popen(
+        [sys.executable, "-c", TERMINAL, *command], cwd=ROOT, stdin=PIPE, stderr=STDOUT
+    ) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        asked = 0
+        while character := running.stdout.read(1):
+            shown += character
+            question = re.search(r"\(yes/no[^)]*\)\??|password: ?$", shown[asked:])
+            if question:
+                asked = len(shown)
+                running.stdin.write("yes\n" if "yes/no" in question[0] else f"{PASSWORD}\n")
+                running.stdin.flush()
+    return running.returncode, shown
+
+
+def test_keys(strangers: Cluster) -> None:
+    """`mpiddp hosts keys` asks once for each host; afterwards ssh reaches all of them without a question."""
+    node0 = strangers["node0"]
+    file = strangers.shared / "hosts"
+    file.write_text("node0\nnode1\nnode2\n")
+    verb = [sys.executable, "-m", "mpiddp", "hosts"]
+    before = node0.run([*verb, "run", str(file), "--", "true"], cwd=ROOT)
+    assert before.returncode == 1
+    code, shown = at_a_terminal(node0, [*verb, "keys", str(file)])
+    assert code == 0, shown
+    after = node0.run([*verb, "run", str(file), "--", "echo", "here"], cwd=ROOT)
+    assert (after.returncode, after.stdout) == (0, "node[0-2]: here\n")
+    key = node0.path("/root/.ssh/id_ed25519").stat()
+    assert key.st_mode & 0o077 == 0
+    again = node0.run([*verb, "keys", str(file)], cwd=ROOT)  # there is nothing to ask
+    assert again.returncode == 0, again.stderr
+    authorized = strangers["node1"].path("/root/.ssh/authorized_keys").read_text()
+    assert authorized.count(node0.path("/root/.ssh/id_ed25519.pub").read_text().split()[1]) == 1
+
+
+# --- run ---
+
+
+def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
+    """`mpiddp hosts run` runs a command on every host as it is written, and prints equal outputs once."""
+    done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
+    assert done.lines == [
+        line for n in range(3) for line in (f"node{n}: same", f"node{n}: node{n}")
+    ]
+    assert (done.code, done.stderr) == (0, "node[0-2]: why\n")
+    done = hosts.run("hosts", "run", file, "--", "printf", "%s\n", "$HOME; *", "--", "\033[31mred")
+    assert done.stdout == "node[0-2]: $HOME; *\nnode[0-2]: --\nnode[0-2]: \\x1b[31mred\n"
+
+
+def test_run_names_the_hosts_that_fail(hosts: Hosts, file: str) -> None:
+    """`mpiddp hosts run` names the hosts on which the command fails, and those that ssh does not reach."""
+    code = "test $(uname -n) = node1 && exit 0; exit 7"
+    done = hosts.run("hosts", "run", file, "--", "sh", "-c", code)
+    assert (done.code, done.stdout, done.stderr) == (1, "", "node[0,2]: exit code 7\n")
+    with faults.no_sshd(hosts["node2"]):
+        done = hosts.run("hosts", "run", file, "--", "echo", "here")
+    assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
+    assert "node2: ssh node2: connection refused" in done.stderr
+
+
+# A shell, its child, and a child that SIGTERM does not end.
+SLEEP = "(trap '' TERM; exec sleep 1000) & sleep 1000; wait"
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
+def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
+    """Ctrl-C, and --timeout, end all that `mpiddp hosts run` has started, on every host."""
+    options = ("--timeout", "5s") if end == "--timeout" else ()
+    job = hosts.start("hosts", "run", *options, file, "--", "sh", "-c", SLEEP)
+    if end == "Ctrl-C":
+        eventually(lambda: len(hosts.processes("sleep 1000")) >= 6)
+        job.signal(signal.SIGINT)
+    assert job.wait().code == (130 if end == "Ctrl-C" else 1)
+    eventually(lambda: not hosts.processes("sleep 1000"))
+
+
+# --- push ---
+
+
+def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) -> None:
+    """`mpiddp hosts push` makes a project the same on every host. What a host has of its own stays."""
+    there = [hosts[name].path(project) for name in ("node1", "node2")]
+    assert hosts.run("hosts", "push", "--dry-run", file, project).code == 0
+    assert not any(path.exists() for path in there)
+    hosts.run("hosts", "push", file, project).assert_ok()
+    assert [contents(path) for path in there] == [contents(project)] * 2
+    assert (there[0] / "src/link").is_symlink()
+    assert not (there[0] / "runs").exists()
+
+    for path in there:
+        write(path, {"runs/log": "theirs", "src/__pycache__/x.pyc": "theirs"})
+    (project / "train.py").write_text("print(2)\n")
+    (project / "src/old.py").unlink()
+    write(project, {"src/deep/new": "new"})
+    sent = links.sent_bytes(hosts["node0"])
+    hosts.run("hosts", "push", file, project).assert_ok()
+    assert links.sent_bytes(hosts["node0"]) - sent < 10_000_000
+    assert [contents(path) for path in there] == [contents(project)] * 2
+    for path in there:
+        assert (path / "runs/log").read_text() == "theirs"
+        assert (path / "src/__pycache__/x.pyc").exists()
+
+
+def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
+    """A push that is killed leaves the old state on the hosts; the next one sends what is still missing."""
+    hosts.run("hosts", "push", file, project).assert_ok()
+    there = hosts["node1"].path(project)
+    before = contents(there)
+    for number in range(20):
+        (project / "src/deep" / f"{number:02}.bin").write_bytes(os.urandom(500_000))
+    node0 = hosts["node0"]
+    with links.limited(hosts.cluster.hosts, mbit=20):
+        began = links.sent_bytes(node0)
+        job = hosts.start("hosts", "push", file, project)
+        eventually(lambda: links.sent_bytes(node0) - began > 14_000_000)  # of 20 MB
+        job.signal(signal.SIGKILL)
+        for process in hosts.processes("rsync") + hosts.processes("ssh"):
+            if process.host == "node0":
+                hosts.kill(process)
+    eventually(lambda: not hosts.processes("rsync") and not hosts.processes("python3"))
+    assert contents(there) == before
+    began = links.sent_bytes(node0)
+    hosts.run("hosts", "push", file, project).assert_ok()
+    assert links.sent_bytes(node0) - began < 17_000_000
+    assert contents(there) == contents(project)
+
+
+def test_push_names_the_host_that_cannot_take_it(hosts: Hosts, file: str, project: Path) -> None:
+    """A host that cannot take a push is named in one sentence, and --min-hosts goes on without it."""
+    there = hosts["node1"].path(project)
+    write(there.parent, {there.name: "a file"})
+    done = hosts.run("hosts", "push", file, project)
+    assert done.code != 0
+    assert re.search(r"^(mpiddp: )?node1: .*", done.stderr, re.MULTILINE), done.stderr
+    done = hosts.run("hosts", "push", "--min-hosts", "2", file, project)
+    assert done.code == 0, done.stderr
+    assert contents(hosts["node2"].path(project)) == contents(project)
+
+
+@pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
+def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
+    """A push makes bare hosts ready for a job; `launch --push` brings each change along."""
+    project = hosts.folder / "project"
+    write(project, {"whose.py": "import os\nprint('first', os.environ['RANK'])\n"})
+    file = hosts.folder / "two"
+    file.write_text("node0 slots=1\nnode1 slots=1\n")
+    train = [
+        "-m",
+        "mpiddp",
+        "train",
+        "--use-syn",
+        "--arch=resnet20",
+        "--batch-size=4",
+        "--epochs=1",
+    ]
+    train += ["--steps-per-epoch=2", "--save-every=1", "--out=runs/x"]
+    done = hosts.run("launch", "--hostfile", file, *train, cwd=project)
+    assert done.code == 2
+    assert "mpiddp hosts push" in done.stderr
+
+    folders = [project, ROOT]  # this repository, with its environment and its Open MPI
+    if not hosts["node1"].path(Path(sys.executable).resolve()).exists():
+        folders.append(Path(sys.base_prefix))
+    left_out = [f"--leave-out={name}" for name in (".git", ".frameworks", ".mpi")]
+    hosts.run("hosts", "push", *left_out, file, *folders, cwd=project).assert_ok()
+    hosts.run("launch", "--hostfile", file, *train, cwd=project).assert_ok()
+    for name in ("node0", "node1"):
+        assert (hosts[name].path(project) / "runs/x/checkpoints/step_00000002/COMPLETE").exists()
+
+    write(project, {"whose.py": "import os\nprint('second', os.environ['RANK'])\n"})
+    launch = ("launch", "--hostfile", file, "--push", "--log-ranks", "all")
+    done = hosts.run(*launch, "whose.py", cwd=project).assert_ok()
+    assert "second 1" in done.stdout
+    assert (hosts["node1"].path(project) / "runs/x").is_dir()
+
+
+# --- pull ---
+
+
+def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
+    """`mpiddp hosts pull` brings home what only other hosts have of a run: logs, and verified checkpoints."""
+    run = hosts.folder / "a run; $HOME"
+    write(run, {"logs/rank_00000.log": "rank 0\n"})
+    for number in (1, 2):
+        write(hosts[f"node{number}"].path(run), {f"logs/rank_{number:05d}.log": f"rank {number}\n"})
+    checkpoint(hosts["node2"].path(run), 4, {"model.pt": "weights"})
+    broken = checkpoint(hosts["node1"].path(run), 3, {"model.pt": "weights"})
+    hosts.run("hosts", "pull", file, run)
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        f"rank_{number:05d}.log" for number in range(3)
+    ]
+    directory.verify(run / "checkpoints/step_00000004")
+    write(broken, {"model.pt": "weighty"})
+    shutil.rmtree(run / "checkpoints/step_00000003")
+    done = hosts.run("hosts", "pull", file, run)
+    assert done.code == 1  # it stays there, and is named
+    assert "step_00000003" in done.stdout + done.stderr
+    assert not (run / "checkpoints/step_00000003").exists()
+
+
+def test_pull_overwrites_nothing(hosts: Hosts, file: str) -> None:
+    """A pull overwrites nothing: a file that has grown there is continued, one that differs is put beside."""
+    run = hosts.folder / "run"
+    write(run, {"metrics.jsonl": "{}\n", "grown": "line 1\n", "shorter": "line 1\nline 2\n"})
+    there = hosts["node1"].path(run)
+    write(there, {"metrics.jsonl": "[]\n", "grown": "line 1\nline 2\n", "shorter": "line 1\n"})
+    for _ in range(2):  # a second pull brings nothing new
+        assert hosts.run("hosts", "pull", file, run).assert_ok().stderr == ""
+        texts = {path.name: path.read_text() for path in run.iterdir() if path.is_file()}
+        assert texts == {
+            "metrics.jsonl": "{}\n",
+            "metrics.jsonl.node1": "[]\n",
+            "grown": "line 1\nline 2\n",
+            "shorter": "line 1\nline 2\n",
+        }
+
+
+def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
+    """The shards that each host has written to its own disk become one verified checkpoint."""
+    run = hosts.folder / "run"
+    names = [f"shard_{rank:05d}.pt" for rank in range(3)]
+    facts = {
+        name: {"bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()}
+        for name in names
+    }
+    index = json.dumps({"files": facts})
+    for number, name in enumerate(names):
+        own = {"shards.json": index, "state.json": "{}", name: name}
+        checkpoint(run if number == 0 else hosts[f"node{number}"].path(run), 2, own)
+    folder = run / "checkpoints/step_00000002"
+    assert directory.missing_shards(folder) == names[1:]
+    hosts.run("hosts", "pull", file, run).assert_ok()
+    directory.verify(folder)
+    assert directory.missing_shards(folder) == []
+
+
+# --- what is known of hosts ---
+
+
+def test_check(hosts: Hosts, file: str) -> None:
+    """`mpiddp hosts check`, `convert` and `diff` show a hostfile as mpiddp reads it."""
+    other = hosts.folder / "other"
+    other.write_text("node0:1\nnode1:2 # MPICH's syntax\n")
+    done = hosts.run("hosts", "check", file).assert_ok()
+    assert [line.split()[:2] for line in done.lines[1:4]] == [[f"node{n}", "1"] for n in range(3)]
+    done = hosts.run("hosts", "convert", other, "--to", "openmpi").assert_ok()
+    assert done.lines == ["node0 slots=1", "node1 slots=2"]
+    done = hosts.run("hosts", "diff", file, other)
+    assert (done.code, len(done.lines)) == (1, 2)
+    assert hosts.run("hosts", "diff", file, file).code == 0
+
+
+def test_history(request: pytest.FixtureRequest) -> None:
+    """The launcher remembers beside the hostfile which host ended jobs, says so, and forgets on request."""
+    with (
+        test_cluster.up_or_skip(2) as up,
+        Hosts.on(up, request.node.name) as hosts,
+    ):
+        launch = ("launch", *hosts.where(2))
+        file = launch[2]
+        kills = "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        for _ in range(3):
+            done = hosts.run(*launch, hosts.script(kills))
+            assert done.code == 1
+        known = "node1 ended 2 of its last 2 jobs"
+        assert known in done.stderr
+        told = hosts.run("hosts", "history", file).stdout
+        assert re.search(r"node1 +ended 3 of its last 3 jobs", told), told
+        hosts.run("hosts", "forget", file, "node1").assert_ok()
+        done = hosts.run(*launch, program("identity.py")).assert_ok()
+        assert "node1 ended" not in done.stderr
+        raises = hosts.script("raise ValueError('3 channels')")
+        for _ in range(3):  # a script that fails is no fault of its host
+            done = hosts.run(*launch, raises)
+        assert "ended" not in done.stderr.partition("Traceback")[0]

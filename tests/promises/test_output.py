@@ -1,0 +1,396 @@
+"""Output: whole lines, with the rank that wrote them in front, and a file for each rank.
+
+python -m pytest tests/promises/test_output.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import shlex
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.programs.prints_lines import LAST_WORDS, PARTS
+from tests.support.cluster.slurm import Slurm
+from tests.support.errors import error
+from tests.support.mpis import mpirun_of
+from tests.support.place import Done, Here, Hosts, Place, eventually, every_mpi, program
+from tests.support.place import here_and_on_hosts as on_both
+from tests.support.ranks import clean_env
+
+HOST = socket.gethostname()
+# The defaults. Most tests of other chapters read what every rank prints, without prefixes.
+SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+TRAIN = "-m mpiddp train --use-syn --backend gloo --arch resnet20 --batch-size 4 --epochs 1"
+
+
+def lines_of(text: str, rank: int, host: str) -> list[str]:
+    prefix = f"[rank {rank} {host}] "
+    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+
+def assert_whole(done: Done, hosts: list[str]) -> None:
+    """All lines of prints_lines.py are there, whole and in order, with these hosts of its ranks."""
+    for parity, text in enumerate((done.stdout, done.stderr)):
+        for rank, host in enumerate(hosts):
+            expected = [f"<{rank} {n} {rank} {n}>" for n in range(parity, PARTS, 2)]
+            if rank == len(hosts) - 1:
+                expected += [f"last words {n}" for n in range(parity, LAST_WORDS, 2)]
+            assert lines_of(text, rank, host) == expected, text
+        assert text.count("<") == len(hosts) * PARTS // 2
+
+
+@every_mpi
+@on_both
+def test_lines_are_whole(place: Place, mpi: str) -> None:
+    """Lines arrive whole with their rank in front, a killed rank loses none, and its host has the files."""
+    logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
+    done_folder = place.folder / "done"
+    done_folder.mkdir()
+    options = (*place.where(3), "--log-ranks", "all", "--log-dir", str(logs))
+    job = (program("prints_lines.py"), str(done_folder))
+    done = place.run("launch", *options, *job, env=SHOWN, mpi=mpi)
+    hosts = place.hosts_of(3)
+    assert done.code == 1, done.stderr
+    assert_whole(done, hosts)
+    assert f"rank 2 on {hosts[2]} " in "".join(done.said)
+    for rank, host in enumerate(hosts):
+        folder = place[host].path(logs) if isinstance(place, Hosts) else logs
+        text = "".join((folder / f"rank_{rank:05d}.{end}").read_text() for end in ("out", "err"))
+        assert text.count(f"<{rank} ") == PARTS
+        assert text.count("last words") == (LAST_WORDS if rank == 2 else 0)
+        of_others = [other for other in range(3) if hosts[other] != host]
+        assert not any((folder / f"rank_{other:05d}.out").exists() for other in of_others)
+    eventually(lambda: not place.processes())
+
+
+def test_lines_are_whole_under_srun(hosts: Hosts, batch: Slurm) -> None:
+    """The same holds for ranks that srun starts."""
+    done_folder, errors = hosts.folder / "done", hosts.folder / "errors"
+    done_folder.mkdir()
+    job = ("--log-ranks", "all", program("prints_lines.py"), str(done_folder))
+    text = f"#!/bin/sh\n{shlex.join([*LAUNCH, *job])} 2> {errors}\n"
+    options = ("-N2", "--ntasks-per-node=1")
+    ended = batch.sbatch(text, *options, cwd=hosts.folder, env=SHOWN)
+    assert_whole(Done(ended.returncode, ended.stdout, errors.read_text()), ["node0", "node1"])
+
+
+TALKS = """
+import os, sys
+os.write(1, f"out {os.environ['RANK']}\\n".encode())
+os.write(2, f"err {os.environ['RANK']}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "stdout", "stderr"),
+    [
+        ((), [0], [0, 1]),
+        (("--log-ranks", "all"), [0, 1], [0, 1]),
+        (("--log-ranks", "none"), [], []),
+        (("--log-ranks", "1"), [1], [1]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "default",
+)
+def test_whose_lines_are_shown(
+    here: Here, options: tuple[str, ...], stdout: list[int], stderr: list[int]
+) -> None:
+    """By default stdout of rank 0 and stderr of all ranks are shown; --log-ranks names others."""
+    done = here.run("launch", *here.where(2), *options, here.script(TALKS), env=SHOWN).assert_ok()
+    assert sorted(done.lines) == [f"[rank {rank} {HOST}] out {rank}" for rank in stdout]
+    errors = sorted(line for line in done.stderr.splitlines() if "err" in line)
+    assert errors == [f"[rank {rank} {HOST}] err {rank}" for rank in stderr]
+
+
+IN_A_RUN = """
+import sys, mpiddp
+world = mpiddp.init(backend="gloo")
+print("early", world.rank, flush=True)
+mpiddp.Checkpoints("run").resume()
+print("late", world.rank, file=sys.stderr, flush=True)
+if world.rank == 1:
+    raise RuntimeError("a bug")
+"""
+
+
+@pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
+def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
+    """A script with checkpoints has its output in logs/ of its run, from its first line; --log-dir wins."""
+    job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
+    done = here.run("launch", *job)
+    assert (done.code, done.stdout) == (1, ""), done.stderr
+    logs = here.folder / "named" if option else here.folder / "run" / "logs"
+    for rank in range(2):
+        assert (logs / f"rank_{rank:05d}.out").read_text() == f"early {rank}\n"
+        assert f"late {rank}\n" in (logs / f"rank_{rank:05d}.err").read_text()
+    assert "RuntimeError: a bug\n" in (logs / "rank_00001.err").read_text()
+    assert f"/{logs.name}/rank_00001.err" in done.said[-1]  # where its traceback is
+    assert (here.folder / "run" / "logs").exists() != bool(option)
+
+
+def test_the_files_of_a_training(here: Here) -> None:
+    """A training writes what each rank prints into logs/ of its run; a second run adds to the files."""
+    job = ("-H", "localhost:1", *TRAIN.split(), "--steps-per-epoch", "1", "--out", "run")
+    first = here.run("launch", *job).assert_ok()
+    file = here.folder / "run" / "logs" / "rank_00000.out"
+    assert file.read_text() == first.stdout
+    assert "test accuracy" in first.stdout
+    second = here.run("launch", *job, "--epochs", "2").assert_ok()
+    assert file.read_text() == first.stdout + second.stdout
+
+
+def test_a_log_folder_that_cannot_be_written(hosts: Hosts) -> None:
+    """A --log-dir that one host cannot write ends the job with code 2 and a sentence."""
+    hosts["node1"].path("/run/tmp/only_a_file").touch()
+    folder = ("--log-dir", "/run/tmp/only_a_file")
+    done = hosts.run("launch", "-H", "node0:1,node1:1", *folder, program("identity.py"))
+    assert done.code == 2, done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if "only_a_file" in line]
+    assert re.fullmatch(error(":", f"{folder[0]} {folder[1]}: File exists"), sentence), sentence
+
+
+BYTES = """
+import os, sys
+data = bytes(range(256)) * 4000
+for stream in (1, 2):
+    rest = data
+    while rest:
+        rest = rest[os.write(stream, rest):]
+"""
+LONG_LINES = "[print(rank * 1_000_000, flush=True) for rank in '345']"
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
+def test_every_byte_arrives(here: Here, mpi: str) -> None:
+    """All bytes pass unchanged, also those that are no text, and lines of a megabyte."""
+    done = here.run("launch", "-H", "localhost:1", here.script(BYTES), mpi=mpi).assert_ok()
+    data = bytes(range(256)) * 4000
+    assert done.stdout.encode(errors="surrogateescape") == data
+    assert done.stderr.encode(errors="surrogateescape").count(bytes(range(256))) == 4000
+    done = here.run("launch", *here.where(2), here.script(LONG_LINES), mpi=mpi).assert_ok()
+    assert sorted(done.lines) == [digit * 1_000_000 for digit in "334455"]
+
+
+def piped(place: Here, *argv: str) -> subprocess.Popen[bytes]:
+    """A command of mpiddp whose output nobody reads, unless the test does."""
+    env = clean_env({"TEST_PLACE": place.mark})
+    return subprocess.Popen(
+        [*LAUNCH, *argv], env=env, cwd=place.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+
+def test_a_slow_reader(here: Here) -> None:
+    """A reader that is slow slows the ranks, and loses no line."""
+    text = "for line in range(300_000): print(line)\nopen('done', 'w').close()"
+    with piped(here, "-H", "localhost:1", here.script(text)) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"0\n"
+        time.sleep(1.0)
+        assert not (here.folder / "done").exists()  # pipes hold 64 KiB each, and this is 2 MB
+        rest = job.stdout.read().split()
+    assert job.returncode == 0
+    assert rest == [str(line).encode() for line in range(1, 300_000)]
+
+
+@pytest.mark.slow
+def test_many_lines_of_many_ranks(here: Here) -> None:
+    """Of 800,000 lines of eight ranks none is lost, and the launcher needs less than 100 MB for them."""
+    count, seen = 100_000, here.folder / "seen"
+    wait = "while [ ! -e seen ]; do sleep 0.1; done"
+    command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
+    with piped(here, *here.where(8), *command) as job:
+        assert job.stdout is not None
+        lines = [0] * 8
+        for line in (job.stdout.readline() for _ in range(8 * count)):
+            rank, number = map(int, line.split(b":"))
+            lines[rank] += 1
+            assert number == lines[rank], line
+        status = Path(f"/proc/{job.pid}/status").read_text()
+        seen.touch()
+        assert job.stdout.read() == b""
+    assert (job.returncode, lines) == (0, [count] * 8)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert peak is not None
+    assert int(peak[1]) < 100_000
+
+
+MANY = "for line in range(20_000): print('line', line, flush=True)"
+
+
+@pytest.mark.parametrize("how", ["| head -2", ">&-"])
+def test_a_reader_that_goes_away(here: Here, how: str) -> None:
+    """A reader that goes away (`| head`), or a closed stdout, ends no job and is no error."""
+    job = shlex.join([*LAUNCH, "-H", "localhost:1", here.script(MANY)])
+    done = here.run("bash", "-c", f"{job} {how}; exit ${{PIPESTATUS[0]}}").assert_ok()
+    assert done.lines == (["line 0", "line 1"] if "head" in how else [])
+    assert "Traceback" not in done.stderr
+    assert "its reader went away" in done.stderr or how == ">&-"
+
+
+PROGRESS = """
+import os, time
+from pathlib import Path
+os.write(1, b"a question: ")
+while not Path("go").exists():
+    time.sleep(0.01)
+os.write(1, b"answered\\n")
+for number in range(4):
+    os.write(1, b"\\r%d of 3" % number)
+    time.sleep(0.3)
+os.write(1, b"\\n")
+"""
+
+
+def test_open_lines_and_progress_bars(here: Here) -> None:
+    """Where one rank is shown, an open line appears before its end, and a progress bar passes as it is."""
+    with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
+        assert job.stdout is not None
+        text = b""
+        while not text.endswith(b": "):
+            text += os.read(job.stdout.fileno(), 1)
+        assert text == b"a question: "
+        (here.folder / "go").touch()
+        assert job.stdout.read() == b"answered\n\r0 of 3\r1 of 3\r2 of 3\r3 of 3\n"
+
+
+LEAVES = """
+import os, subprocess
+own = os.getpid()
+child = subprocess.Popen(["sleep", "6000"], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+
+
+def test_a_process_that_a_rank_leaves(here: Here) -> None:
+    """A process that a rank leaves behind with its stdout delays the end of the job for seconds only."""
+    done = here.run("launch", "-H", "localhost:1", here.script(LEAVES)).assert_ok()
+    assert done.stdout.startswith(
+        "child "
+    )  # it sleeps for 6000 s, and the time limit of a test is 600 s
+
+
+FORGES = """
+print("\\x1b[1mbold\\u202e", flush=True)
+raise ValueError("\\x1b[2J\\r\\u202emischief")
+"""
+
+
+def test_no_rank_forges_a_line(here: Here) -> None:
+    """A script's output is unharmed, but nothing of it controls the terminal in a line of the launcher."""
+    job = ("-H", "localhost:1", here.script(FORGES))
+    done = here.run("launch", *job)
+    assert done.code == 1
+    assert done.stdout == "\x1b[1mbold\u202e\n"
+    own = [line for line in done.stderr.split("\n") if line.startswith("mpiddp: ")]
+    assert own[-1].startswith(f"mpiddp: rank 0 on {HOST} failed first: ValueError: ")
+    assert not any("\x1b" in line or "\u202e" in line for line in own)
+
+
+KILLED = """
+import os, time
+if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+BANNER = re.compile(r"processes exited|Primary job|exited on|^[-=]{60}", re.MULTILINE)
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
+def test_what_mpirun_prints(here: Here, mpi: str) -> None:
+    """mpirun's own banner about an end that mpiddp names stays in mpirun.log of --log-dir; -v shows it."""
+    job = (*here.where(2), here.script(KILLED))
+    done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
+    assert "was killed by SIGKILL. The other ranks were stopped." in done.said[-1]
+    assert not BANNER.search(done.stderr), done.stderr
+    assert BANNER.search((here.folder / "logs" / "mpirun.log").read_text())
+    assert BANNER.search(here.run("launch", "-v", *job, mpi=mpi).stderr)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "options", "shown", "words"),
+    [
+        ("openmpi5", "--no-such-option", "no-such-option", "mpirun ended with exit code "),
+        ("openmpi5", "--mca pml nonsense", "occurred in MPI_Init", "MPI_Init failed in rank "),
+        ("intelmpi", "-env FI_PROVIDER nonsense", "fi_getinfo", "MPI_Init failed in rank "),
+    ],
+    indirect=["mpi"],
+)
+def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, words: str) -> None:
+    """What an MPI says about a start that fails is shown, above a sentence that names the failure."""
+    job = (*here.where(2), f"--mpi-args={options}", program("identity.py"))
+    done = here.run("launch", *job, env={"I_MPI_FABRICS": "ofi"}, mpi=mpi)
+    assert (done.code, done.stdout) == (1, ""), done.stderr
+    assert shown in done.stderr
+    assert len([line for line in done.said if words in line]) == 1, done.stderr
+
+
+# --- stdin ---
+
+
+@every_mpi
+@pytest.mark.parametrize("way", [(), ("--", sys.executable)], ids=["script", "command"])
+def test_stdin_is_that_of_rank_0(here: Here, mpi: str, way: tuple[str, ...]) -> None:
+    """Rank 0 reads the launcher's stdin to its end, line by line as in a conversation; others have none."""
+    options = ("--mpirun", mpirun_of(mpi), *here.where(2))
+    job = (*options, *way, program("reads_stdin.py"))
+    assert sorted(here.run("launch", *job).assert_ok().lines) == ["rank 0: end", "rank 1: end"]
+    with piped(here, *job) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(b"one\n")
+        running.stdin.flush()
+        first = sorted(running.stdout.readline() for _ in range(2))
+        assert first == [b"rank 0: one\n", b"rank 1: end\n"]
+        running.stdin.write(b"two\n")
+        running.stdin.close()
+        assert running.stdout.read() == b"rank 0: two\nrank 0: end\n"
+    assert running.returncode == 0
+
+
+# --- a terminal ---
+
+STEPS = """
+import os, time, mpiddp
+with mpiddp.process_group(backend="gloo"):
+    step = 0
+    while not os.path.exists("seen") and step < 30000:
+        step += 1
+        mpiddp.progress(step, 10**9, loss=0.5)
+        time.sleep(0.01)
+print("the end")
+"""
+
+
+def test_a_terminal_has_a_status(here: Here) -> None:
+    """A terminal shows step, rate and numbers below all lines until the ranks end; a pipe gets none of it."""
+    job = ("-H", "localhost:2", here.script(STEPS))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(here.folder)
+        env = clean_env({"TERM": "xterm", "TEST_PLACE": here.mark})
+        os.execve(LAUNCH[0], [*LAUNCH, *job], env)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    shown = b""
+    status = re.compile(rb"step \d+/1,000,000,000 .*loss 0\.5.*2 ranks", re.DOTALL)
+    with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):
+        while chunk := file.read(1 << 16):  # the job ends by itself if no status comes
+            shown += chunk
+            if status.search(shown):
+                (here.folder / "seen").touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown
+    assert status.search(shown)
+    assert b"the end" in shown
+    assert b"2 ranks" not in shown.rpartition(b"\x1b[J")[2]
+    done = here.run("launch", *job).assert_ok()
+    assert (done.stdout, done.stderr) == ("the end\n" * 2, "")

@@ -1,0 +1,270 @@
+"""Python: functions, notebooks, frameworks and meshes on the ranks; measuring and showing them.
+
+python -m pytest tests/promises/test_python.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import frameworks, tiny_data
+from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
+from tests.support.ranks import ROOT, find_mpirun
+from tests.support.run_folders import write_run
+from tests.support.training import records, steps_kept
+
+HYBRID = str(ROOT / "examples/hybrid.py")
+
+
+def spawns(place: Place, how: str) -> list[str]:
+    """The command of a script that calls mpiddp.spawn. Of the hosts, only node0 has its file."""
+    if isinstance(place, Here):
+        return ["python", program("spawns.py"), "localhost:2", how]
+    assert isinstance(place, Hosts)
+    home = place["node0"].home()
+    for name in ("spawns.py", "spawned.py"):
+        place["node0"].path(f"{home}/{name}").write_text(Path(program(name)).read_text())
+    return ["python", f"{home}/spawns.py", "node1:1,node0:1", how]
+
+
+@here_and_on_hosts
+def test_spawn_returns_results(place: Place) -> None:
+    """mpiddp.spawn runs a function on every rank, also on hosts without its file, and returns its results."""
+    done = place.run(*spawns(place, "sums")).assert_ok()
+    names = ["node1", "node0"] if isinstance(place, Hosts) else place.hosts * 2
+    assert done.lines[-2:] == [f"{name} {10 * rank} 3" for rank, name in enumerate(names)]
+    assert sorted(done.lines[:-2]) == ["out 0", "out 1"]
+
+
+@here_and_on_hosts
+def test_spawn_raises_the_first_failure(place: Place) -> None:
+    """The exception of the first rank that fails is raised in the caller, with its traceback."""
+    done = place.run(*spawns(place, "fails")).assert_ok()
+    assert done.lines[0] == f"1 {place.hosts[0]} Trouble(7)"
+    assert "raise spawned.Trouble(7)" in done.stdout
+
+
+def test_spawn_restarts_saves_and_stops(here: Here) -> None:
+    """A spawned function restarts, saves, resumes and stops at the same step, as a script does."""
+    done = here.run(*spawns(here, "restarts")).assert_ok()
+    assert done.lines[-1] == "[1, 1]"
+    assert steps_kept(here.folder / "run") == [1]
+    done = here.run(*spawns(here, "stops")).assert_ok()
+    first, second = json.loads(done.lines[-1])
+    assert first == second > 5
+
+
+@here_and_on_hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_end_of_the_caller(place: Place, number: int) -> None:
+    """The end of the process that called mpiddp.spawn ends the job on every host."""
+    job = place.start(*spawns(place, "sleeps")).until("ready", 2)
+    job.signal(number)
+    job.wait()
+    eventually(lambda: not place.processes())
+
+
+def test_notebook(here: Here) -> None:
+    """A notebook's cell gets results, output and exceptions of the ranks, and may be interrupted."""
+    env = frameworks.environment("ipykernel")
+    done = here.run("python", program("notebook.py"), env=env).assert_ok()
+    assert done.lines == ["results", "output", "exception", "interrupt"]
+    eventually(lambda: not here.processes())
+
+
+@here_and_on_hosts
+@pytest.mark.parametrize("way", ["script", "command"])
+def test_lightning(place: Place, way: str) -> None:
+    """PyTorch Lightning trains one model on all ranks, unchanged, as a script or within a command."""
+    script = program("lightning_training.py")
+    nodes = len(set(place.hosts_of(2)))
+    job = [script, str(place.folder / "out"), str(2 // nodes), str(nodes)]
+    start = job if way == "script" else ["--", sys.executable, *job]
+    done = place.run("launch", *place.where(2), *start, env=frameworks.environment("lightning"))
+    done.assert_ok()
+    losses = dict(re.findall(r"^rank (\d) of 2: loss (\S+)$", done.stdout, re.M))
+    assert losses["0"] == losses["1"]
+    assert float(losses["0"]) < 0.2
+    assert [path.name for path in (place.folder / "out").iterdir()] == ["saved-epoch=4.ckpt"]
+
+
+def test_accelerate(here: Here) -> None:
+    """accelerate passes its own test scripts."""
+    env = frameworks.environment("accelerate") | {"ACCELERATE_USE_CPU": "1"}
+    options = ("-x", "ACCELERATE_USE_CPU", *here.where(2))
+    for name in ("test_script", "test_ops", "test_sync"):
+        module = f"accelerate.test_utils.scripts.{name}"
+        here.run("launch", *options, "-m", module, env=env).assert_ok()
+
+
+def test_transformers(here: Here) -> None:
+    """The Trainer of transformers trains and saves on all ranks."""
+    env = frameworks.environment("transformers")
+    job = (program("transformers_training.py"), "out")
+    done = here.run("launch", *here.where(2), *job, env=env).assert_ok()
+    assert sorted(re.findall(r"^rank (\d) of 2: 6 steps$", done.stdout, re.M)) == ["0", "1"]
+    saved = sorted(path.name for path in (here.folder / "out").glob("checkpoint-*"))
+    assert saved == ["checkpoint-3", "checkpoint-6"]
+
+
+def groups(text: str, name: str) -> list[list[int]]:
+    """The groups of ranks along a dimension, which their ranks agree on."""
+    ranks = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    found = sorted({tuple(each["groups"][name]) for each in ranks})
+    assert sorted(rank for group in found for rank in group) == list(range(len(ranks)))
+    return [list(group) for group in found]
+
+
+def test_mesh_on_unequal_hosts(hosts: Hosts) -> None:
+    """mpiddp.mesh keeps tensor-parallel groups within hosts, also hosts with unequal slots."""
+    job = (program("mesh_groups.py"), "plain")
+    done = hosts.run("launch", "-H", "node0:4,node1:2", *job, "tp=2").assert_ok()
+    assert groups(done.stdout, "tp") == [[0, 1], [2, 3], [4, 5]]
+    assert groups(done.stdout, "dp") == [[0, 2, 4], [1, 3, 5]]
+    refused = hosts.run("launch", "-H", "node0:2,node1:1", *job, "tp=3")
+    assert refused.code == 2, refused.stderr
+    assert refused.stderr.count("mpiddp.mesh: tp=3") == 1
+    mpirun = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--map-by", "node"]
+    ranks = ("-H", "node0:2,node1:2", "-np", "4", sys.executable, "-m", "mpiddp", "run", *job)
+    dealt = hosts.run(*mpirun, *ranks, "tp=2")  # ranks 0 and 1 are on two hosts
+    assert dealt.code == 2, dealt.stderr
+    assert dealt.stderr.count("mpiddp.mesh: tp=2") == 1
+    across = ("-H", "node0:2,node1:1", *job, "tp=3", "tp_across_hosts")
+    done = hosts.run("launch", *across).assert_ok()
+    assert groups(done.stdout, "tp") == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("sizes", ["dp=3 tp=1", "tp=1 pp=RANK", "tp=1RANK", "device_type=gpu0"])
+def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
+    """A mesh that does not fit, or on which ranks do not agree, is refused by all in one sentence."""
+    done = here.run("launch", *here.where(2), program("mesh_groups.py"), "init", *sizes.split())
+    assert done.code == 2, done.stdout
+    assert done.stderr.count("mpiddp.mesh: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_hybrid_example(here: Here) -> None:
+    """examples/hybrid.py has the losses of one process with data and tensor parallelism together."""
+
+    def losses(*start: str) -> list[float]:
+        done = here.run(*start).assert_ok()
+        return [float(each) for each in re.findall(r"step \d+: loss ([0-9.]+)", done.stdout)]
+
+    one = losses("python", HYBRID)
+    assert one[-1] < one[0] / 2  # it learns, so a wrong gradient shows
+    assert losses("launch", *here.where(4), HYBRID, "--tp", "2") == pytest.approx(one, rel=1e-4)
+
+
+def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
+    here.run("bench", name, "-H", "localhost:3", *options, "--out", "out").assert_ok()
+    record = json.loads((here.folder / f"out/{name}.json").read_text())
+    assert record["benchmark"] == name
+    results: dict[str, Any] = record["results"]
+    return results
+
+
+def test_bench(here: Here) -> None:
+    """`mpiddp bench` measures the efficiency of more ranks, and the bus bandwidth of all-reduces."""
+    model = ("--arch", "resnet20", "--batch-size", "2")
+    results = bench(here, "scaling", "--rounds=1", "--steps=2", "--warmup=1", *model)
+    alone, *_, three = results["points"]
+    assert (alone["ranks"], three["ranks"]) == (1, 3)
+    speeds = [each["images_per_s"]["median"] for each in (alone, three)]
+    assert three["efficiency"]["median"] == pytest.approx(speeds[1] / 3 / speeds[0])
+    results = bench(here, "allreduce", "--max-size=16K", "--seconds=0.000001", "--repeats=5")
+    for point in results["points"]:
+        speed = point["algorithm_gb_per_s"]["median"]
+        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
+        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
+
+
+def test_bench_ends_with_its_jobs(here: Here) -> None:
+    """A benchmark that is stopped leaves no process."""
+    options = ("-H", "localhost:2", "--steps", "1000000", "--arch", "resnet20", "--out", "out")
+    job = here.start("bench", "scaling", *options)
+    eventually(lambda: here.processes("bench-rank"))
+    job.signal(signal.SIGTERM)
+    assert job.wait().code != 0
+    eventually(lambda: not here.processes())
+    assert not (here.folder / "out").exists()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless browser for which every address but a file is unreachable."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
+        options.add_argument(f"--{argument}")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+def test_report_in_a_browser(here: Here) -> None:
+    """`mpiddp report` writes a page about a run, its restarts and its lost time, which a browser shows."""
+    train = (program("watched_training.py"), str(here.folder), "--use-syn", "--batch-size=4")
+    train += ("--arch=resnet20", "--steps-per-epoch=20", "--epochs=1", "--save-every=10")
+    train += ("--backend=gloo", "--log-every=1", "--out=<b>run")
+    launch = ("launch", *here.where(2), "--max-restarts", "1", *train)
+    here.run(*launch, env={"KILL_AFTER_STEPS": "15"}).assert_ok()
+    here.run("report", "<b>run", "-o", "page.html").assert_ok()
+    with chromium() as browser:
+        browser.set_window_size(390, 900)
+        browser.get((here.folder / "page.html").as_uri())
+        idle = "return Bokeh.documents.length > 0 && Bokeh.documents.every(each => each.is_idle)"
+        eventually(lambda: browser.execute_script(idle))
+        text = browser.execute_script("return document.body.innerText")
+        assert [each for each in browser.get_log("browser") if each["level"] != "INFO"] == []
+    assert "<b>run" in text
+    assert "2 on 1 host" in text
+    assert "Time lost" in text
+
+
+@pytest.mark.slow
+def test_report_of_a_large_run(here: Here) -> None:
+    """The page of a million steps on a thousand ranks has less than 5 MB, and no text is markup."""
+    attack = "</script><script>window.attacked = 1</script><b id=attack>"
+    many = {"steps": 1_000_000, "saves": [100_000], "num_ranks": 1024, "epochs": 5}
+    write_run(here.folder / "run", **many, config={attack: attack}, failures={5: attack})
+    here.run("report", "run", "-o", "page.html").assert_ok()
+    assert (here.folder / "page.html").stat().st_size < 5_000_000
+    with chromium() as browser:
+        browser.get((here.folder / "page.html").as_uri())
+        assert not browser.execute_script("return window.attacked || window.attack")
+        assert attack in browser.execute_script("return document.body.textContent")
+
+
+def test_log_to(here: Here) -> None:
+    """--log-to gives a tool each record once, over stops and resumes; a tool that fails costs a warning."""
+    env = frameworks.environment("tensorboard")
+    data = tiny_data.image_folder(here.folder / "data", 9, 3)
+    train = ("train", "--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
+    train += (f"--data-dir={data}", "--image-size=32", "--global-batch-size=8", "--log-every=1")
+    train += ("--log-to=tensorboard", "--num-workers=0")
+    assert here.run(*train, "--out=run", "--stop-at-step=2", env=env).code == 75
+    here.run(*train, "--out=run", env=env).assert_ok()
+    reader = ("python", program("read_tensorboard.py"), "run/tensorboard")
+    scalars = json.loads(here.run(*reader, env=env).assert_ok().stdout)
+    found = records(here.folder / "run")
+    for name in ("train_loss", "lr", "test_accuracy"):
+        expected = [(each["step"], each[name]) for each in found if name in each]
+        assert scalars[name] == [[step, pytest.approx(value)] for step, value in expected], name
+    (here.folder / "other").mkdir()
+    (here.folder / "other/tensorboard").write_text("in the way")
+    done = here.run(*train, "--out=other", env=env).assert_ok()
+    assert done.stderr.count("warning: --log-to tensorboard: ") == 1, done.stderr

@@ -1,0 +1,379 @@
+"""A job that restarts, on the hosts that are usable, and grows: each step counts once, whatever happens.
+
+python -m pytest tests/promises/test_restarts.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.programs import elastic
+from tests.programs.elastic import GLOBAL_BATCH, Step
+from tests.support.place import Done, Here, Hosts, Job, eventually, program
+
+TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--epochs=1", "--batch-size=5")
+STOPPING = ": stopping to restart.\n"
+
+
+def listed(file: Path, *hosts: str) -> None:
+    """Replace a hostfile as most editors do. A host is a name, or "NAME slots=2"."""
+    new = file.with_suffix(".new")
+    new.write_text("".join(f"{host if ' ' in host else f'{host} slots=1'}\n" for host in hosts))
+    new.rename(file)
+
+
+# --- how often, and from what ---
+
+
+FAILS_UNTIL = """
+import os, sys, time
+import mpiddp
+if mpiddp.announced() is None:
+    mpiddp.announce(resume_args=["--resume", "a b"], global_batch_size=12, max_ranks=2)
+else:
+    mpiddp.announce(resume_args=["--again"], global_batch_size=5)
+succeeds = os.environ["TORCHELASTIC_RESTART_COUNT"] == sys.argv[1]
+if os.environ["RANK"] == "0":
+    print(os.environ["WORLD_SIZE"], sys.argv[2:], mpiddp.announced(), flush=True)
+    sys.exit(0 if succeeds else 3)
+time.sleep(0 if succeeds else 1000)
+"""
+
+
+@pytest.mark.parametrize(("succeeds_at", "starts", "code"), [(1, 2, 0), (9, 3, 1)])
+def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> None:
+    """--max-restarts N starts a failed job again, at most N times, with what it announced at first."""
+    script = here.script(FAILS_UNTIL, "fails_until.py")
+    # An announcement in the environment, from the launcher of an outer job, is ignored.
+    outer = {"MPIDDP_ANNOUNCED": '{"global_batch_size": 7, "world_size": 7}'}
+    options = (*here.where(3), "--max-restarts", "2")
+    done = here.run("launch", *options, script, str(succeeds_at), env=outer)
+    assert done.code == code, done.stderr
+    announced = "Announced(global_batch_size=12, world_size=3)"
+    assert done.lines == ["3 [] None", *[f"2 ['--resume', 'a b'] {announced}"] * (starts - 1)]
+    assert f"(restart {starts - 1} of 2)." in done.stderr
+    assert "2 ranks instead of 3; the global batch stays at 12." in done.said
+
+
+def test_bad_input(here: Here) -> None:
+    """Bad input causes no restart."""
+    done = here.run("launch", *here.where(1), "--max-restarts", "2", *TRAIN, "--lr", "much")
+    assert done.code == 2
+    assert "restart" not in done.stderr
+
+
+def test_a_stop_before_a_restart(here: Here) -> None:
+    """A request to stop in the pause before a restart ends the launch with code 130."""
+    script = here.script("1 / 0", "fails.py")
+    job = here.start("launch", *here.where(1), "--max-restarts", "9", script)
+    job.until("failed first: ZeroDivisionError", times=4)  # the pause doubles, and lasts 8 s now
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.said[-1]) == (130, "interrupted before a restart.")
+
+
+# --- hosts left out, spares ---
+
+
+def last_step(records: Path) -> int:
+    lines = records.read_text().splitlines() if records.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def training(hosts: Hosts, steps: int, *options: str) -> Job:
+    """A training on three hosts that saves every ten steps, once it has made twenty."""
+    job = hosts.start(
+        *("launch", "-H", "node0:1,node1:1,node2:1", *options, *TRAIN, "--log-every=1"),
+        *(f"--steps-per-epoch={steps}", "--save-every=10", "--out", str(hosts.folder / "run")),
+    )
+    wait_for_steps(hosts, job, 20)
+    return job
+
+
+def wait_for_steps(hosts: Hosts, job: Job, count: int) -> None:
+    """Wait until the training has come further by so many steps."""
+    records = hosts.folder / "run" / "metrics.jsonl"
+    step = last_step(records) + count
+    eventually(lambda: last_step(records) >= step or job.process.poll() is not None)
+    assert last_step(records) >= step, job.stderr
+
+
+def has_trained(
+    hosts: Hosts, done: Done, steps: int, ranks: dict[str, int], global_batch: int
+) -> None:
+    """The training is complete on these hosts, and each step is recorded once."""
+    done.assert_ok()
+    summary = json.loads((hosts.folder / "run/summary.json").read_text())
+    assert (summary["hosts"], summary["global_batch_size"]) == (ranks, global_batch)
+    lines = (hosts.folder / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    numbers = [record["step"] for record in records if "train_loss" in record]
+    assert numbers == list(range(1, steps + 1))
+    assert all(record["train_loss"] < 10 for record in records if "train_loss" in record)
+
+
+def test_a_lost_host(hosts: Hosts) -> None:
+    """A lost host is left out at the restart and takes part again at the next; the global batch stays."""
+    job = training(hosts, 150, "--max-restarts", "3", "--min-hosts", "2")
+    hosts["node1"].link("down")
+    try:
+        wait_for_steps(hosts, job, 20)
+    finally:
+        hosts["node1"].link("up")
+    hosts.kill(next(each for each in hosts.processes("mpiddp train") if each.host == "node2"))
+    done = job.wait()
+    has_trained(hosts, done, 150, {"node0": 1, "node1": 1, "node2": 1}, 15)
+    for sentence in (
+        "lost node1 (rank 1): the host stopped answering. The other ranks were stopped.",
+        "restarting on node0 and node2 (restart 1 of 3).",
+        "2 ranks instead of 3; the global batch stays at 15.",
+        "restarting on node0, node1 and node2 (restart 2 of 3).",
+    ):
+        assert sentence in done.said, done.stderr
+    assert done.stdout.count("resuming from") == 2
+
+
+def test_a_spare(hosts: Hosts) -> None:
+    """A spare takes the place of a lost host, so that the job goes on with as many ranks."""
+    job = training(hosts, 120, "--max-restarts", "3", "--spares", "1")
+    assert not [each for each in hosts.processes() if each.host == "node2"]
+    hosts["node1"].link("down")
+    try:
+        wait_for_steps(hosts, job, 20)
+    finally:
+        hosts["node1"].link("up")
+    done = job.wait()
+    has_trained(hosts, done, 120, {"node0": 1, "node2": 1}, 10)
+    assert "kept in reserve: node2" in done.said
+    assert "restarting on node0 and node2 (restart 1 of 3)." in done.said
+    assert re.search("leaving out a host: ssh node1: ", done.stderr)
+    assert "instead of" not in done.stderr
+
+
+def test_a_host_that_fails_the_first_check(hosts: Hosts) -> None:
+    """A host that cannot be used from the beginning is replaced by a spare, or left out by --min-hosts."""
+    show = ("--", "sh", "-c", "echo $RANK $(hostname)")
+    named = "node0:1,nowhere:1,node1:1,node2:1"
+    done = hosts.run("launch", "-H", named, "--spares", "2", *show).assert_ok()
+    assert done.said[0].startswith("leaving out a host: nowhere: ")
+    assert "kept in reserve: node2" in done.said
+    assert sorted(done.lines) == ["0 node0", "1 node1"]
+    done = hosts.run("launch", "-H", named, "--min-hosts", "3", *show).assert_ok()
+    assert sorted(done.lines) == ["0 node0", "1 node1", "2 node2"]
+    for options in ((), ("--min-hosts", "4")):
+        done = hosts.run("launch", "-H", named, *options, *show)
+        assert (done.code, done.stdout) == (2, "")
+        assert "nowhere" in done.stderr
+
+
+FAULTY_HOST = """
+import os, socket, time
+if socket.gethostname() == "node1":
+    os.kill(os.getpid(), 9)
+elif os.environ["WORLD_SIZE"] != "1":
+    time.sleep(6000)
+"""
+
+
+def test_a_host_that_ends_two_attempts(hosts: Hosts) -> None:
+    """A host that has ended two attempts in a row is left out, and later launches say what it has done."""
+    file, script = hosts.folder / "hosts.txt", hosts.script(FAULTY_HOST)
+    listed(file, "node1", "node0")
+    options = ("--hostfile", str(file), "--max-restarts", "2", "--min-hosts", "1")
+    done = hosts.run("launch", *options, script).assert_ok()
+    for sentence in (
+        "restarting on node1 and node0 (restart 1 of 2).",
+        "leaving out a host: node1 has ended two attempts in a row.",
+        "restarting on node0 (restart 2 of 2).",
+    ):
+        assert sentence in done.said, done.stderr
+    assert "node1 ended" not in hosts.run("launch", *options[:2], script).stderr  # bad luck
+    done = hosts.run("launch", *options[:2], script)
+    assert done.code == 1
+    assert any(line.startswith("node1 ended 2 of its last 2 jobs") for line in done.said)
+
+
+# --- hosts that come back, or are added ---
+
+
+@dataclass
+class Elastic:
+    """A job of elastic.py on the hosts of its own hostfile."""
+
+    hosts: Hosts
+    job: Job
+
+    @property
+    def folder(self) -> Path:
+        return self.hosts.folder
+
+    @property
+    def steps(self) -> list[Step]:
+        return elastic.read_steps(self.folder)
+
+    def list(self, *hosts: str) -> None:
+        listed(self.folder / "hosts.txt", *hosts)
+
+    def touch(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def wait_for_ranks(self, ranks: int, restarts: int) -> None:
+        """Wait until the attempt after so many restarts has made five steps, with so many ranks."""
+
+        def found() -> list[int]:
+            assert self.job.process.poll() is None, self.job.stderr
+            return [step.ranks for step in self.steps if step.restarts == restarts]
+
+        eventually(lambda: len(found()) >= 5)
+        assert set(found()) == {ranks}, self.job.stderr
+
+    def finish(self, *, grown: Collection[int] = ()) -> Done:
+        """End the training, which must succeed, and check it. `grown`: restarts without a failure."""
+        self.touch("finish")
+        done = self.job.wait().assert_ok()
+        check(self.folder, grown)
+        return done
+
+
+def started(hosts: Hosts, names: list[str], *options: str, script: str = "") -> Elastic:
+    listed(hosts.folder / "hosts.txt", *names)
+    where = ("--hostfile", str(hosts.folder / "hosts.txt"), *options)
+    job = hosts.start("launch", *where, script or program("elastic.py"), str(hosts.folder))
+    return Elastic(hosts, job)
+
+
+def check(folder: Path, grown: Collection[int]) -> None:
+    """Every step counts once, with the global batch, and the weights are those of a single process."""
+    steps = elastic.read_steps(folder)
+    last, weights = json.loads((folder / "weights.json").read_text())
+    assert {step.samples for step in steps} == {GLOBAL_BATCH}
+    # An attempt that failed may have come further than the last one.
+    assert {step.number for step in steps} == set(range(1, max(step.number for step in steps) + 1))
+    assert steps[-1].number == last
+    for before, after in itertools.pairwise(steps):
+        loses_steps = after.restarts != before.restarts and after.restarts not in grown
+        assert after.number <= before.number + 1, (before, after)
+        assert loses_steps or after.number == before.number + 1, (before, after)
+    expected = torch.zeros(elastic.SIZE)
+    for number in range(1, last + 1):
+        expected = elastic.updated(expected, elastic.sums_of(expected, number, 0, 1))
+    assert torch.allclose(torch.tensor(weights), expected, atol=1e-4), (weights, expected)
+    assert steps[-1].loss < steps[0].loss / 10
+
+
+def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
+    """With --grow, an added host joins a running job; it is lost, and joins again: each step counts once."""
+    options = ("--grow", "1", "--min-hosts", "1", "--max-restarts", "3")
+    run = started(hosts, ["node0 slots=2"], *options)
+    run.wait_for_ranks(2, restarts=0)
+    run.list("node0 slots=2", "node1")
+    run.wait_for_ranks(3, restarts=1)
+    hosts["node1"].link("down")
+    try:
+        run.wait_for_ranks(2, restarts=2)
+    finally:
+        hosts["node1"].link("up")
+    run.wait_for_ranks(3, restarts=3)
+    done = run.finish(grown=(1, 3))
+    for sentence, times in (
+        ("node1 can join: stopping to restart.", 2),
+        ("restarting on node0 (restart 1 of 3).", 1),
+        ("restarting on node0 and node1.", 2),
+        ("3 ranks instead of 2; the global batch stays at 12.", 2),
+    ):
+        assert done.said.count(sentence) == times, done.stderr
+
+
+def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
+    """Without --grow, the hostfile counts at the next restart; one that is broken changes nothing."""
+    run = started(hosts, ["node0", "node1"], "--max-restarts", "4")
+    run.wait_for_ranks(2, restarts=0)
+    for restarts, (names, ranks) in enumerate(
+        [
+            (["node0", "node1 slots="], 2),
+            (["node0", "node1", "node2"], 3),
+            (["node0", "nowhere", "node1", "node2"], 3),  # as many hosts as before remain
+            (["node0", "node2"], 2),
+        ],
+        start=1,
+    ):
+        run.list(*names)
+        run.touch("fail")
+        run.wait_for_ranks(ranks, restarts)
+    done = run.finish()
+    assert f"{run.folder}/hosts.txt:2: " in next(line for line in done.said if '"slots="' in line)
+    assert any(line.startswith("leaving out a host: nowhere: ") for line in done.said)
+    restarting = [line for line in done.said if line.startswith("restarting on")]
+    assert restarting == [
+        "restarting on node0 and node1 (restart 1 of 4).",
+        "restarting on node0, node1 and node2 (restart 2 of 4).",
+        "restarting on node0, node1 and node2 (restart 3 of 4).",
+        "restarting on node0 and node2 (restart 4 of 4).",
+    ]
+
+
+@pytest.mark.parametrize("moment", ["slow_save", "slow_start"])
+def test_a_stop_while_growing(hosts: Hosts, moment: str) -> None:
+    """A request to stop while a job saves to grow, or starts on more hosts, ends it with code 75."""
+    run = started(hosts, ["node0"], "--grow", "1")
+    run.wait_for_ranks(1, restarts=0)
+    run.touch(moment)
+    run.list("node0", "node1")
+    run.job.until(STOPPING if moment == "slow_save" else "restarting on node0 and node1.")
+    run.job.signal(signal.SIGTERM)
+    if moment == "slow_save":
+        run.job.until("SIGTERM: the ranks are saving and stopping")
+        (run.folder / moment).unlink()
+    done = run.job.wait()
+    assert done.code == 75, done.stderr
+    assert ("restarting" in done.stderr) == (moment == "slow_start")
+    assert done.said[-2] == "stopped on request."
+    assert done.said[-1].startswith("to resume: mpiddp launch")
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+import mpiddp
+Path(sys.argv[1], "started").touch()
+while not Path(sys.argv[1], "finish").exists():
+    mpiddp.should_stop()
+    time.sleep(0.05)
+"""
+
+
+def test_a_job_that_cannot_resume(hosts: Hosts) -> None:
+    """A job that has announced nothing that resumes it is not stopped to grow, and says so."""
+    script = hosts.script(WAITS, "waits.py")
+    run = started(hosts, ["node0"], "--grow", "1", script=script)
+    eventually((run.folder / "started").exists)
+    run.list("node0", "node1")
+    run.job.until("so the job continues without a restart.")
+    run.touch("finish")
+    (sentence,) = run.job.wait().assert_ok().said
+    assert sentence.startswith("node1 can join, but the script has announced nothing")
+
+
+def test_a_growth_that_fails(hosts: Hosts) -> None:
+    """A job that does not start with a new host goes back to the hosts of before, and grows no more."""
+    run = started(hosts, ["node0"], "--grow", "1")
+    run.wait_for_ranks(1, restarts=0)
+    run.touch("broken_node1")
+    run.list("node0", "node1")
+    run.wait_for_ranks(1, restarts=2)
+    (run.folder / "broken_node1").unlink()
+    run.list("node0", "node1 slots=1 max_slots=1")
+    last = run.steps[-1].number
+    eventually(lambda: run.steps[-1].number > last + 20)
+    done = run.finish(grown=(1, 2))
+    assert done.stderr.count(STOPPING) == 1
+    assert "rank 1 on node1 ended first, with exit code 3." in done.stderr

@@ -1,0 +1,412 @@
+"""A job that is requested to stop: it saves at one step, ends with code 75, and says how to resume.
+
+python -m pytest tests/promises/test_stop.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.support.cluster import Cluster, slurm
+from tests.support.cluster.slurm import Slurm
+from tests.support.place import Here, Hosts, Job, Place, eventually, every_mpi, program
+from tests.support.ranks import CTRL_C_AGAIN_S, ROOT, clean_env, mpirun_command
+
+LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
+TRAIN = ("--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=1", "--log-every=1")
+
+
+def saved_steps(stdout: str) -> list[str]:
+    return re.findall(r"^saved (\d+)$", stdout, re.MULTILINE)
+
+
+def stopping(place: Place, *options: str, ranks: int = 2, mpi: str | None = None) -> Job:
+    """A job whose ranks all say that a request would reach them."""
+    job = place.start(
+        "launch", *LONG_GRACE, *place.where(ranks), *options, program("stops.py"), mpi=mpi
+    )
+    return job.until("ready", times=ranks)
+
+
+# --- the step, the code, and the command that resumes ---
+
+
+@every_mpi
+def test_the_same_step(here: Here, mpi: str) -> None:
+    """All ranks stop after the same step, at whatever moment the request comes, under every MPI."""
+    job = stopping(here, ranks=3, mpi=mpi)
+    time.sleep(random.random())
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert done.code == 75, done.stderr
+    saved = saved_steps(done.stdout)
+    assert (len(saved), len(set(saved))) == (3, 1), done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_every_signal(here: Here, number: int) -> None:
+    """Ctrl-C, a terminal that closes, and SIGUSR1 are requests to stop as SIGTERM is."""
+    job = stopping(here)
+    job.signal(number)
+    done = job.wait()
+    assert done.code == 75, done.stderr
+    assert len(set(saved_steps(done.stdout))) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_request_by_two_signals(here: Here, number: int) -> None:
+    """One request that arrives as two signals, as from timeout(1) or a closing terminal, kills nothing."""
+    job = stopping(here)
+    job.signal(number)
+    time.sleep(0.2)  # what a busy machine puts between the two
+    job.signal(number)
+    done = job.wait()
+    assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
+
+
+def test_the_printed_command_resumes(here: Here) -> None:
+    """A training that stops after --stop-after continues with the command that it prints, step for step."""
+    train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=100", "--resume=never"]
+    for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
+        folder = here.folder / str(seconds)
+        folder.mkdir()
+        options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(2))
+        done = here.run("launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
+        if done.code != 130:
+            break
+    assert done.code == 75, done.stderr
+    (saved,) = folder.glob("runs/*/checkpoints/step_*")
+    step = int(saved.name.removeprefix("step_"))
+    assert f"stopped at step {step}" in done.stdout
+    command = shlex.split(done.said[-1].removeprefix("to resume: mpiddp "))
+    command[command.index("--stop-after") + 1] = "1h"
+    again = here.run(*command, cwd=folder).assert_ok()
+    assert f"step {step}" in again.stdout
+    (records,) = folder.glob("runs/*/metrics.jsonl")
+    written = [json.loads(line) for line in records.read_text().splitlines()]
+    assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 101))
+
+
+def test_the_command_as_it_was_typed(here: Here) -> None:
+    """The last line of a stopped job is the command that was typed."""
+    job = stopping(here, "--max-restarts", "2")
+    job.signal(signal.SIGTERM)
+    options = [*LONG_GRACE, *here.where(2), "--max-restarts", "2", program("stops.py")]
+    assert job.wait().said[-1] == f"to resume: {shlex.join(['mpiddp', 'launch', *options])}"
+
+
+# --- to every process ---
+
+
+def signal_all(place: Place) -> None:
+    """Send SIGTERM to every process of the job on the first host, as systemd and batch systems do."""
+    own = [each for each in place.processes() if each.host == place.hosts[0]]
+    # The launcher, mpirun, a rank and its two workers, at least.
+    assert len(own) >= 5
+    for process in own:
+        place.kill(process, signal.SIGTERM)
+
+
+# Intel's mpirun is a shell, which dies of the signal.
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"], indirect=True)
+@pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
+    """SIGTERM to every process of a host lets the ranks save, with the workers of their data loaders."""
+    job = place.start("launch", *LONG_GRACE, *place.where(2), program("slow_save.py"), "3", mpi=mpi)
+    job.until("ready", times=2)
+    signal_all(place)
+    done = job.wait()
+    assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
+def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
+    """A second Ctrl-C ends the job at once, also while the ranks save."""
+    job = here.start("launch", *here.where(2), program("slow_save.py"), "600", mpi=mpi)
+    job.until("ready", times=2).signal(signal.SIGINT)
+    job.until("saving")
+    time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
+    job.signal(signal.SIGINT)
+    done = job.wait()
+    assert (done.code, done.lines.count("saved")) == (130, 0)
+    eventually(lambda: not here.processes())
+
+
+# --- time limits ---
+
+
+def test_a_script_without_should_stop(here: Here) -> None:
+    """A script that never calls should_stop() gets SIGTERM and the time of --grace; its job ends with 130."""
+    script = program("without_should_stop.py")
+    job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
+    job.until("ready", times=2).signal(signal.SIGINT)
+    done = job.wait()
+    assert sorted(done.lines) == ["SIGTERM"] * 2 + ["ready"] * 2 + ["saved"] * 2
+    assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])
+
+
+def test_after_the_grace_period(here: Here) -> None:
+    """Ranks that have not stopped --grace seconds after the request are named and killed."""
+    script = program("without_should_stop.py")
+    job = here.start("launch", "--grace", "1", *here.where(2), script, "600")
+    job.until("ready", times=2).signal(signal.SIGTERM)
+    since = time.monotonic()
+    done = job.wait()
+    assert time.monotonic() - since < 120  # its ranks would take 600 s
+    assert (done.code, done.lines.count("saved")) == (130, 0)
+    eventually(lambda: not here.processes())
+
+
+def test_a_save_outlasts_the_grace_period(here: Here) -> None:
+    """A rank that has heard of the stop and saves has more time than --grace, and is said to save."""
+    job = here.start("launch", "--grace", "1", *here.where(2), program("slow_save.py"), "4")
+    job.until("ready", times=2).signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
+    assert re.search(r"^mpiddp: .*still saving", done.stderr, re.MULTILINE)
+
+
+FAILS_TO_SAVE = """
+import os, time, mpiddp
+mpiddp.should_stop()
+print("ready\\n", end="", flush=True)
+while not mpiddp.should_stop():
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    raise OSError("no space for the save")
+time.sleep(1000)
+"""
+
+
+def test_a_save_that_fails(here: Here) -> None:
+    """A save that fails in a stop is a failure with code 1, not a stop, and is not restarted."""
+    script = here.script(FAILS_TO_SAVE, "fails_to_save.py")
+    options = (*LONG_GRACE, "--max-restarts=1", *here.where(2))
+    job = here.start("launch", *options, script).until("ready", times=2)
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert done.code == 1, done.stderr
+    assert f"rank 1 on {here.hosts[0]} failed first: OSError: no space for the save" in done.stderr
+    assert "restarting" not in done.stderr
+
+
+FINISHES_EARLY = """
+import os, time, mpiddp
+mpiddp.should_stop()
+for step in range(1_000_000):
+    time.sleep(0.01)
+    if os.environ["RANK"] == "0" and step == 3:
+        break
+    if mpiddp.should_stop():
+        print("saved", flush=True)
+        raise SystemExit(75)
+print("finished", flush=True)
+"""
+
+
+def test_after_one_rank_has_finished(here: Here) -> None:
+    """The other ranks stop on request after one rank has finished."""
+    script = here.script(FINISHES_EARLY, "finishes_early.py")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("finished")
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.lines) == (75, ["finished", "saved"]), done.stderr
+
+
+# --- who reads the output ---
+
+
+@contextmanager
+def flooding(here: Here, out: IO[bytes] | int) -> Iterator[subprocess.Popen[bytes]]:
+    """A job whose ranks print without end."""
+    command = [sys.executable, "-m", "mpiddp", "launch", *LONG_GRACE, *here.where(2)]
+    with subprocess.Popen(
+        [*command, program("floods.py")],
+        env=clean_env(),
+        cwd=here.folder,
+        stdout=out,
+        stderr=subprocess.STDOUT,
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def have_saved(here: Here) -> bool:
+    return all((here.folder / f"saved{rank}").exists() for rank in (0, 1))
+
+
+def test_ctrl_c_ends_the_reader_as_well(here: Here) -> None:
+    """`mpiddp launch … | tee log` and Ctrl-C: the ranks save although the signal ends their reader too."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
+        assert tee.stdin is not None
+        assert tee.stdout is not None
+        with flooding(here, tee.stdin) as job:
+            tee.stdin.close()
+            while b"xxxx" not in tee.stdout.readline():
+                pass
+            tee.send_signal(signal.SIGINT)
+            job.send_signal(signal.SIGINT)
+            assert job.wait() == 75
+    assert have_saved(here)
+
+
+def test_a_reader_that_reads_no_more(here: Here) -> None:
+    """A pager that reads no more, and so blocks the ranks' output, delays no stop."""
+    with flooding(here, subprocess.PIPE) as job:
+        eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
+        job.send_signal(signal.SIGTERM)
+        eventually(lambda: have_saved(here))
+        job.communicate()
+    assert job.returncode == 75
+
+
+def waiting_bytes(pipe: IO[bytes] | None) -> int:
+    """Of at most 65,536 that a pipe holds."""
+    assert pipe is not None
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+# --- without the launcher ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_alone(here: Here, number: int) -> None:
+    """`mpiddp train` without a launcher saves and stops with code 75 as well."""
+    out = here.folder / "out"
+    job = here.start("train", *TRAIN, "--batch-size=4", "--out", str(out)).until("step 2/")
+    job.signal(number)
+    done = job.wait()
+    assert done.code == 75, done.stderr
+    (saved,) = (out / "checkpoints").glob("step_*")
+    here.run("checkpoints", "verify", str(out)).assert_ok()
+    assert f"stopped at step {int(saved.name.removeprefix('step_'))}." in done.stdout
+
+
+def test_a_raw_mpirun(here: Here) -> None:
+    """SIGUSR1 to a raw mpirun stops all ranks after the same step, and leaves the data loaders' workers."""
+    job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("slow_save.py"), "0"))
+    job.until("ready", times=2).signal(signal.SIGUSR1)
+    done = job.wait()
+    assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
+
+
+# --- any command ---
+
+
+@every_mpi
+def test_a_command(here: Here, mpi: str) -> None:
+    """A command gets one SIGTERM and the time to save, under every MPI, also if other ranks have ended."""
+    text = (
+        'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
+        "echo ready; while :; do sleep 0.1; done"
+    )
+    job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text, mpi=mpi)
+    job.until("ready", times=2).signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.lines) == (75, ["ready", "ready", "TERM", "saved"]), done.stderr
+    assert done.said[-1].startswith("to resume: mpiddp launch ")
+
+
+def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
+    """SIGTERM to every process of a job arrives at a command once."""
+    text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
+    job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
+    job.until("ready", times=2)
+    signal_all(here)
+    job.until("TERM", times=2)
+    time.sleep(1.0)  # a second one would come by now
+    (here.folder / "finish").touch()
+    done = job.wait()
+    assert (done.code, done.lines.count("TERM")) == (75, 2), done.stderr
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
+def test_scripts_within_a_command(here: Here, mpi: str) -> None:
+    """Python scripts within a command stop after the same step, and their wrapper gets no signal."""
+    line = shlex.join([sys.executable, program("stops.py")])
+    command = ("--", "bash", "-c", f"{line}; code=$?; exit $code")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), *command, mpi=mpi)
+    job.until("ready", times=2).signal(signal.SIGTERM)
+    done = job.wait()
+    saved = saved_steps(done.stdout)
+    assert (done.code, len(saved), len(set(saved))) == (75, 2, 1), done.stderr
+
+
+# --- Slurm ---
+
+
+@pytest.fixture(scope="module")
+def batch(cluster: Cluster) -> Iterator[Slurm]:
+    """Slurm, whose credentials expire soon, because a job that is requeued waits for that."""
+    with slurm.up_or_skip(cluster, credentials_s=20) as up:
+        yield up
+
+
+def submitted(hosts: Hosts, steps: int) -> tuple[str, Path, Path]:
+    """examples/slurm/train.sbatch, once it trains: its number, its run and its output."""
+    script = ROOT / "examples" / "slurm" / "train.sbatch"
+    train = [*TRAIN, "--batch-size=4", f"--steps-per-epoch={steps}"]
+    env = {"OMP_NUM_THREADS": "1", "VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
+    sbatch = ["sbatch", "-N2", "--parsable", script, *train]
+    number = hosts["node0"].run(sbatch, cwd=hosts.folder, env=env, check=True).stdout.strip()
+    run, output = hosts.folder / f"runs/train-{number}", hosts.folder / f"train-{number}.out"
+    records = run / "metrics.jsonl"
+    eventually(lambda: records.exists() and "train_loss" in records.read_text())
+    return number, run, output
+
+
+def test_requeue(hosts: Hosts, batch: Slurm) -> None:
+    """The example of a Slurm job saves before its time limit, is requeued, and resumes by itself."""
+    number, run, output = submitted(hosts, 200)
+    hosts["node0"].run(["scancel", "--batch", "--signal=TERM", number], check=True)
+    assert batch.wait(number, output) == 0, output.read_text()
+    assert "mpiddp: stopped on request." in output.read_text()
+    assert "Restarts=1" in hosts["node0"].run(["scontrol", "show", "job", number]).stdout
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 201))
+
+
+def test_scancel(hosts: Hosts, batch: Slurm) -> None:
+    """A Slurm job that is cancelled saves, and stays cancelled."""
+    number, run, output = submitted(hosts, 10_000)
+    hosts["node0"].run(["scancel", number], check=True)
+    batch.wait(number, output)
+    shown = hosts["node0"].run(["scontrol", "show", "job", number], check=True).stdout
+    assert "JobState=CANCELLED" in shown, output.read_text()
+    assert "Restarts=0" in shown
+    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+
+
+def test_the_batch_script_of_the_page(hosts: Hosts, batch: Slurm) -> None:
+    """The batch script of docs/clusters.md stops a script of one's own before the job's time limit."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (text,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    shutil.copy(program("stops.py"), hosts.folder / "train.py")
+    # The nodes lack GPUs.
+    script = hosts.script(text.replace("--gpus-per-node=8", "--output=%j.out"), "job.sbatch")
+    env = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    sbatch = hosts["node0"].run(["sbatch", "--parsable", script], cwd=hosts.folder, env=env)
+    output = hosts.folder / f"{sbatch.stdout.strip()}.out"
+    eventually(lambda: output.exists() and "ready" in output.read_text())
+    hosts["node0"].run(["scancel", "--batch", "--signal=TERM", output.stem], check=True)
+    assert batch.wait(output.stem, output) == 75, output.read_text()
+    assert "mpiddp: stopped on request." in output.read_text()

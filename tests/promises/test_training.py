@@ -1,0 +1,495 @@
+"""Training: the guides' command line, and many ranks that compute as one process does.
+
+python -m pytest tests/promises/test_training.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpiddp.train.resnet import ARCHS
+from tests.support import tiny_data
+from tests.support.place import Done, Here, Hosts, Place, here_and_on_hosts, program
+from tests.support.ranks import ROOT, mpirun_command
+from tests.support.training import (
+    contents,
+    losses,
+    records,
+    step_folder,
+    steps_kept,
+    summary,
+    unequal,
+)
+
+TRAIN = ("-m", "mpiddp", "train", "--backend=gloo")
+MODEL = ("--backend=gloo", "--arch=resnet20", "--amp=off", "--log-every=1", "--no-channels-last")
+SYNTHETIC = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1")
+KEYS = (
+    *("dataset", "arch", "world_size", "num_nodes", "global_batch_size", "steps", "train_loss"),
+    *("test_accuracy", "images_per_s", "step_time_p50_s", "step_time_p95_s", "wall_s"),
+)
+SERIES, GPT = ROOT / "examples/series", ROOT / "examples/gpt"
+
+
+def train(place: Place, ranks: int, *options: str) -> Done:
+    return place.run("launch", *place.where(ranks), "-m", "mpiddp", "train", *options)
+
+
+# The command line and the files of a run
+
+
+@pytest.mark.parametrize("launcher", ["launch", "mpirun"])
+def test_guides_command_line(here: Here, launcher: str) -> None:
+    """The guides' own command line trains, and every rank prints the guides' lines."""
+    start = {"launch": ["launch", *here.where(2)], "mpirun": mpirun_command(2)}[launcher]
+    guides = ["--backend=gloo", "--use_syn", "--batch_size=4", "--arch=resnet20", "--epochs=2"]
+    guides += ["--num_workers=0", "--steps_per_epoch=2", "--per_rank_log", "--out=run"]
+    done = here.run(*start, "-m", "mpiddp", "train", *guides).assert_ok()
+    for rank in (0, 1):
+        for epoch in (0, 1):
+            assert done.stdout.count(f"Local Rank: {rank}, Epoch: {epoch}, Training ...") == 1
+    steps = re.findall(r"num_steps_per_gpu: 2, avg_step_time: \d+\.\d{4}$", done.stdout, re.M)
+    averages = re.findall(r"Average epoch time: \d+\.\d{4}$", done.stdout, re.M)
+    assert (len(steps), len(averages)) == (4, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_guides_command_line_without_a_gpu(here: Here) -> None:
+    """Without a GPU the guides' --backend=nccl is refused in one sentence, with the backend to use."""
+    guides = ("--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152")
+    done = train(here, 2, *guides, "--out=run")
+    assert (done.code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "--backend nccl" in done.stderr
+    assert "--backend gloo" in done.stderr
+    assert not (here.folder / "run").exists()
+
+
+def test_files_of_a_run(here: Here) -> None:
+    """A run leaves its configuration, its records, a summary with the promised keys, checkpoints and logs."""
+    data = tiny_data.image_folder(here.folder / "data", 14, 4)
+    options = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--epochs=2")
+    done = train(here, 3, *MODEL, *options, "--global-batch-size=9", "--out=run").assert_ok()
+    run = here.folder / "run"
+    assert steps_kept(run) == [4, 8]
+    found = summary(run)
+    assert set(KEYS) <= found.keys()
+    expected = ("data", "resnet20", 3, 1, 9, 8)
+    assert tuple(found[key] for key in KEYS[:6]) == expected
+    assert 0 < found["step_time_p50_s"] <= found["step_time_p95_s"] < found["wall_s"]
+    assert (found["test_accuracy"] * 12) % 1 == pytest.approx(0, abs=1e-9)  # of 12 images
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert losses(run)[8] == found["train_loss"]
+    assert records(run)[-1]["test_accuracy"] == found["test_accuracy"]
+    config = json.loads((run / "config.json").read_text())
+    assert (config["batch_size"], config["global_batch_size"], config["epochs"]) == (3, 9, 2)
+    logs = sorted((run / "logs").glob("rank_*.log"))
+    assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(3)]
+    model = ARCHS["resnet20"](num_classes=3)
+    model.load_state_dict(contents(run, 8)["model"])
+    assert found["num_parameters"] == sum(each.numel() for each in model.parameters())
+    table = done.stdout.rpartition("\n\n")[2]
+    for row in ("ranks", "steps", "images/s", "step time", "train loss", "test accuracy"):
+        assert f"{row}  " in table
+
+
+# Exactness
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """What watched_training.py saw of the first step, and the run, for each split of the same batch."""
+    here = Here(tmp_path_factory.mktemp("splits"))
+    data = tiny_data.image_folder(here.folder / "data", 9, 4)
+    options = (*MODEL, "--dataset=image-folder", f"--data-dir={data}", "--image-size=32")
+    options += ("--epochs=1", "--num-workers=0", "--uneven", "--low-res-epochs=0", "--stem=cifar")
+    options += ("--momentum=0", "--weight-decay=0", "--no-lr-scaling", "--lr=1e-9")
+    found = {}
+    for split in (
+        *("1", "2", "3"),
+        *("2 --grad-accum-steps=3", "3 --grad-accum-steps=2"),
+        *("2 --parallel=fsdp", "2 --parallel=fsdp --grad-accum-steps=3"),
+    ):
+        ranks, *more = split.split()
+        folder = here.folder / split
+        folder.mkdir()
+        job = (program("watched_training.py"), str(folder), *options, *more)
+        job += ("--global-batch-size=23", f"--out={folder}/run")
+        here.run("launch", *here.where(int(ranks)), *job, env={"PLAIN": "1"}).assert_ok()
+        found[split] = (torch.load(folder / "first.pt"), folder / "run")
+    here.clear()
+    return found
+
+
+Firsts = dict[str, tuple[dict[str, Any], Path]]
+
+
+def test_gradients_of_any_split(first_steps: Firsts) -> None:
+    """The gradient of a batch is that of one process, however ranks and passes share it, evenly or not."""
+    expected = first_steps["1"][0]["gradients"]
+    for split, (first, run) in first_steps.items():
+        for own, right in zip(first["gradients"], expected, strict=True):
+            error = (own - right).abs().max() / right.abs().max()
+            assert error < 5e-5, split  # the sums of 20 layers are rounded in another order
+        assert losses(run)[1] == pytest.approx(losses(first_steps["1"][1])[1], rel=1e-5)
+
+
+def test_one_reduction_a_step(first_steps: Firsts) -> None:
+    """Gradients that are accumulated over several passes are reduced once a step."""
+    once, thrice = (
+        first_steps[split][0]["reductions"] for split in ("2", "2 --grad-accum-steps=3")
+    )
+    assert once == thrice > 0
+
+
+def test_evaluation_is_exact(first_steps: Firsts) -> None:
+    """Each test image counts once, with any number of ranks."""
+    found = {split: summary(run) for split, (_, run) in first_steps.items()}
+    assert {each["test_images"] for each in found.values()} == {12}
+    assert len({each["test_accuracy"] for each in found.values()}) == 1
+    tested = [records(run)[-1]["test_loss"] for _, run in first_steps.values()]
+    assert tested == pytest.approx([tested[0]] * len(tested), rel=1e-5)
+
+
+def test_sync_bn(here: Here) -> None:
+    """With --sync-bn, several ranks train as one process does with the whole batch."""
+    data = tiny_data.image_folder(here.folder / "data", 34, 1)
+    options = (*MODEL, "--dataset=image-folder", f"--data-dir={data}", "--image-size=32")
+    options += ("--epochs=1", "--num-workers=0", "--global-batch-size=32", "--lr=0.05")
+
+    def weights(name: str, ranks: int, *more: str) -> dict[str, torch.Tensor]:
+        train(here, ranks, *options, *more, f"--out={name}").assert_ok()
+        return contents(here.folder / name, 3)["model"]
+
+    def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+        return max((one[name] - other[name]).abs().max().item() for name in one)
+
+    alone = weights("alone", 1)
+    assert difference(weights("synced", 3, "--sync-bn", "--uneven"), alone) < 2e-4
+    assert difference(weights("plain", 2), alone) > 4e-3  # the test can fail
+
+
+def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
+    """fsdp has the losses of ddp, and each rank holds its share of the state."""
+    found = {}
+    for parallel, share in (("ddp", 1), ("fsdp", 1 / 2)):
+        folder = here.folder / parallel
+        folder.mkdir()
+        job = (program("counted_bytes.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=30")
+        options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
+        here.run("launch", *here.where(2), *job, *options).assert_ok()
+        found[parallel] = losses(folder / "run")
+        for rank in (0, 1):
+            own, one_copy = map(int, (folder / f"bytes_{rank}").read_text().split())
+            assert one_copy == 3 * 4 * summary(folder / "run")["num_parameters"]
+            assert own == pytest.approx(share * one_copy, rel=0.1)
+    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-5)
+    assert found["ddp"][1] != pytest.approx(found["ddp"][30], rel=0.01)  # it has trained
+
+
+def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
+    """hsdp has the losses of ddp, shards within each host, and refuses hosts with unequal ranks."""
+    where = ("-H", "node0:2,node1:2")
+    found = {}
+    for parallel, share in (("ddp", 1), ("hsdp", 1 / 2)):
+        folder = hosts.folder / parallel
+        folder.mkdir()
+        job = (program("counted_bytes.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=10")
+        options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
+        hosts.run("launch", *where, *job, *options).assert_ok()
+        found[parallel] = losses(folder / "run")
+        for rank in range(4):
+            own, one_copy = map(int, (folder / f"bytes_{rank}").read_text().split())
+            assert own == pytest.approx(share * one_copy, rel=0.1)
+    assert found["hsdp"] == pytest.approx(found["ddp"], rel=1e-5)
+    unequal_hosts = ("-H", "node0:2,node1:1", *TRAIN, "--use-syn", "--parallel=hsdp", "--out=no")
+    refused = hosts.run("launch", *unequal_hosts)
+    assert refused.code == 2, refused.stderr
+    assert "--parallel hsdp" in refused.stderr
+    assert "--parallel fsdp" in refused.stderr
+
+
+# The same numbers each time
+
+
+def test_seed(here: Here) -> None:
+    """The seed decides every number: the same seed gives the same bits, another one other losses."""
+    found = {}
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        options = ("--steps-per-epoch=3", f"--seed={seed}", f"--out={name}")
+        train(here, 2, *SYNTHETIC, *options).assert_ok()
+        found[name] = contents(here.folder / name, 3)
+    assert unequal(found["again"], found["one"]) == []
+    assert unequal(found["other"]["model"], found["one"]["model"]) != []
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_determinism_is_checked(here: Here, parallel: str) -> None:
+    """--check-determinism trains twice, compares every tensor bit for bit, and writes nothing."""
+    options = ("--check-determinism=3", f"--parallel={parallel}", "--out=run")
+    done = train(here, 2, *SYNTHETIC, *options).assert_ok()
+    assert "two runs of 3 steps from the same start are equal bit for bit" in done.stdout
+    assert not (here.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "first"),
+    [("loss", "the loss"), ("gradient", "conv1.weight"), ("parameter", "fc.bias")],
+)
+def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
+    """A training that does not repeat itself fails, and names the step, rank and tensor that differ first."""
+    job = (program("unseeded.py"), what, "1", *SYNTHETIC, "--check-determinism=2", "--out=run")
+    done = here.run("launch", *here.where(2), *job)
+    assert done.code == 1, done.stdout
+    assert re.search(rf"step 1, .*rank 1 on .*{first}", done.stderr), done.stderr
+
+
+# Ranks that diverge
+
+
+@pytest.mark.parametrize(
+    ("what", "tensor"),
+    [("parameter", "3.weight"), ("optimizer", "exp_avg_sq of 0.bias"), ("shard", "weight")],
+)
+def test_diverged_rank_is_named(here: Here, what: str, tensor: str) -> None:
+    """mpiddp.check_divergence names the rank of three that differs in one bit, and the tensor."""
+    job = program("diverging.py")
+    done = here.run("launch", *here.where(3), job, what)
+    assert done.code == 1, done.stderr
+    named = rf"rank 2 on \S+ differs from the 2 ranks that agree, first in {tensor} \(1 of "
+    assert re.search(named, done.stderr), done.stderr
+    if what == "parameter":
+        here.run("launch", *here.where(3), job, "nothing").assert_ok()
+
+
+def test_diverged_training_is_not_saved(here: Here) -> None:
+    """A flipped bit ends the training before it is saved, and a restart ends with the bits of a sound run."""
+    options = (*SYNTHETIC, "--steps-per-epoch=6", "--save-every=2", "--keep=9")
+    options += ("--check-divergence=4",)
+    job = (program("flipped_bit.py"), "momentum", "1", "4", *options, "--out=faulty")
+    done = here.run("launch", *here.where(2), *job)
+    assert done.code == 1, done.stdout
+    assert "momentum_buffer of fc.weight (1 of 118 tensors)" in done.stderr
+    assert steps_kept(here.folder / "faulty") == [2]
+    shutil.rmtree(here.folder / "faulty")
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
+    assert "resuming from" in done.stdout
+    train(here, 2, *options[:-1], "--out=sound").assert_ok()
+    sound = contents(here.folder / "sound", 6)
+    assert unequal(contents(here.folder / "faulty", 6), sound) == []
+
+
+def test_diverged_copies_of_shards(hosts: Hosts) -> None:
+    """Under hsdp, the bit that differs between two hosts' copies of a shard ends the training unsaved."""
+    options = (*SYNTHETIC, "--parallel=hsdp", "--check-divergence=4", "--save-every=2")
+    job = (program("flipped_bit.py"), "parameter", "3", "4", *options, "--steps-per-epoch=6")
+    done = hosts.run("launch", "-H", "node0:2,node1:2", *job, "--out=run")
+    assert done.code == 1, done.stdout
+    assert re.search(r"rank 1 on node0 and rank 3 on node1 differ.*fc.weight", done.stderr)
+    assert steps_kept(hosts.folder / "run") == [2]
+
+
+# Data
+
+
+def test_data_is_verified_by_hash(here: Here) -> None:
+    """Files of CIFAR-10 whose SHA-256 is wrong are refused before training, with the file and both hashes."""
+    folder = here.folder / "data/cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    names = ("batches.meta.txt", "test_batch.bin", *(f"data_batch_{n}.bin" for n in range(1, 6)))
+    for name in names:
+        (folder / name).write_bytes(bytes(1000))
+    done = train(here, 2, "--data-dir=data", "--out=run")
+    assert (done.code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert re.search(r"data_batch_1.bin .*541b3e9d.*cee91656", done.stderr), done.stderr
+    assert not (here.folder / "run").exists()
+
+
+@here_and_on_hosts
+def test_other_data_is_refused(place: Place) -> None:
+    """Ranks with different data do not start, and a run does not resume with other data."""
+    data = [tiny_data.image_folder(place.folder / name, 4, 2) for name in ("one", "other")]
+    (data[1] / "train/dog/3.jpg").rename(data[1] / "train/dog/4.jpg")
+    options = ("--dataset=image-folder", "--image-size=32", "--arch=resnet20", "--batch-size=2")
+    options += ("--backend=gloo", "--epochs=1", "--num-workers=0", "--out=run")
+    stopped = train(place, 2, *options, f"--data-dir={data[0]}", "--stop-at-step=1")
+    assert stopped.code == 75, stopped.stderr
+    done = train(place, 2, *options, f"--data-dir={data[1]}")
+    assert done.code == 2, done.stdout
+    assert done.stderr.count("12 + 6 images of 3 classes") == 2, done.stderr
+    link = f'ln -sfn {place.folder}/$([ "$RANK" = 1 ] && echo other || echo one) /tmp/own-$RANK'
+    job = f"{link}; exec {sys.executable} -m mpiddp train {' '.join(options)}2 --data-dir=/tmp/own-$RANK"
+    done = place.run("launch", *place.where(2), "--", "bash", "-c", job)
+    assert done.code == 2, done.stdout
+    assert len(re.findall("12 [+] 6 images of 3 classes, names [0-9a-f]{16}", done.stderr)) == 2
+    assert not (place.folder / "run2").exists()
+
+
+def test_broken_image_is_named(here: Here) -> None:
+    """An image that cannot be read ends the job with code 2, and one sentence names the file."""
+    images = tiny_data.image_folder(here.folder / "images", 8, 2)
+    broken = images / "train/dog/3.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    options = ("--dataset=image-folder", f"--data-dir={images}", "--image-size=32", "--epochs=1")
+    done = train(here, 2, *MODEL, *options, "--batch-size=2", "--num-workers=1")
+    assert done.code == 2, done.stderr
+    assert [str(broken) in line for line in done.said] == [True], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_cifar10_is_learned(here: Here) -> None:
+    """With the defaults, two ranks on CPUs classify 40 % of CIFAR-10's test images after 150 steps."""
+    from tests.support.data_cache import fetched_cifar10
+
+    options = (f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=150")
+    train(here, 2, *options, "--out=run").assert_ok()
+    found = summary(here.folder / "run")
+    assert found["test_accuracy"] >= 0.4
+    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 150, 128)
+
+
+# Options of the engine
+
+
+def test_weights_of_torchvision(here: Here) -> None:
+    """Training starts from weights with torchvision's names, and a part of a model is refused."""
+    weights = ARCHS["resnet20"]().state_dict() | {"bn1.bias": torch.full((16,), 7.0)}
+    torch.save(weights, here.folder / "weights.pt")
+    options = ("--weights=weights.pt", "--steps-per-epoch=1", "--no-lr-scaling", "--lr=1e-9")
+    train(here, 1, *SYNTHETIC, *options, "--out=run").assert_ok()
+    model = contents(here.folder / "run", 1)["model"]
+    torch.testing.assert_close(model["bn1.bias"], weights["bn1.bias"])
+    torch.save({"conv1.weight": weights["conv1.weight"]}, here.folder / "weights.pt")
+    done = train(here, 1, *SYNTHETIC, *options, "--out=other")
+    assert done.code == 2, done.stdout
+    assert "weights.pt" in done.stderr
+
+
+def test_reduced_precision(here: Here) -> None:
+    """Reduced precision changes the losses a little, and keeps the ranks equal bit for bit."""
+    common = (*SYNTHETIC, "--steps-per-epoch=8", "--lr=0.01", "--check-divergence=4")
+    train(here, 2, *common, "--out=full").assert_ok()
+    full = losses(here.folder / "full")
+    for option in ("--amp=bf16", "--amp=fp16", "--grad-compression=bf16"):
+        train(here, 2, *common, option, f"--out=run{option}").assert_ok()
+        reduced = losses(here.folder / f"run{option}")
+        assert reduced == pytest.approx(full, rel=0.05), option
+        assert reduced != full, option
+
+
+def test_loss_that_is_no_number(here: Here) -> None:
+    """A loss that is no number is named once, with its step."""
+    options = ("--steps-per-epoch=4", "--lr=1e300", "--out=run")
+    done = train(here, 2, *SYNTHETIC, *options).assert_ok()
+    assert len(re.findall(r"the loss is (nan|inf) at step 2", done.stderr)) == 1, done.stderr
+
+
+# The examples
+
+
+def series(place: Place, start: list[str], script: str, last: int) -> dict[str, float]:
+    """The losses of the epochs up to the last one that are not yet in the snapshot."""
+    sizes = ("--samples", "256", "--batch-size", "32")
+    done = place.run(*start, str(SERIES / script), str(last), "1", *sizes).assert_ok()
+    found = re.findall(r"^epoch (\d+): loss (\S+)$", done.stdout, re.M)
+    return {epoch: float(loss) for epoch, loss in found}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses of one device."""
+    found = series(Here(tmp_path_factory.mktemp("one")), ["python"], "one_device.py", 4)
+    assert found["4"] < 0.9 * found["1"]  # it learns, so wrong gradients would change the losses
+    return found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [
+        ("launch", "many_hosts.py"),
+        ("mpirun", "many_hosts.py"),
+        ("torchrun", "many_hosts.py"),
+        ("launch", "sharded.py"),
+    ],
+)
+def test_series(here: Here, one_device: dict[str, float], launcher: str, script: str) -> None:
+    """examples/series has the losses of one device under each launcher, and resumes on one rank."""
+    start: dict[str, list[str]] = {
+        "launch": ["launch", *here.where(2)],
+        "mpirun": mpirun_command(2),
+        "torchrun": ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    }
+    first = series(here, start[launcher], script, 2)
+    later = series(here, ["python"], script, 4)
+    assert (list(first), list(later)) == (["1", "2"], ["3", "4"])
+    assert first | later == pytest.approx(one_device, rel=1e-4)
+
+
+def test_gpt_example(here: Here) -> None:
+    """examples/gpt learns a text, and a training that is stopped resumes with the same bits."""
+    draw = random.Random(0)
+    lines = (f"{draw.randrange(10)} is {draw.choice(['odd', 'even'])}.\n" for _ in range(400))
+    (here.folder / "text").write_text("".join(lines))
+    options = ("--layers=2", "--width=32", "--heads=2", "--context=32", "--batch-size=8")
+    job = (str(GPT / "train.py"), "--text=text", *options, "--steps=300")
+    done = here.run("launch", *here.where(2), *job, "--save-every=100", "--out=run").assert_ok()
+    run = here.folder / "run"
+    found = [each["validation_loss"] for each in records(run) if "validation_loss" in each]
+    assert found[0] > 2.5  # guessing one of 18 characters: 2.9
+    assert found[-1] < 0.7  # a digit (2.3) and one of two words (0.7) in 11 characters: 0.3
+    assert set(done.stdout.partition("\n\n")[2]) <= set((here.folder / "text").read_text())
+    resumed = here.folder / "resumed"
+    shutil.copytree(run, resumed)
+    shutil.rmtree(step_folder(resumed, 300))
+    here.run("launch", *here.where(2), *job, "--save-every=100", "--out=resumed").assert_ok()
+    assert unequal(contents(resumed, 300), contents(run, 300)) == []
+
+
+def test_gpt_is_divided(here: Here) -> None:
+    """examples/gpt divided by tensors, shards and stages trains as the undivided model."""
+    tiny = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16", "--steps=3")
+    layouts = ("--tp=2", "--tp=2 --fsdp", "--pp=2 --microbatches=2", "--tp=2 --pp=2", "--tp=4")
+    wrong = "without_sum_gradients --tp=2"
+    split = json.dumps([[*tiny, *layout.split()] for layout in (*layouts, wrong)])
+    done = here.run("launch", *here.where(4), program("gpt_layouts.py"), split).assert_ok()
+    *found, different = json.loads(done.lines[-1])
+    for layout, differences in zip(layouts, found, strict=True):
+        assert differences.keys() == {"loss", "gradients", "weights"}
+        assert max(differences.values()) < 1e-5, layout
+    assert different["gradients"] > 1e-3  # the test can fail
+
+
+def test_pitfalls(here: Here) -> None:
+    """Each script of examples/pitfalls shows what its page says goes wrong."""
+
+    def shown(name: str, *options: str, code: int = 0, file: str = "") -> str:
+        script = (str(ROOT / "examples/pitfalls" / name), *([file] if file else []))
+        done = here.run("launch", *here.where(2), *options, *script)
+        assert done.code == code, done.stderr
+        return done.stdout + done.stderr
+
+    text = shown("set_epoch_forgotten.py")
+    without, right = (
+        set(re.findall(rf"^{how} set_epoch, epoch \d: (\[.*\])$", text, re.M))
+        for how in ("without", "with")
+    )
+    assert (len(without), len(right)) == (1, 3)
+    text = shown("batch_norm.py")
+    found = dict(re.findall(r"^(\w+) differs from one process by up to (\S+)$", text, re.M))
+    assert float(found["BatchNorm"]) > 0.1
+    assert float(found["SyncBatchNorm"]) < 1e-5
+    text = shown("save_on_all_ranks.py", file="snapshot.pt")
+    assert "saved by rank 0: the file is 6 times that of rank 0\n" in text
+    assert "saved by all ranks: the file is 6 times" not in text
+    assert "the ranks of 2 add up to 1\n" in shown("file_init.py", file="store")
+    text = shown("collective_on_one_rank.py", "--hang-timeout", "5s", code=1)
+    assert "dist.all_reduce(mean_loss, group=metrics)" in text

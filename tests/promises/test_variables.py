@@ -1,0 +1,335 @@
+"""Variables: what reaches the ranks, what stays home, and the command that does it.
+
+python -m pytest tests/promises/test_variables.py
+python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from mpiddp.cli import main
+from tests.support.addresses import reserved
+from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
+from tests.support.errors import error
+from tests.support.gpu_tools import NVIDIA, tool
+from tests.support.mpis import mpirun_of
+from tests.support.place import MPIS, Here, Hosts, every_mpi, program
+from tests.support.ranks import ROOT, TORCH, mpirun_command
+
+GOLDEN = ROOT / "tests" / "data" / "command_lines.txt"
+NAMES = ("NCCL_DEBUG", "HF_HOME", "HF_TOKEN", "NCCL_SECRET", "EDITOR", "MY_KEY", "MODE")
+
+
+@every_mpi
+def test_what_reaches_other_hosts(hosts: Hosts, mpi: str) -> None:
+    """Other hosts get listed variables and those of -x, no secret by itself, no value on a command line."""
+    env = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "EDITOR": "vi"}
+    env |= dict.fromkeys(("HF_TOKEN", "NCCL_SECRET"), "private-value")
+    options = ("-H", "node1:1,node0:1,node2:1", "-x", "MY_KEY", "-x", "MODE=a b")
+    job = hosts.start("launch", *options, program("variables.py"), *NAMES, "wait", env=env, mpi=mpi)
+    job.until('"RANK"', times=3)
+    commands = "\n".join(each.command for each in hosts.processes())
+    job.signal(signal.SIGINT)
+    passed = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "MODE": "a b"}
+    ranks = job.wait().records
+    assert [rank["host"] for rank in ranks] == ["node1", "node0", "node2"]
+    assert [ranks[0]["found"], ranks[2]["found"]] == [passed] * 2
+    assert ranks[1]["found"] | passed == ranks[1]["found"]  # on node0 with the shell's own
+    assert program("variables.py") in commands
+    assert "private-value" not in commands
+    assert "requested" not in commands
+
+
+def test_a_file_of_variables(here: Here) -> None:
+    """--env-file passes the variables of a file, -x takes precedence, and no value is ever printed."""
+    file = here.folder / "job.env"
+    file.write_text("# of the job\nMY_KEY=private-value\nMODE=file\nEDITOR\n")
+    options = ("-n", "1", "--env-file", str(file), "-x", "MODE=requested")
+    env = {"EDITOR": "vi"}
+    done = here.run("launch", *options, program("variables.py"), *NAMES, env=env).assert_ok()
+    found = done.records[0]["found"]
+    assert (found["MY_KEY"], found["MODE"], found["EDITOR"]) == ("private-value", "requested", "vi")
+    dry = here.run("launch", "--dry-run", *options, program("variables.py"), env=env).assert_ok()
+    assert "MY_KEY=… " in dry.stdout
+    assert "private-value" not in dry.stdout + dry.stderr
+    file.write_text("MODE=1\nA-B=private-value\n")
+    refused = here.run("launch", *options, program("variables.py"))
+    assert (refused.code, refused.stdout) == (2, "")
+    sentence = error("expected NAME=VALUE", f"{file}:2: ", "NAME=VALUE")
+    assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
+    assert "private-value" not in refused.stderr
+
+
+# What torchrun sets, and what it is on one host.
+OF_TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_NAME": "default",
+    "ROLE_WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+}
+OF_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+ONES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("way", ["launch", "mpirun"])
+def test_the_variables_of_torchrun(here: Here, way: str) -> None:
+    """A script finds all variables that torchrun sets, the same under `mpiddp launch` and a raw mpirun."""
+    names = [*OF_TORCHRUN, *OF_RANK, *ONES, "NCCL_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE"]
+    job = [program("variables.py"), *names]
+    raw = mpirun_command(2, "-m", "mpiddp", "run", *job)
+    done = here.run(*raw) if way == "mpirun" else here.run("launch", *here.where(2), *job)
+    first, second = (rank["found"] for rank in done.assert_ok().records)
+    for number, found in enumerate((first, second)):
+        assert {name: found[name] for name in OF_TORCHRUN} == OF_TORCHRUN
+        assert {found[name] for name in OF_RANK} == {str(number)}
+        assert found["NCCL_SOCKET_IFNAME"] == f"={found['GLOO_SOCKET_IFNAME']}"
+    assert all(first[name] == second[name] for name in ONES)
+    assert first["TORCHELASTIC_ERROR_FILE"] != second["TORCHELASTIC_ERROR_FILE"]
+
+
+def test_variables_of_the_user_are_kept(here: Here) -> None:
+    """MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS stay as the user has set them."""
+    with reserved("127.0.0.7") as reservation:
+        port = str(reservation.getsockname()[1])
+        own = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
+        own |= {"OMP_NUM_THREADS": "3"}
+        job = mpirun_command(2, "-m", "mpiddp", "run", program("variables.py"), *own, "WORLD_SIZE")
+        done = here.run(*job, env={**own, "RANK": "0", "WORLD_SIZE": "1"})
+    ranks = done.assert_ok().records
+    # Stale variables of an earlier launcher are overwritten.
+    assert [rank["found"] for rank in ranks] == [own | {"WORLD_SIZE": "2"}] * 2
+
+
+def test_ranks_share_the_cores(here: Here) -> None:
+    """OMP_NUM_THREADS is the number of cores divided by the ranks of the host, unless the user sets it."""
+    launch = (*("env", "-u", "OMP_NUM_THREADS"), sys.executable, "-m", "mpiddp", "launch")
+    done = here.run(*launch, *here.where(2), program("variables.py"), "OMP_NUM_THREADS")
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [rank["found"]["OMP_NUM_THREADS"] for rank in done.assert_ok().records] == [share] * 2
+
+
+# Allocates much memory at once and frees all of it, as a training step does, and counts page faults.
+STEPS = """
+import json, os, resource
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    return [b"x" * (8 << 20) for _ in range(6)]
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(10):
+    step()
+print(json.dumps({"RANK": 0, "faults": faults() - before}))
+"""
+# Without kept memory, 10 steps cause at least these page faults: one for each huge page of 2 MiB.
+HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
+
+
+def test_freed_memory_is_kept(here: Here) -> None:
+    """Freed memory serves the next step without page faults, unless the user's MALLOC_ variables say else."""
+    script = here.script(STEPS)
+    (rank,) = here.run("run", script).assert_ok().records
+    assert rank["faults"] < HUGE_PAGES / 3
+    own = {"MALLOC_TRIM_THRESHOLD_": "131072"}
+    (rank,) = here.run("run", script, env=own).assert_ok().records
+    assert rank["faults"] > HUGE_PAGES / 2
+
+
+OF_MPI = r"^(OMPI|OPAL|PMIX|PMI|PRTE|HYDI|HYDRA|MPI_LOCAL|I_MPI)\w*"
+OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "NCCL_")
+
+
+@every_mpi
+def test_the_variables_of_a_command(here: Here, mpi: str) -> None:
+    """A command as a rank has torchrun's variables, and none by which it would join as a rank of the MPI."""
+    text = 'echo "shown $RANK $WORLD_SIZE $LOCAL_RANK"; env'
+    done = here.run("launch", *here.where(2), "--", "sh", "-c", text, mpi=mpi).assert_ok()
+    assert sorted(line for line in done.lines if "shown" in line) == ["shown 0 2 0", "shown 1 2 1"]
+    assert re.findall(OF_MPI, done.stdout, re.MULTILINE) == []
+
+
+# They are for the rank, or for the launcher; the path of the error file is one of the host.
+NOT_FOR_CONTAINERS = {
+    *("MPIDDP_JOB", "MPIDDP_NETWORKS", "MPIDDP_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+    *("MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"),
+}
+
+
+def test_the_page_on_containers_names_them(here: Here) -> None:
+    """docs/containers.md names each variable that a container needs: Docker passes on no other."""
+    named = set(re.findall(r"-e (\w+)", (ROOT / "docs" / "containers.md").read_text()))
+    done = here.run("launch", "-n", "1", "--", "env").assert_ok()
+    found = set(re.findall(r"^(\w+)=", done.stdout, re.MULTILINE))
+    ours = {name for name in found if name.startswith(OF_RANKS) or name in TORCH}
+    assert ours - named <= NOT_FOR_CONTAINERS
+    assert {"MPIDDP_RUN_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
+
+
+def test_the_gpus_of_each_host(hosts: Hosts) -> None:
+    """A host's ranks see the GPUs of its line gpus=; CUDA_VISIBLE_DEVICES stays home, unless -x names it."""
+    file = hosts.folder / "hosts.txt"
+    file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
+    env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", NVIDIA), "CUDA_VISIBLE_DEVICES": "1"}
+    launch = ("launch", "--hostfile", str(file))
+    job = (program("variables.py"), "CUDA_VISIBLE_DEVICES")
+
+    def seen(*options: str) -> list[tuple[str, str | None]]:
+        ranks = hosts.run(*launch, *options, *job, env=env).assert_ok().records
+        return [(rank["host"], rank["found"].get("CUDA_VISIBLE_DEVICES")) for rank in ranks]
+
+    assert seen() == [("node0", "1"), *[("node1", "1,0")] * 2, ("node2", None)]
+    file.write_text("node0 slots=1\nnode2 slots=1\n")
+    assert seen("-x", "CUDA_VISIBLE_DEVICES") == [("node0", "1"), ("node2", "1")]
+    file.write_text("node0 slots=1\nnode1 gpus=0,2\n")
+    refused = hosts.run(*launch, *job, env=env)
+    assert (refused.code, refused.stdout) == (2, "")
+    sentence = error("They are", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)")
+    assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
+
+
+TWO_GPUS = 'echo "GPU 0: A (UUID: x)"; echo "GPU 1: B (UUID: y)"'
+
+
+def test_slots_and_gpus(hosts: Hosts) -> None:
+    """A host without slots= gets a rank for each GPU, or one; a training never shares GPUs."""
+    env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)}
+    ranks = hosts.run("launch", "-H", "node1,node0", program("variables.py"), env=env)
+    assert [rank["host"] for rank in ranks.assert_ok().records] == ["node1"] * 2 + ["node0"] * 2
+    ranks = hosts.run("launch", "-H", "node1,node0", program("variables.py"))
+    assert [rank["host"] for rank in ranks.assert_ok().records] == ["node1", "node0"]
+    refused = hosts.run("launch", "-H", "node0:2,node1:4", "-m", "mpiddp", "train", env=env)
+    assert (refused.code, refused.stdout) == (2, "")
+    sentence = error("share GPUs", "node1 ", "2 GPUs", "4 slots")
+    assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
+
+
+# --- the command ---
+
+# An option of each MPI, and what it prints.
+PRINTS = {
+    "openmpi5": ("--display map", "JOB MAP"),
+    "openmpi4": ("--display-map", "JOB MAP"),
+    "mpich": ("-verbose", "host: "),
+    "intelmpi": ("-print-rank-map", ":0,1)"),
+}
+
+
+@every_mpi
+def test_options_of_the_mpi(here: Here, mpi: str) -> None:
+    """--mpi-args passes options to the MPI itself."""
+    option, printed = PRINTS[mpi]
+    job = (*here.where(2), f"--mpi-args={option}", "--", "sh", "-c", "echo rank $RANK")
+    done = here.run("launch", *job, mpi=mpi).assert_ok()
+    assert printed in done.stdout
+    assert done.stdout.count("rank 0\n") == done.stdout.count("rank 1\n") == 1
+
+
+@every_mpi
+def test_a_dry_run_can_be_pasted(here: Here, mpi: str) -> None:
+    """--dry-run prints a command that starts the same job when it is pasted, with a reason for each flag."""
+    options = (*here.where(2), "-x", "MODE", "--dry-run")
+    env = {"MODE": "a b"}
+    dry = here.run("launch", *options, program("variables.py"), "MODE", env=env, mpi=mpi)
+    command, _, reasons = dry.assert_ok().stdout.partition("\n\n")
+    # By hand, Intel's mpirun needs its folder on PATH.
+    path = f"{os.environ['PATH']}:{Path(mpirun_of(mpi)).parent}"
+    done = here.run("bash", "-c", command, env={"PATH": path, **env})
+    assert [rank["found"] for rank in done.assert_ok().records] == [env] * 2
+    flags = [
+        word for line in reasons.splitlines() if line.startswith("  -") for word in line.split()
+    ]
+    last = shlex.split(command.splitlines()[-1])
+    given = last[: last.index("mpiddp") - 2][1:]
+    unexplained = [word for word in given if word.startswith("-") and word not in flags]
+    assert unexplained == []
+    assert reasons.count("\n      ") >= 3
+
+
+def test_a_dry_run_starts_nothing(here: Here) -> None:
+    """A dry run reaches no host, and imports neither torch nor mpi4py."""
+    code = (
+        "import sys; from mpiddp.cli import main; main(sys.argv[1:])\n"
+        "print([name for name in ('torch', 'numpy', 'mpi4py', 'asyncio') if name in sys.modules])"
+    )
+    command = ("launch", "--dry-run", "-H", "nowhere.invalid:2", program("variables.py"))
+    done = here.run("python", "-c", code, *command)
+    assert done.assert_ok().lines[-1] == "[]"
+
+
+# Each needs another flag, or has another scheduler.
+COMMAND = ("--", "apptainer", "exec", "image.sif", "python", "train.py")
+SCENARIOS: dict[str, tuple[dict[str, str], str]] = {
+    "one host": ({}, "-H localhost:4 train.py --lr 0.1"),
+    "three hosts": ({}, "-H node0:2,node1:1,10.0.0.3:4 train.py --lr 0.1"),
+    "users and ports": ({}, "--hostfile users.txt train.py"),
+    "more hosts than Open MPI's tree": ({}, "--hostfile many.txt train.py"),
+    "in a job of Slurm": (SLURM | {"SLURM_CPUS_PER_TASK": "12"}, "train.py"),
+    "in a job of Grid Engine": (GRID_ENGINE, "train.py"),
+    "in a job of LSF": (LSF, "train.py"),
+    "a command": ({}, f"-H node0:2,node1:1 {shlex.join(COMMAND)}"),
+    "bound to NUMA nodes": ({}, "--bind numa -H localhost:4 train.py"),
+    "bound to cores": ({}, "--bind core -H localhost:4 train.py"),
+    "arguments of the user": (
+        {"UCX_TLS": "rc"},
+        "--mpi-args='--verbose' -H node0:2,node1:1 train.py",
+    ),
+}
+USERS = "node0 slots=1\nnode1.lab.org slots=1 user=ann port=2222\n"
+
+
+def dry_run(folder: Path, mpi: str, scenario: str) -> str:
+    """The command line of a scenario, without what differs between machines."""
+    variables, line = SCENARIOS[scenario]
+    files = {
+        name: str(folder / text) for name, text in variables.items() if (folder / text).is_file()
+    }
+    mpirun = [] if mpi == "srun" else ["--mpirun", mpirun_of(mpi)]
+    env = {name: text for name, text in os.environ.items() if name == "HOME"}
+    env |= {"PATH": f"{folder}:/usr/bin:/bin", "NCCL_DEBUG": "INFO", **variables, **files}
+    printed = io.StringIO()
+    # In this process: a Python of its own for each would take half a minute.
+    with patch.dict(os.environ, env, clear=True), redirect_stdout(printed):
+        assert main(["launch", "--dry-run", *mpirun, *shlex.split(line)]) == 0
+    text = printed.getvalue().partition("\n\n")[0].replace(socket.gethostname(), "here")
+    text = re.sub(r"\S*/(mpirun|srun) (--allow-run-as-root )?", r"/mpi/bin/\1 ", text)
+    text = text.replace(str(folder), "/work").replace(sys.executable, "python")
+    return re.sub(r"/\S*(libmpi\.so\.\d+)", r"/mpi/lib/\1", text).replace(str(ROOT), "/mpiddp")
+
+
+def command_lines(folder: Path) -> str:
+    (folder / "train.py").touch()
+    (folder / "users.txt").write_text(USERS)
+    (folder / "many.txt").write_text("".join(f"node{n} slots=1\n" for n in range(65)))
+    blocks = []
+    for scenario in SCENARIOS:
+        for mpi in (*MPIS, *(["srun"] if "Slurm" in scenario else [])):
+            blocks.append(f"[{scenario}, {mpi}]\n{dry_run(folder, mpi, scenario)}\n")
+    return "\n".join(blocks)
+
+
+def test_the_command_line_of_each_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each MPI and scheduler gets the flags that were found to work, and no others."""
+    assert command_lines(enter_folder(tmp_path, monkeypatch)) == GOLDEN.read_text()
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as context, tempfile.TemporaryDirectory() as folder_name:
+        GOLDEN.write_text(command_lines(enter_folder(Path(folder_name), context)))

@@ -1,0 +1,169 @@
+"""The command lines that a user can mistype, each with what mpiddp answers: refusals.txt.
+
+Each section has a folder and an environment of its own. A line after "$ " that calls mpiddp runs in a fork of
+one process, which is why 400 of them take seconds; any other line prepares files, in a shell.
+
+python -m pytest tests/refusals
+python -m tests.refusals.test_refusals --update     # then read the diff
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mpiddp import cli
+
+FILE = Path(__file__).with_name("refusals.txt")
+ROOT = FILE.parents[2]
+LIMIT_S = 300  # a refusal takes milliseconds; a training that prepares a section some seconds
+# Sections whose commands get as far as torch. They stand last: a fork of a process with torch takes longer.
+NEED_TORCH = re.compile(r"^\$ .*mpiddp (run\b|train --use-syn|checkpoints export)", re.MULTILINE)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables that are the same on every machine: no scheduler, no GPU, this Python's MPI."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
+        "HOME": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "LC_ALL": "C.UTF-8",
+        "COLUMNS": "80",
+        "CUDA_VISIBLE_DEVICES": "",
+        "XDG_STATE_HOME": "/dev/null",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(line: str, folder: Path) -> str:
+    """All that the line prints, and its exit code unless it is the usual one."""
+    words = shlex.split(line)
+    count = next((i for i, word in enumerate(words) if "=" not in word), 0)
+    env = environment(folder) | dict(word.split("=", 1) for word in words[:count])
+    is_mpiddp = words[count] == "mpiddp"
+    with tempfile.TemporaryFile() as output:
+        if is_mpiddp:
+            code = in_a_child(words[count + 1 :], env, folder, output.fileno())
+        else:
+            code = subprocess.run(
+                ["sh", "-c", line],
+                cwd=folder,
+                env=env,
+                stdout=output,
+                stderr=output,
+                timeout=LIMIT_S,
+            ).returncode
+        output.seek(0)
+        text = output.read().decode()
+    lines = [each for each in generic(text, folder).splitlines() if each.strip()]
+    if code != (2 if is_mpiddp else 0):
+        lines.append(f"(exit code {code})")
+    return "".join(f"{each}\n" for each in lines)
+
+
+def in_a_child(arguments: list[str], env: dict[str, str], folder: Path, output: int) -> int:
+    """The exit code of mpiddp with these arguments, on one core. What it changes ends with the child."""
+    if (child := os.fork()) == 0:
+        code = 99
+        try:
+            signal.alarm(LIMIT_S)
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+            os.environ.clear()
+            os.environ.update(env)
+            os.chdir(folder)
+            sys.argv = ["mpiddp", *arguments]
+            try:
+                code = cli.main(arguments)
+            except SystemExit as exit:
+                code = exit.code if isinstance(exit.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def generic(text: str, folder: Path) -> str:
+    """The text without what differs between machines and versions of Python."""
+    text = text.replace(str(folder), "FOLDER")
+    text = re.sub(rf"\b(on|from) {re.escape(socket.gethostname())}\b", r"\1 HOST", text)
+    text = re.sub(r"(on HOST, which has).*", r"\1 INTERFACES.", text)
+    text = re.sub(r"torch \S+ sees none", "torch VERSION sees none", text)
+    choices = re.compile(r"\(choose from [^)]*\)")  # quoted before Python 3.12
+    return choices.sub(lambda found: found[0].replace("'", ""), text)
+
+
+def answered(section: str, folder: Path) -> str:
+    """The section with what its commands print now."""
+    if NEED_TORCH.search(section):
+        for module in ("mpiddp.train.rank", "torch._dynamo"):
+            import_module(module)  # once for all children
+    lines = []
+    for line in section.splitlines():
+        if line.startswith(("#", "$ ")) or not line:
+            lines.append(f"{line}\n")
+        if line.startswith("$ "):
+            lines.append(run(line.removeprefix("$ "), folder))
+    return "".join(lines)
+
+
+def all_answered() -> str:
+    """refusals.txt with what its commands print now."""
+    header, *sections = re.split(r"^(?=## )", FILE.read_text(), flags=re.MULTILINE)
+    texts = [header]
+    for section in sections:
+        with tempfile.TemporaryDirectory() as folder:
+            texts.append(answered(section, Path(folder).resolve()))
+    return "".join(texts)
+
+
+def by_title(text: str) -> dict[str, str]:
+    """Section by title."""
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    return {section.partition("\n")[0]: section for section in sections}
+
+
+EXPECTED = by_title(FILE.read_text())
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    """The sections now, from a process that has imported nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    return by_title(done.stdout)
+
+
+@pytest.mark.parametrize("title", EXPECTED)
+def test_refusals(title: str, found: dict[str, str]) -> None:
+    """A command line that cannot mean anything is answered in the words of refusals.txt."""
+    assert "Traceback" not in EXPECTED[title]
+    assert found[title] == EXPECTED[title]
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # two threads would wait for each other on the one core
+    text = all_answered()
+    if sys.argv[1:] == ["--update"]:
+        FILE.write_text(text)
+    else:
+        sys.stdout.write(text)

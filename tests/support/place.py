@@ -1,0 +1,346 @@
+"""Where a test runs programs: on this machine (`Here`), or on the hosts of a test cluster (`Hosts`).
+
+A test takes the fixture `place`, `here` or `hosts` (tests/promises/conftest.py), and writes
+
+    done = place.run("launch", *place.where(2), program("identity.py"), env={"A": "1"}, mpi="mpich")
+    assert done.code == 1
+    assert done.said == ["rank 1 on node1 was killed by SIGKILL. The other ranks were stopped."]
+    assert place.processes() == []
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.support.cluster import Cluster, Host, Program
+from tests.support.mpis import PACKAGES, mpirun_of
+from tests.support.ranks import ROOT, clean_env
+
+PROGRAMS = ROOT / "tests" / "programs"
+MPIS = ("openmpi5", *PACKAGES)
+VERBS = (
+    *("launch", "run", "train", "hosts", "doctor", "explain", "drill", "ps", "top", "stacks"),
+    *("stop", "report", "runs", "checkpoints", "mesh", "bench", "help", "--version", "--help"),
+)
+# Daemons of the hosts themselves, and the sessions that they hold open.
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")
+
+every_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
+here_and_on_hosts = pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+
+Arg = str | os.PathLike[str]
+T = TypeVar("T")
+
+
+def program(name: str) -> str:
+    """The path of a program in tests/programs."""
+    path = PROGRAMS / name
+    assert path.exists(), path
+    return str(path)
+
+
+def eventually(condition: Callable[[], T], *, poll_s: float = 0.05) -> T:
+    """Wait until the condition is true, and return its value. The time limit is that of the test."""
+    while not (value := condition()):
+        time.sleep(poll_s)
+    return value
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int  # -N after signal N
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of stdout that are JSON, such as those of tests/programs/identity.py, by rank."""
+        texts = [line[line.index("{") :] for line in self.lines if line.endswith("}")]
+        return sorted((json.loads(text) for text in texts), key=lambda record: record["RANK"])
+
+    @property
+    def said(self) -> list[str]:
+        """The lines "mpiddp: …" of stderr, without this prefix."""
+        # The last line of an mpirun may lack its newline.
+        return re.findall(r"mpiddp: (.*)", self.stderr)
+
+    def assert_ok(self) -> Done:
+        assert self.code == 0, f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a place. Its pid is that on its host."""
+
+    host: str
+    pid: int
+    command: str
+
+
+@dataclass
+class Job:
+    """A command that runs. Its output goes to two files, so that nobody has to read it."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    err: Path
+
+    @property
+    def pid(self) -> int:
+        """Its pid on this machine. That of a job on a host is the program's, not that of nsenter."""
+        inner = self.process.inner_pid() if isinstance(self.process, Program) else None
+        return inner or self.process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has written so far."""
+        return _text(self.out)
+
+    @property
+    def stderr(self) -> str:
+        return _text(self.err)
+
+    def until(self, text: str, times: int = 1) -> Job:
+        """Wait until the text stands in its output. A job that ends without it fails the test."""
+
+        def appears() -> bool:
+            ended = self.process.poll() is not None
+            if (self.stdout + self.stderr).count(text) >= times:
+                return True
+            assert not ended, f'ended without "{text}"\n{self.stdout}\n{self.stderr}'
+            return False
+
+        eventually(appears)
+        return self
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> Done:
+        code = self.process.wait()
+        return Done(code, self.stdout, self.stderr)
+
+
+@dataclass
+class Place(ABC):
+    """One or more hosts that share `folder`, in which commands run."""
+
+    folder: Path
+    jobs: list[Job] = field(default_factory=list, init=False)
+
+    @property
+    @abstractmethod
+    def hosts(self) -> list[str]:
+        """The hosts' names."""
+
+    @abstractmethod
+    def where(self, ranks: int) -> tuple[str, ...]:
+        """The options of `mpiddp launch` that put so many ranks on these hosts, as `hosts_of` says."""
+
+    @abstractmethod
+    def processes(self, marker: str = "") -> list[Process]:
+        """The processes that jobs of this test have started and that still run.
+
+        `marker` is a text in their command lines.
+        """
+
+    @abstractmethod
+    def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
+        """Send a process a signal, unless it has just ended."""
+
+    @abstractmethod
+    def _popen(
+        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
+    ) -> subprocess.Popen[str]: ...
+
+    def hosts_of(self, ranks: int) -> list[str]:
+        """The host of each rank that `where` places: as many on each host, the first ones one more."""
+        each, more = divmod(ranks, len(self.hosts))
+        counts = [each + (index < more) for index in range(len(self.hosts))]
+        return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
+
+    def run(
+        self,
+        *argv: Arg,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        mpi: str | None = None,
+        stdin: str = "",
+    ) -> Done:
+        """Run a command to its end, on the first host.
+
+        A verb of mpiddp becomes `python -m mpiddp VERB …`, and "python" the tests' own. `mpi` adds
+        --mpirun to the verb's options.
+        """
+        return self.start(*argv, env=env, cwd=cwd, mpi=mpi, stdin=stdin).wait()
+
+    def start(
+        self,
+        *argv: Arg,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        mpi: str | None = None,
+        stdin: str = "",
+    ) -> Job:
+        """Start a command as `run` does. The end of the test kills it, with all that it has started."""
+        files = [self.folder / f".job-{len(self.jobs)}.{name}" for name in ("in", "out", "err")]
+        files[0].write_text(stdin)
+        with files[0].open("rb") as input_, files[1].open("wb") as out, files[2].open("wb") as err:
+            process = self._popen(
+                self._command(argv, mpi),
+                env or {},
+                cwd or self.folder,
+                input_.fileno(),
+                out.fileno(),
+                err.fileno(),
+            )
+        job = Job(process, files[1], files[2])
+        self.jobs.append(job)
+        return job
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script that one test alone runs, and return its path."""
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def clear(self) -> None:
+        """Kill all processes that jobs of this test have left."""
+        while left := self.processes():
+            for process in left:
+                self.kill(process)
+            time.sleep(0.01)
+        for job in self.jobs:
+            job.process.kill()
+            job.process.wait()
+
+    def _command(self, argv: tuple[Arg, ...], mpi: str | None) -> list[str]:
+        first, *rest = [os.fspath(each) for each in argv]
+        if first in VERBS:
+            mpirun = [] if mpi is None else ["--mpirun", mpirun_of(mpi)]
+            return [sys.executable, "-m", "mpiddp", first, *mpirun, *rest]
+        assert mpi is None, "only a verb of mpiddp takes --mpirun"
+        return [sys.executable if first == "python" else first, *rest]
+
+
+@dataclass
+class Here(Place):
+    """This machine. The environment of each job has a mark, by which its processes are found."""
+
+    mark: str = field(default_factory=lambda: os.urandom(8).hex(), init=False)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [socket.gethostname()]
+
+    def where(self, ranks: int) -> tuple[str, ...]:
+        return ("-H", f"localhost:{ranks}")
+
+    def processes(self, marker: str = "") -> list[Process]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if f"TEST_PLACE={self.mark}".encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+                    text = command.decode(errors="replace")
+                    if marker in text:
+                        found.append(Process(self.hosts[0], int(entry.name), text))
+        return found
+
+    def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    def _popen(
+        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            argv,
+            env=clean_env({"TEST_PLACE": self.mark, **env}),
+            cwd=cwd,
+            stdin=stdin,
+            stdout=out,
+            stderr=err,
+            text=True,
+            start_new_session=True,  # a Ctrl-C at the terminal of the tests is not one of the job
+        )
+
+
+@dataclass
+class Hosts(Place):
+    """The hosts of a test cluster. Commands run on the first one."""
+
+    cluster: Cluster
+
+    @classmethod
+    @contextmanager
+    def on(cls, cluster: Cluster, name: str) -> Iterator[Hosts]:
+        """The hosts of a running cluster for one test, with a new folder that they share."""
+        folder = cluster.shared / re.sub(r"\W+", "-", name)
+        folder.mkdir()
+        place = cls(folder, cluster)
+        try:
+            yield place
+        finally:
+            place.clear()
+            shutil.rmtree(folder)
+
+    def __getitem__(self, name: str) -> Host:
+        return self.cluster[name]
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host.name for host in self.cluster.hosts]
+
+    def where(self, ranks: int) -> tuple[str, ...]:
+        names = self.hosts_of(ranks)
+        file = self.folder / f"hosts-{ranks}.txt"
+        slots = {name: names.count(name) for name in names}
+        file.write_text("".join(f"{name} slots={count}\n" for name, count in slots.items()))
+        return ("--hostfile", str(file))
+
+    def processes(self, marker: str = "") -> list[Process]:
+        return [
+            Process(host.name, each.pid, each.command)
+            for host in self.cluster.hosts
+            for each in host.processes()
+            if marker in each.command and each.name not in DAEMONS
+        ]
+
+    def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
+        self[process.host].run(["kill", f"-{int(number)}", str(process.pid)])
+
+    def _popen(
+        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
+    ) -> subprocess.Popen[str]:
+        return self.cluster.hosts[0].popen(
+            argv, env={"OMP_NUM_THREADS": "1", **env}, cwd=cwd, stdin=stdin, stdout=out, stderr=err
+        )
+
+
+def _text(file: Path) -> str:
+    """The file's text. Bytes that are no UTF-8 can be had back with the same error handler."""
+    return file.read_bytes().decode(errors="surrogateescape")

@@ -1,0 +1,36 @@
+"""The test cluster has separate hosts with ssh between them, and leaves nothing behind.
+
+python -m pytest tests/support/test_cluster.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support import cluster
+from tests.support.cluster import USER, Layout, faults, state
+from tests.support.cluster.proc import is_running
+from tests.support.cluster.state import identity
+
+
+def test_a_cluster() -> None:
+    """Logins, private files, a fault for the time of a block, 127.0.1.1, and an end without leftovers."""
+    links = set(Path("/sys/class/net").iterdir())
+    with cluster.up_or_skip(2, layout=Layout(own_name_is_loopback=True)) as hosts:
+        node0, node1 = hosts.hosts
+        for user in ("root", USER):
+            there = node0.run(["ssh", "node1", "hostname; whoami"], user=user)
+            assert there.stdout.split() == ["node1", user], there.stderr
+        for own in ("/etc/own", "/run/tmp/own", "/dev/shm/own", f"{node0.home()}/own"):
+            node0.run(["touch", own], check=True)
+            assert not node1.path(own).exists()
+            assert not Path(own).exists()
+        assert node0.run(["getent", "ahostsv4", "node0"]).stdout.startswith("127.0.1.1")
+        with faults.no_sshd(node1):
+            assert "refused" in node0.run(["ssh", "node1", "hostname"]).stderr
+        node1.popen(["ssh", "node0", "sleep 6000"])
+        pids = [identity(host.pid) for host in hosts.hosts]
+        folder = state.STATE / hosts.name
+    assert not folder.exists()
+    assert not any(is_running(*pid) for pid in pids)
+    assert set(Path("/sys/class/net").iterdir()) == links

@@ -1,0 +1,110 @@
+"""mpiddp.Checkpoints in one process: when a save is due, what a step and a key may be, which calls fit.
+
+python -m pytest tests/unit/checkpoints/test_script.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import mpiddp  # noqa: E402
+from mpiddp.runtime.job.session import current  # noqa: E402
+
+Open = Callable[..., mpiddp.Checkpoints]
+
+
+@pytest.fixture
+def create(tmp_path: Path) -> Iterator[Open]:
+    """Creates `Checkpoints` of one folder; closes them at the end of the test."""
+    created = []
+
+    def create(**options: Any) -> mpiddp.Checkpoints:
+        created.append(mpiddp.Checkpoints(tmp_path / "run", **options))
+        return created[-1]
+
+    yield create
+    for checkpoints in created:
+        checkpoints.close()
+    current().run = None
+
+
+def test_due_by_steps_counts_multiples(create: Open) -> None:
+    checkpoints = create(every=4)
+    assert [step for step in range(1, 10) if checkpoints.due(step)] == [4, 8]
+    samples = create(every="100")
+    assert [step for step in range(64, 400, 64) if samples.due(step)] == [128, 256, 320]
+    assert not any(create(every=None).due(step) for step in range(1, 9))
+
+
+def test_a_save_without_resume_refuses_older_checkpoints(create: Open) -> None:
+    first = create()
+    first.save(7, {})
+    first.close()
+    with pytest.raises(mpiddp.UserError, match=r"step_00000007.*resume\(\)"):
+        create().save(1, {})
+
+
+def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
+    first = create()
+    first.save(7, {})
+    first.close()
+    second = create()
+    assert second.resume() is not None
+    with pytest.raises(ValueError, match=r"step 1 .*step 7"):
+        second.save(1, {})
+    second.save(7, {})  # is saved already
+    with pytest.raises(RuntimeError, match="once"):
+        second.resume()
+
+
+def test_any_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> None:
+    state = {"model": 1, "a/b": 2, "..": 3, "é x": 4, "%": 5}
+    first = create()
+    first.save(1, state)
+    first.close()
+    folder = tmp_path / "run/checkpoints/step_00000001"
+    assert torch.load(folder / "model.pt") == 1
+    saved = create().resume()
+    assert saved is not None
+    assert saved.state == state
+    assert {path.parent for path in (tmp_path / "run").rglob("*.pt")} == {folder}
+
+
+@pytest.mark.parametrize("key", ["ranks", "shard_00000", "", "x" * 300])
+def test_a_key_that_cannot_be_a_file(create: Open, key: str) -> None:
+    with pytest.raises(ValueError, match="file"):
+        create().save(1, {key: 1})
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"every": "often"}, {"on_save_error": "ignore"}])
+def test_an_invalid_argument(create: Open, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        create(**options)
+
+
+def test_a_config_that_a_json_file_changes_is_the_same(create: Open) -> None:
+    first = create(config={"width": 3, "sizes": (1, 2)})
+    first.save(1, {})
+    first.close()
+    assert create(config={"sizes": [1, 2], "width": 3}).resume() is not None
+
+
+def test_a_path_without_a_checkpoint(create: Open, tmp_path: Path) -> None:
+    with pytest.raises(mpiddp.UserError, match=re.escape(str(tmp_path / "none"))):
+        create().resume(tmp_path / "none")
+
+
+def test_records_need_a_run(create: Open) -> None:
+    with pytest.raises(mpiddp.UserError, match="Checkpoints"):
+        mpiddp.log_metrics(1, loss=2)
+    create().resume()
+    with pytest.raises(TypeError, match="loss"):
+        mpiddp.log_metrics(1, loss=[2])
