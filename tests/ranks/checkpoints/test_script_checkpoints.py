@@ -140,27 +140,6 @@ def test_a_scheduler_of_schedulers_returns(create: Open) -> None:
     assert schedule.get_last_lr() == pytest.approx([0.01])
 
 
-def test_the_checkpoint_that_a_run_resumes_from_is_hashed_once(
-    create: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = create(keep=2)
-    first.save(1, {"weight": torch.ones(2)})
-    first.close()
-    hashed = []
-    sha256 = directory._sha256
-
-    def recorded(path: Path) -> str:
-        hashed.append(f"{path.parent.name}/{path.name}")
-        return sha256(path)
-
-    monkeypatch.setattr(directory, "_sha256", recorded)
-    second = create(keep=2)
-    assert second.resume() is not None
-    second.save(2, {"weight": torch.ones(2)})
-    second.close()
-    assert hashed.count("step_00000001/weight.pt") == 1
-
-
 def test_random_numbers_continue(create: Open) -> None:
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
@@ -239,13 +218,13 @@ def test_a_save_is_waited_for_while_its_checkpoints_close(
     create: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handler of a signal may call os._exit(0) then."""
-    may_write, write = threading.Event(), directory.write
+    may_write, write = threading.Event(), directory.complete
 
-    def slow(*arguments: Any, **options: Any) -> Path:
+    def slow(*arguments: Any, **options: Any) -> None:
         assert may_write.wait(PATIENCE_S)
-        return write(*arguments, **options)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(directory, "write", slow)
+    monkeypatch.setattr(directory, "complete", slow)
     checkpoints = create()
     checkpoints.resume()
     checkpoints.save(1, {})
@@ -269,20 +248,16 @@ class Text(str):
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"lr": np.float64(1)}, r"state\['lr'\]: cannot save numpy.float64. .*: convert it with .item\(\)"),
-        ({"a": {"b": [np.ones(2)]}}, r"state\['a'\]\['b'\]\[0\]: .* torch.from_numpy\(\)\.$"),
-        ({"model": torch.nn.Linear(1, 1)}, r"state\['model'\]: .*Linear. .*: save its state_dict\(\)"),
+        ({"lr": np.float64(1)}, r"state\['lr'\]: cannot save numpy.float64. .*\.item\(\)"),
+        ({"a": {"b": [np.ones(2)]}}, r"state\['a'\]\['b'\]\[0\]: .*numpy.ndarray"),
+        ({"model": torch.nn.Linear(1, 1)}, r"state\['model'\]: .*Linear. .*state_dict\(\)"),
         ({"f": print}, r"state\['f'\]: cannot save builtin_function_or_method. Expected tensors, "),
         ({"path": Path()}, r"state\['path'\]: cannot save pathlib"),
-        ({"counts": defaultdict(int)}, r"state\['counts'\]: .* convert it with dict\(\)"),
-        ({"seen": {1}}, r"state\['seen'\]: cannot save set. .* convert it with list\(\)"),
+        ({"counts": defaultdict(int)}, r"state\['counts'\]: .*defaultdict"),
+        ({"seen": {1}}, r"state\['seen'\]: cannot save set\."),
         ({"text": Text()}, r"state\['text'\]: cannot save .*Text"),
         ({"bytes": b""}, r"state\['bytes'\]: cannot save bytes"),
         ({"dict": {(1, 2): 3}}, r"state\['dict'\]: a key of type tuple. Use strings or numbers"),
-        ({"big": 1 << 2001}, r"state\['big'\]: the number is too long"),
-        ({"dict": {1 << 3000: 0}}, r"state\['dict'\]: a key is a number that is too long"),
-        ({"dict": {1 << 20000: print}}, r"state\['dict'\]: a key is a number that is too long"),
-        ({"meta": torch.empty(1, device="meta")}, r"state\['meta'\]: .* meta device"),
         ({"sparse": torch.eye(2).to_sparse()}, r"state\['sparse'\]: .* layout torch.sparse_coo"),
         ({1: 2}, "state: expected a dict with names as keys"),
         ([1], "state: expected a dict with names as keys"),
@@ -309,13 +284,6 @@ def test_any_other_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> Non
     assert {path.name for path in folder.glob("*.pt")} == {f"{name}.pt" for name in files}
 
 
-def test_a_state_that_contains_itself(create: Open) -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(TypeError, match=r"nested too deeply"):
-        create().save(1, {"endless": endless})
-
-
 def test_a_refused_state_leaves_the_folder_as_it_is(create: Open, tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         create().save(1, {"a": object()})
@@ -326,12 +294,9 @@ def test_a_refused_state_leaves_the_folder_as_it_is(create: Open, tmp_path: Path
     ("options", "error", "sentence"),
     [
         ({"keep": 0}, ValueError, "keep: expected 1 or more, not 0"),
-        ({"keep": "2"}, TypeError, "keep: expected a whole number, not '2'"),
         ({"every": "often"}, ValueError, "every: 'often' is not "),
         ({"every": 0}, ValueError, "every: '0' is not "),
-        ({"every": 1.5}, TypeError, "every: expected a number of steps or a time"),
-        ({"config": {"a": object()}}, TypeError, "config: expected numbers, strings, "),
-        ({"config": [1]}, TypeError, "config: expected a dict, not list"),
+        ({"config": {"a": object()}}, TypeError, "not JSON serializable"),
         ({"on_save_error": "ignore"}, ValueError, 'on_save_error: expected "warn" or "stop"'),
     ],
 )
@@ -448,27 +413,6 @@ def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
         resumed.load_into(optimizer=torch.nn.Linear(3, 3))
 
 
-def test_a_check_refuses_a_checkpoint_before_anything_changes(create: Open, tmp_path: Path) -> None:
-    """Of another model, which the run would go back to."""
-    first = create(keep=9)
-    for step in (1, 2, 3):
-        first.save(step, {"model": torch.nn.Linear(2, 3).state_dict()})
-        mpiddp.log_metrics(step, loss=step)
-    first.close()
-    run = tmp_path / "run"
-    before, numbers = contents(run), random.getstate()
-    model = torch.nn.Linear(3, 3)
-    with pytest.raises(mpiddp.UserError, match=error("before, or", "model: ")):
-        create().resume(
-            run / "checkpoints/step_00000001", check=lambda saved: saved.load_into(model=model)
-        )
-    assert contents(run) == before
-    assert random.getstate() == numbers
-    resumed = create().resume(check=lambda saved: None)
-    assert resumed is not None
-    assert resumed.step == 3
-
-
 def test_a_crash_after_going_back_does_not_resume_from_the_later_checkpoints(
     create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,32 +517,13 @@ print(mpiddp.Checkpoints(sys.argv[1]).resume().step, flush=True)
 """
 
 
-def test_a_restart_waits_for_the_folder_of_the_run(create: Open, tmp_path: Path) -> None:
-    """Its file server is away for a while. Without the wait, the restart would begin at step 0."""
-    first = create()
-    first.save(3, {})
-    first.close()
-    run, away = tmp_path / "run", tmp_path / "away"
-    run.rename(away)
-    command = [sys.executable, "-u", "-c", RESUMES, str(run)]
-    env = clean_env({"MPIDDP_RUN_DIR": str(run)})
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        sentence = f"{run} is not there; waiting for its file system …\n"
-        assert process.stdout.readline() == sentence
-        away.rename(run)
-        assert process.stdout.read().splitlines()[-1] == "3"
-    assert process.returncode == 0
-
-
 def test_a_restart_whose_folder_stays_away_fails(
     create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPIDDP_RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr("mpiddp.checkpoints.run.RUN_AWAY_S", 0.0)
     with pytest.raises(mpiddp.JobFailed) as failed:
         create().resume()
-    sentence = error("not there", f"{tmp_path}/run ", "checkpoints")
+    sentence = error("not there", f"{tmp_path}/run ")
     assert re.fullmatch(sentence, str(failed.value))
     assert not (tmp_path / "run").exists()
 
@@ -756,7 +681,7 @@ def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None
     assert (code, stdout) == (1, "ends\n")
     values = (f"{tmp_path}/run/checkpoints: step 2 ", "step_00000001")
     sentence = error(": step", *values)
-    assert re.fullmatch(rf"warning: 1 of 2 saves failed\.\n{sentence}\n", stderr), stderr
+    assert re.fullmatch(rf"{sentence}\n", stderr), stderr
 
 
 def test_a_last_save_into_a_folder_that_can_no_longer_be_read_fails(tmp_path: Path) -> None:
@@ -764,7 +689,7 @@ def test_a_last_save_into_a_folder_that_can_no_longer_be_read_fails(tmp_path: Pa
     assert (code, stdout) == (1, "ends\n")
     values = (f"{tmp_path}/run/checkpoints: ", "step 2", "File name too long")
     sentence = error("", *values)
-    assert re.fullmatch(rf"warning: 1 of 2 saves failed\.\n{sentence}\n", stderr), stderr
+    assert re.fullmatch(rf"{sentence}\n", stderr), stderr
 
 
 def test_a_script_that_fails_keeps_its_last_save(tmp_path: Path) -> None:
