@@ -21,7 +21,7 @@ def test_a_training_into_the_folder_of_a_running_one_is_refused(tmp_path: Path) 
     with owning(RunDir(tmp_path), "first"):
         done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
     assert done.returncode == 2, done.stderr
-    in_use = error("Wait for", f"{tmp_path}: ", "the run first on ")
+    in_use = error("Wait for", f"{tmp_path}: ", "the process ")
     assert re.search(in_use, done.stderr), done.stderr
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
 

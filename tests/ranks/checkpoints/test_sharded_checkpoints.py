@@ -84,7 +84,6 @@ def test_a_resumed_run_has_the_same_shards_statistics_and_rng(
     )
     assert [turn.code for turn in ran] == [0, 0], ran[0].stderr + ran[1].stderr
     assert f"resuming from {start}: step {step}\n" in ran[1].stdout
-    assert "sharded checkpoints: one host holds every shard once." in ran[0].stdout
     assert unequal(sharded(whole, steps), sharded(resumed, steps)) == []
     assert unequal(sharded(whole, steps), sharded(whole, step)) != []  # the test can fail
     assert names(start) == [
@@ -157,7 +156,7 @@ def test_each_form_resumes_from_the_other_and_from_an_export(
     start = step_folder(stopped[0], 3)
     assert main(["checkpoints", "export", str(stopped[0]), str(tmp_path / "whole")]) == 0
     directory.verify(tmp_path / "whole")
-    model = ARCHS["resnet20"](in_channels=1)
+    model = ARCHS["resnet20"](num_classes=3)
     model.load_state_dict(torch.load(tmp_path / "whole" / "model.pt"))
 
     found = {}
