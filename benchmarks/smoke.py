@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,11 +141,15 @@ def _dry_run(place: Place) -> None:
     _expect("mpirun" in output and "script.py" in output, output)
 
 
-def _verify_0_1_0(place: Place) -> None:
+def _verify_without_torch(place: Place) -> None:
     """A checkpoint that another environment has written, as on a login node."""
-    run_dir = place.folder / "run_of_0.1.0"
-    shutil.copytree(ROOT / "tests/data/run_of_0.1.0", run_dir)
-    _verify(place, run_dir)
+    from mpiddp.checkpoints import folder
+
+    root = place.folder / "run/checkpoints"
+    root.mkdir(parents=True)
+    with folder.writing(root / "step_00000001") as (new, _):
+        (new / "model.pt").write_bytes(bytes(1000))
+    _verify(place, place.folder / "run")
 
 
 def _verify(place: Place, run_dir: Path) -> None:
@@ -232,7 +235,7 @@ _LAUNCHER: dict[str, Check] = {
     "version": _version,
     "hosts check": _hosts_check,
     "dry run": _dry_run,
-    "verify": _verify_0_1_0,
+    "verify": _verify_without_torch,
 }
 _RANKS: dict[str, Check] = {
     "launch": _launch,

