@@ -139,7 +139,8 @@ def main(options: Namespace) -> int:
         )
         checkpoints = open_checkpoints(out, config, data.contents)
         with checkpoints:
-            progress = resume(checkpoints, state, config)
+            with mpiddp.together():
+                progress = resume(checkpoints, state, config)
             logs = (out / "logs").absolute()
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
             with mpiddp.together():
@@ -313,7 +314,8 @@ def refuse_divergence(state: State, step: int) -> None:
 
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    if config.resume == "never" and os.environ.get("MPIDDP_RESTART_COUNT", "0") == "0":
+    restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    if config.resume == "never" and all(os.environ.get(name, "0") == "0" for name in restarts):
         for name in ("checkpoints", "config.json", "metrics.jsonl", "summary.json"):
             if (out / name).exists():
                 raise UserError(
