@@ -41,6 +41,11 @@ class Candidate:
     is_named: bool  # the user has named the checkpoint itself
 
     @property
+    def place(self) -> str:
+        """For sentences: with the path, if the user has named it."""
+        return f"{self.path}: " * self.is_named + f"checkpoint {Path(self.path).name}"
+
+    @property
     def order(self) -> tuple[bool, int]:
         """The highest is chosen: those of this run come first, unless the user goes back to a named one."""
         return self.of_this_run, self.step
@@ -109,6 +114,7 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         for values in found
     ]
     damages = [Damage(**values) for _, found in answers for values in found]
+    incomplete: list[Candidate] = []
     while everywhere:
         best = max(everywhere, key=lambda each: (each.order, -each.rank))
         same = [
@@ -116,8 +122,9 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         ]
         missing = set.intersection(*(set(each.lacking) for each in same))
         if missing:
+            incomplete.append(best)
             sentence = (
-                f"checkpoint {Path(best.path).name}: {min(missing)} is on none of these hosts"
+                f"{best.place}: {min(missing)} is on none of these hosts, or is of another save"
             )
             damages.append(Damage(best.step, sentence, False, best.of_this_run))
             everywhere = [each for each in everywhere if each not in same]
@@ -143,7 +150,8 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         entries = {name: (each.bytes, each.sha256) for name, each in listed.items()}
     rows = run.gather(entries)[same[0].rank]
     files = {name: Entry(size, sha256) for name, (size, sha256) in rows.items()}
-    has_newer = any(each.step > best.step and each.of_this_run for each in damages)
+    # A later start may find their missing parts. It would jump forward again.
+    has_newer = any(each.step > best.step and each.of_this_run for each in incomplete)
     return Found(tuple(same), files, leaves_newer=best.is_named or has_newer)
 
 

@@ -155,7 +155,7 @@ def _holder(file: BinaryIO) -> str:
         file.seek(0)
         owner = json.loads(file.read(4096))
         return escaped(f"the process {owner['pid']} on {owner['host']}")
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "another run"
 
 

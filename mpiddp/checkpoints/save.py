@@ -183,8 +183,9 @@ class Saver:
         problems = [text for _, text in answers]
         if any(problems) and must_succeed:
             raise JobFailed(run.sentences(problems))
-        if any(problems) and run.rank == 0:
-            log.warning(f"warning: {run.sentences(problems)}")
+        for host, text in zip(run.coordinator.hostnames, problems, strict=True):
+            if text and run.rank == 0:
+                log.warning(f"warning: {host}: {text}")
 
     # In the thread
 

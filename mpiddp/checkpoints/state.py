@@ -98,7 +98,12 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
         raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
 
     def check(path: Keys, value: Any) -> None:
-        if problem := _problem_of(path, value, is_shared=name == "state"):
+        bad = [index for index, key in enumerate(path) if type(key) not in _SCALARS]
+        problem = _problem_of(value, is_shared=name == "state")
+        if bad:
+            problem = f"a key of type {_type_name(path[bad[0]])}. Use strings or numbers as keys"
+            path = path[: bad[0]]
+        if problem:
             shown = "".join(f"[{key!r}]" for key in path)
             raise TypeError(f"{name}{shown}: {problem}.")
 
@@ -117,12 +122,9 @@ def stem_of(key: str) -> str:
     return quote(key, safe="")
 
 
-def _problem_of(path: Keys, value: Any, *, is_shared: bool) -> str:
+def _problem_of(value: Any, *, is_shared: bool) -> str:
     """Why the value cannot be saved, "" if it can."""
     kind = type(value)
-    for key in path:
-        if type(key) not in _SCALARS:
-            return f"a key of type {_type_name(key)}. Use strings or numbers as keys"
     if is_sharded(value):
         if not is_shared:
             return "cannot save a DTensor, which all ranks share. Save it in state"

@@ -83,8 +83,7 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
             f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
             "that of a run that has had them from its start."
         )
-    with mpiddp.together():
-        _restore(state, saved)
+    _restore(state, saved)
     if saved.world_size == dist.get_world_size():
         restore_buffers(state.model, saved.per_rank["buffers"])
     else:

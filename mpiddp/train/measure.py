@@ -113,6 +113,11 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return ordered[index] + (above - ordered[index]) * rest / 100
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def table(summary: Mapping[str, Any], out: Path) -> str:
     """The table that a run prints at its end."""
 
@@ -126,7 +131,7 @@ def table(summary: Mapping[str, Any], out: Path) -> str:
     rows = {
         "data set": summary["dataset"],
         "arch": f"{summary['arch']} ({summary['num_parameters']:,} parameters)",
-        "ranks": f"{summary['world_size']} ({hosts})",
+        "ranks": f"{summary['world_size']} on {counted(summary['num_nodes'], 'host')} ({hosts})",
         "steps": f"{summary['steps']:,} of {summary['global_batch_size']} images",
         "images/s": f"{shown('images_per_s', ',.0f')} over all ranks",
         "step time": f"p50 {shown('step_time_p50_s', '.1f', 1000)} ms, "

@@ -40,6 +40,7 @@ from mpiddp.train.evaluate import evaluate
 from mpiddp.train.measure import (
     GuideLines,
     StepTimer,
+    counted,
     mean_phases,
     measure_speed,
     table,
@@ -138,7 +139,8 @@ def main(options: Namespace) -> int:
         )
         checkpoints = open_checkpoints(out, config, data.contents)
         with checkpoints:
-            progress = resume(checkpoints, state, config)
+            with mpiddp.together():
+                progress = resume(checkpoints, state, config)
             logs = (out / "logs").absolute()
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
             with mpiddp.together():
@@ -148,22 +150,21 @@ def main(options: Namespace) -> int:
                     if checkpoints.is_writer:
                         save_json(out / "config.json", vars(config))
                 except OSError as error:
-                    raise UserError(f"--out {error.filename}: {error.strerror}.") from None
+                    raise UserError(
+                        f"--out {error.filename}: {error.strerror}. Name another folder."
+                    ) from None
             with contextlib.ExitStack() as beside:
                 beside.enter_context(rank_log(logs / f"rank_{world.rank:05d}.log", world))
                 if world.rank == 0:
                     beside.enter_context(recorded(out, world, hosts, started))
                     beside.enter_context(sinks.following(config.log_to, out, vars(config)))
                 log.info(
-                    f"{world.world_size} ranks, {world.num_nodes} hosts, over {world.backend}, "
-                    f"{config.parallel}, {config.arch} on {data.name}, amp {config.amp}, global batch "
-                    f"{config.global_batch_size}, --lr {config.lr:g}, {order.steps_per_epoch} steps an epoch"
+                    f"{counted(world.world_size, 'rank')} on {counted(len(set(nodes)), 'host')} over "
+                    f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "
+                    f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
                 )
                 summary = fit(config, world, data, order, state, ddp, checkpoints, progress)
         if summary is None:
-            extra = resume_args(config, out)
-            command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
-            log.info(f"stopped. To resume, run {command}.")
             return STOPPED
         summary["hosts"] = dict(Counter(hosts))
         if world.rank == 0:
@@ -269,6 +270,10 @@ def fit(
                 save(checkpoints, state, progress, config)
                 timer.resume("save")
             if stops:
+                extra = resume_args(config, mpiddp.run_dir())
+                command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
+                checkpoints.close()  # waits for the save
+                log.info(f"stopped at step {progress.step}. To resume, run {command}.")
                 return None
 
     timer.resume()
@@ -309,7 +314,8 @@ def refuse_divergence(state: State, step: int) -> None:
 
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    if config.resume == "never" and os.environ.get("MPIDDP_RESTART_COUNT", "0") == "0":
+    restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    if config.resume == "never" and all(os.environ.get(name, "0") == "0" for name in restarts):
         for name in ("checkpoints", "config.json", "metrics.jsonl", "summary.json"):
             if (out / name).exists():
                 raise UserError(

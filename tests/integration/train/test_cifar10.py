@@ -1,0 +1,113 @@
+"""CIFAR-10: found, verified, read from both layouts, and downloaded from whichever source works.
+
+Tests mpiddp/train/cifar10.py, datasets.py.
+python -m pytest tests/integration/train/test_cifar10.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.train import cifar10
+from mpiddp.train.datasets import open_data, prepare
+from mpiddp.world import World
+from tests.support.training import configured
+
+
+@pytest.fixture
+def batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The six files of both layouts with random images, and their hashes in place of the official ones."""
+    monkeypatch.setattr(cifar10, "IMAGES_PER_BATCH", 5)
+    draw = np.random.default_rng(0)
+    for name in cifar10.BIN:
+        labels = draw.integers(0, 10, 5, dtype=np.uint8)
+        pixels = draw.integers(0, 256, (5, 3072), dtype=np.uint8)
+        records = np.concatenate([labels[:, None], pixels], axis=1).tobytes()
+        pickled = pickle.dumps({b"labels": labels.tolist(), b"data": pixels}, protocol=2)
+        for folder, files, file, content in (
+            (cifar10.BIN_FOLDER, cifar10.BIN, name, records),
+            (cifar10.PY_FOLDER, cifar10.PY, Path(name).stem, pickled),
+        ):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / file).write_bytes(content)
+            monkeypatch.setitem(files, file, hashlib.sha256(content).hexdigest())
+    return tmp_path
+
+
+def test_both_layouts_have_the_same_images(batches: Path) -> None:
+    found = [cifar10.read(batches / name) for name in (cifar10.BIN_FOLDER, cifar10.PY_FOLDER)]
+    for (images, labels), (same_images, same_labels) in zip(*found, strict=True):
+        assert np.array_equal(images, same_images)
+        assert np.array_equal(labels, same_labels)
+    (images, labels), (test_images, _) = found[0]
+    assert (images.shape, labels.dtype) == ((25, 32, 32, 3), np.int64)
+    assert test_images.shape == (5, 32, 32, 3)
+    first = (batches / cifar10.BIN_FOLDER / "data_batch_1.bin").read_bytes()
+    assert labels[0] == first[0]
+    assert images[0, 0, :2].tolist() == [
+        [first[1 + i + 1024 * c] for c in range(3)] for i in (0, 1)
+    ]
+
+
+def test_a_damaged_or_missing_file_is_named(batches: Path) -> None:
+    file = batches / cifar10.BIN_FOLDER / "test_batch.bin"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"test_batch\.bin is not CIFAR-10's: .* remove "):
+        cifar10.read(batches)
+    file.unlink()
+    with pytest.raises(UserError, match=r"test_batch\.bin is missing; remove "):
+        cifar10.read(batches)
+    with pytest.raises(UserError, match=r"no CIFAR-10 .* in /none; copy "):
+        cifar10.read(Path("/none"))
+
+
+def test_a_download_is_verified_and_appears_whole(
+    batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, said = tmp_path / "cifar.tar.gz", list[str]()
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(batches / cifar10.BIN_FOLDER, cifar10.BIN_FOLDER)
+    target = tmp_path / "data"
+    command = ("sh", "-c", "echo a reason >&2; exit 3")
+    with pytest.raises(JobFailed, match="does not match its SHA-256; sh -c echo"):
+        cifar10.fetch(target, said.append, url=archive.as_uri(), command=command)
+    assert "exit code 3, a reason" in said[-1]
+    assert list(target.iterdir()) == []
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(cifar10, "ARCHIVE_SHA256", digest)
+    for _ in range(2):  # the second host finds it there
+        cifar10.fetch(target, said.append, url=archive.as_uri(), command=("false",))
+    assert [path.name for path in target.iterdir()] == [cifar10.BIN_FOLDER]
+    cifar10.read(target)
+
+
+def test_the_data_of_a_training(batches: Path) -> None:
+    config = configured(f"--data-dir={batches}")
+    prepare(config)  # nothing is missing
+    data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
+    assert data.contents == "25 + 5 images of 10 classes"
+    ((images, labels),) = data.train.batches([torch.tensor([3, 1])], epoch=0)
+    assert images.shape == (2, 3, 32, 32)
+    assert labels.shape == (2,)
+    with pytest.raises(UserError, match="--data-dir /none is not a folder"):
+        prepare(configured("--data-dir=/none"))
+    with pytest.raises(UserError, match="image-folder needs --data-dir"):
+        open_data(configured("--dataset=image-folder"), World(0, 1, 0, 1), torch.device("cpu"))
+
+
+def test_synthetic_images_repeat_by_the_number_of_the_first_image() -> None:
+    config = configured("--use-syn", "--batch-size=4")
+    data = open_data(config, World(1, 2, 1, 2), torch.device("cpu"))
+    assert data.contents == "50000 + 0 images of 10 classes"
+    numbers = [torch.tensor([8, 1, 2, 3]), torch.tensor([4, 0, 9, 7]), torch.tensor([5])]
+    (one, _), (same, _), (short, _) = data.train.batches(numbers, epoch=0)
+    assert torch.equal(one, same)  # 8 and 4 select the same batch of four
+    assert short.shape[0] == 1
