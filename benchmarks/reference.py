@@ -224,10 +224,9 @@ def draw(results: Result, path: Path) -> None:
     lines.legend(frameon=False)
     names = {PLAIN: _plain(results), **{name: name for name in REMEDIES}}
     speeds = [_speed(name, results) for name in names.values()]
-    bars.bar(list(names), [each["median"] for each in speeds], color=COLOURS[0])
-    _with_whiskers(bars, list(names), speeds, fmt="none", ecolor="black")
-    bars.set(xlabel=f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s")
-    bars.set(ylabel=f"images/s over {_plain(results)}")
+    _with_whiskers(bars, list(names), speeds, fmt="o", color=COLOURS[0])
+    ideal = f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s"
+    bars.set(xlabel=ideal, ylabel=f"images/s over {_plain(results)}", ylim=(0, None))
     figure.suptitle(
         f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker", fontsize=10
     )

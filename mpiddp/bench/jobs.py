@@ -119,7 +119,9 @@ def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
             code = child.wait()
         finally:
             alarm.cancel()
-            child.terminate()
+            if child.poll() is None:  # Ctrl-C
+                child.terminate()
+                child.wait()
         wall_s = time.time() - started_at
         errors.seek(0)
         text = errors.read().strip()

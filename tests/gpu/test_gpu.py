@@ -34,7 +34,7 @@ from tests.support.training import contents, records, unequal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ON_GPU = torch.cuda.is_available()
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU shows it, and this machine has none")
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 RANKS = str(ROOT / "tests/gpu/ranks.py")
 NEVER = "--save-every=100000"
 TINY = ("--arch=resnet20", "--use-syn", "--batch-size=8", "--epochs=1", "--log-every=1")

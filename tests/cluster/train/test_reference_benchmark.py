@@ -20,7 +20,7 @@ from tests.support.cluster.links import burst_bytes
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
-pytest.importorskip("matplotlib", reason="the chart needs it: pip install matplotlib")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 
 @pytest.mark.slow
