@@ -8,13 +8,8 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:  # tests/unit runs without what these need
-    from tests.support.cluster import Cluster
-    from tests.support.cluster.slurm import Slurm
 
 # No test remembers the hosts of another (mpiddp/hosts/history.py).
 os.environ["XDG_STATE_HOME"] = "/dev/null"
@@ -25,14 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    drill supervision launch launchers run training sharded_hosts frameworks gpt stop series
-    restarts restarts_on_hosts drill_on_hosts growth launch_push own_script script_checkpoints cifar10_learns
-    command output_on_hosts spawn signals gpu resume training_input exactly_once
-    launch_hosts users_and_ports slurm_example unmodified_hangs divergence reference_benchmark
-    without_launcher determinism silent_ends slurm_job network_of_a_job replicas joining
-    failing_rank bench run_sh faulty_disks grid_engine_job report local_ranks
-    device_mesh pitfalls per_rank_log gpt_sharded preflight cifar10_fetch shown_output saver
-    first_jobs test_hosts launch_options control_channel
+    training start checkpoints stop failures allocations output python restarts variables hosts doctor hangs
+    run_sh cifar10_fetch supervision silent_ends without_launcher rendezvous gpu random_faults resume training_input divergence determinism shown_output
+    saver control_channel
 """
 
 
@@ -66,15 +56,6 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     """A temporary folder for copies of the data set. pytest would keep it for three runs."""
     yield tmp_path
     shutil.rmtree(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def batch(hosts: Cluster) -> Iterator[Slurm]:
-    """A Slurm on the hosts of the module, which its fixture `hosts` starts."""
-    from tests.support.cluster import slurm
-
-    with slurm.up_or_skip(hosts) as standing:
-        yield standing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -298,12 +298,3 @@ def unknown(words: list[str], known: frozenset[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_have_options_that_exist(page: Path) -> None:
     assert [(words, wrong) for words in commands(page) if (wrong := wrong_options(words))] == []
-
-
-def test_a_wrong_option_would_be_found() -> None:
-    assert wrong_options(["launch", "--max-restart", "3", "train.py"]) == ["--max-restart"]
-    assert wrong_options(["launch", "-n", "2", "-m", "mpiddp", "train", "--epoch", "1"]) == [
-        "--epoch"
-    ]
-    assert wrong_options(["checkpoints", "list", "runs/a", "--kept"]) == ["--kept"]
-    assert wrong_options(["launch", "-n", "2", "train.py", "--whatever"]) == []

@@ -58,12 +58,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sums_of(weights: torch.Tensor, step: int, rank: int, world_size: int) -> torch.Tensor:
-    """The gradient [SIZE], the loss and the number of samples of a rank's share, each summed up."""
+    """The gradient [SIZE], loss, number and inputs of the samples of a rank's share, each summed up."""
     inputs, targets = (each[rank::world_size] for each in batch(step))
     errors = inputs @ weights - targets
-    return torch.cat(
-        [inputs.T @ errors, (errors**2).sum()[None], torch.tensor([float(len(errors))])]
-    )
+    others = torch.stack([(errors**2).sum(), torch.tensor(float(len(errors))), inputs.sum()])
+    return torch.cat([inputs.T @ errors, others])
 
 
 def updated(weights: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
@@ -84,6 +83,8 @@ def main(folder: Path, max_ranks: int | None) -> int:
         checkpoints = mpiddp.Checkpoints(folder / "run", keep=2, every=20)
         saved = checkpoints.resume()
         weights = saved.state["weights"] if saved else torch.zeros(SIZE)
+        # The sum of all inputs. The weights soon converge, and then forget a step that counts twice.
+        seen = saved.state["seen"] if saved else 0.0
         if restarts:
             wait_while(folder / "slow_start")
         step = saved.step if saved else 0
@@ -96,13 +97,14 @@ def main(folder: Path, max_ranks: int | None) -> int:
             sums = torch.cat([sums_of(weights, step, world.rank, world.world_size), ends])
             dist.all_reduce(sums)
             weights = updated(weights, sums)
+            seen += float(sums[SIZE + 2])
             if world.rank == 0:
                 samples, loss = int(sums[SIZE + 1]), float(sums[SIZE]) / GLOBAL_BATCH
                 made = Step(restarts, world.world_size, step, samples, loss, time.time())
                 with (folder / "steps").open("a") as file:
                     file.write(" ".join(map(str, made)) + "\n")
             if checkpoints.due(step):
-                checkpoints.save(step, {"weights": weights})
+                checkpoints.save(step, {"weights": weights, "seen": seen})
             if sums[-1]:
                 break
             if mpiddp.should_stop():
@@ -111,7 +113,7 @@ def main(folder: Path, max_ranks: int | None) -> int:
                 return 75
             time.sleep(0.05)
         if world.rank == 0:
-            (folder / "weights.json").write_text(json.dumps([step, weights.tolist()]))
+            (folder / "weights.json").write_text(json.dumps([step, weights.tolist(), seen]))
     return 0
 
 

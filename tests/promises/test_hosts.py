@@ -79,9 +79,6 @@ def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     return folder
 
 
-# --- keys ---
-
-
 @pytest.fixture
 def strangers() -> Iterator[Cluster]:
     """node0 has no key and knows no host. The others accept the password of root."""
@@ -142,9 +139,6 @@ def test_keys(strangers: Cluster) -> None:
     assert authorized.count(node0.path("/root/.ssh/id_ed25519.pub").read_text().split()[1]) == 1
 
 
-# --- run ---
-
-
 def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
     """`mpiddp hosts run` runs a command on every host as it is written, and prints equal outputs once."""
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
@@ -181,9 +175,6 @@ def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
         job.signal(signal.SIGINT)
     assert job.wait().code == (130 if end == "Ctrl-C" else 1)
     eventually(lambda: not hosts.processes("sleep 1000"))
-
-
-# --- push ---
 
 
 def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) -> None:
@@ -283,9 +274,6 @@ def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
     assert (hosts["node1"].path(project) / "runs/x").is_dir()
 
 
-# --- pull ---
-
-
 def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
     """`mpiddp hosts pull` brings home what only other hosts have of a run: logs, and verified checkpoints."""
     run = hosts.folder / "a run; $HOME"
@@ -343,9 +331,6 @@ def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
     assert directory.missing_shards(folder) == []
 
 
-# --- what is known of hosts ---
-
-
 def test_check(hosts: Hosts, file: str) -> None:
     """`mpiddp hosts check`, `convert` and `diff` show a hostfile as mpiddp reads it."""
     other = hosts.folder / "other"
@@ -361,10 +346,7 @@ def test_check(hosts: Hosts, file: str) -> None:
 
 def test_history(request: pytest.FixtureRequest) -> None:
     """The launcher remembers beside the hostfile which host ended jobs, says so, and forgets on request."""
-    with (
-        test_cluster.up_or_skip(2) as up,
-        Hosts.on(up, request.node.name) as hosts,
-    ):
+    with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         launch = ("launch", *hosts.where(2))
         file = launch[2]
         kills = "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"

@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import frameworks, tiny_data
+from tests.support.cluster import lacking
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
 from tests.support.ranks import ROOT, find_mpirun
 from tests.support.run_folders import write_run
@@ -201,6 +203,8 @@ def test_bench_ends_with_its_jobs(here: Here) -> None:
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A headless browser for which every address but a file is unreachable."""
+    if find_spec("selenium") is None or not Path("/usr/bin/chromedriver").exists():
+        lacking("a page needs selenium, and: apt-get install chromium chromium-driver")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -254,7 +254,7 @@ def started(hosts: Hosts, names: list[str], *options: str, script: str = "") -> 
 def check(folder: Path, grown: Collection[int]) -> None:
     """Every step counts once, with the global batch, and the weights are those of a single process."""
     steps = elastic.read_steps(folder)
-    last, weights = json.loads((folder / "weights.json").read_text())
+    last, weights, seen = json.loads((folder / "weights.json").read_text())
     assert {step.samples for step in steps} == {GLOBAL_BATCH}
     # An attempt that failed may have come further than the last one.
     assert {step.number for step in steps} == set(range(1, max(step.number for step in steps) + 1))
@@ -263,9 +263,11 @@ def check(folder: Path, grown: Collection[int]) -> None:
         loses_steps = after.restarts != before.restarts and after.restarts not in grown
         assert after.number <= before.number + 1, (before, after)
         assert loses_steps or after.number == before.number + 1, (before, after)
-    expected = torch.zeros(elastic.SIZE)
+    expected, inputs = torch.zeros(elastic.SIZE), 0.0
     for number in range(1, last + 1):
-        expected = elastic.updated(expected, elastic.sums_of(expected, number, 0, 1))
+        sums = elastic.sums_of(expected, number, 0, 1)
+        expected, inputs = elastic.updated(expected, sums), inputs + float(sums[elastic.SIZE + 2])
+    assert seen == pytest.approx(inputs, abs=0.01)
     assert torch.allclose(torch.tensor(weights), expected, atol=1e-4), (weights, expected)
     assert steps[-1].loss < steps[0].loss / 10
 

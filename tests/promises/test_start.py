@@ -1,19 +1,639 @@
-"""Start: one command starts every rank, wherever the hosts are named."""
+"""Start: one command starts every rank, whichever MPI, network or launcher there is.
+
+python -m pytest tests/promises/test_start.py
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import importlib.metadata
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from tests.support.place import Place, every_mpi, here_and_on_hosts, program
+import pytest
+import torch
+
+from tests.support import cluster as test_cluster
+from tests.support import containers, frameworks
+from tests.support.cluster import USER, Cluster, Layout, faults
+from tests.support.cluster.ssh import start_sshd, stop_sshd
+from tests.support.errors import error
+from tests.support.mpis import library_of, mpirun_of
+from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
+from tests.support.place import here_and_on_hosts as on_both
+from tests.support.ranks import ROOT, mpirun_command, own_lines
+
+RUN = ("-m", "mpiddp", "run")
+TORCHRUN = ("python", "-m", "torch.distributed.run")
+PORT = 2222
+
+
+def refusal(done: Done) -> list[str]:
+    """The lines of a launch that has started nothing."""
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    return done.stderr.splitlines()
 
 
 @every_mpi
-@here_and_on_hosts
+@on_both
 def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
     """One command starts a rank on every slot, with the script's arguments and the launcher's folder."""
     done = place.run("launch", *place.where(3), program("identity.py"), "-n", "5", mpi=mpi)
-    done.assert_ok()
-    ranks = sorted((json.loads(line) for line in done.lines), key=lambda rank: rank["RANK"])
+    ranks = done.assert_ok().records
+    assert [rank["RANK"] for rank in ranks] == [0, 1, 2]
     assert [rank["host"] for rank in ranks] == place.hosts_of(3)
     assert all(rank["argv"] == ["-n", "5"] for rank in ranks)
     assert all(rank["cwd"] == str(place.folder) for rank in ranks)
+
+
+@pytest.mark.parametrize("how", ["hostfile", "-H", "-H and -n", "without slots", "without a host"])
+def test_unequal_slots(hosts: Hosts, how: str) -> None:
+    """Ranks are numbered in the order of the list, also where slots differ and this host is not the first."""
+    file = hosts.folder / "hosts.txt"
+    file.write_text("node1 slots=2\nnode0  # one slot\nnode2 slots=0\n")
+    options, expected = {
+        "hostfile": (["--hostfile", str(file)], [("node1", 0), ("node1", 1), ("node0", 0)]),
+        "-H": (["-H", "node2:1,node0:2"], [("node2", 0), ("node0", 0), ("node0", 1)]),
+        "-H and -n": (["-H", "node2:2,node0:2", "-n", "3"], [("node2", 0), ("node2", 1), ("node0", 0)]),
+        "without slots": (["-H", "node1,node2"], [("node1", 0), ("node2", 0)]),
+        "without a host": (["-H", "node1:1,node0:9", "--exclude", "node0"], [("node1", 0)]),
+    }[how]  # fmt: skip
+    ranks = hosts.run("launch", *options, program("identity.py")).assert_ok().records
+    assert [(rank["host"], rank["LOCAL_RANK"]) for rank in ranks] == expected
+    order = list(dict.fromkeys(host for host, _ in expected))
+    assert [order[rank["GROUP_RANK"]] for rank in ranks] == [rank["host"] for rank in ranks]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {len(expected)}
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
+def test_exit_codes(here: Here, code: int, expected: int) -> None:
+    """launch ends with 0 if all ranks do, 2 for bad input, 75 for a job that can be resumed, and else 1."""
+    done = here.run("launch", *here.where(2), here.script(f"raise SystemExit({code})"))
+    assert done.code == expected, done.stderr
+    assert ("exit code 3" in done.stderr) == (code == 3)
+    assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
+
+
+def test_without_a_hostfile_this_machine_is_used(here: Here) -> None:
+    """Without hosts, this machine gets one rank for each GPU, or else one; and never more than its cores."""
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    launch = ("env", "-u", "HOME", sys.executable, "-m", "mpiddp", "launch")
+    done = here.run(*launch, program("identity.py"), env=env)
+    assert len(done.assert_ok().records) == 1
+    assert done.said == ["no hosts given: using this machine, slots=1"]
+    done = here.run("launch", "-n", "9999", program("identity.py"), env=env)
+    values = ("-n 9999 ", "this machine (localhost=")
+    assert re.fullmatch(error("slots of", *values), refusal(done)[-1]), done.stderr
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Cluster]:
+    """Two hosts. On node1, only USER may log in, and only at PORT."""
+    with test_cluster.up_or_skip(2) as up:
+        node1 = up["node1"]
+        with faults.another_port(up, node1, PORT), faults.another_user(node1):
+            yield up
+
+
+@every_mpi
+def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
+    """The user and the port that a hostfile gives a host are used by the preflight and by every MPI."""
+    with Hosts.on(guarded, request.node.name) as hosts:
+        file = hosts.folder / "hosts.txt"
+        file.write_text(f"node1 slots=2 user={USER} port={PORT}\nnode0 slots=1\n")
+        done = hosts.run("launch", "--hostfile", str(file), program("identity.py"), mpi=mpi)
+        ranks = done.assert_ok().records
+        assert [(rank["host"], rank["user"]) for rank in ranks] == [
+            *[("node1", USER)] * 2,
+            ("node0", "root"),
+        ]
+        for line, fault in ((f"user={USER}", "refused"), (f"port={PORT}", "publickey")):
+            file.write_text(f"node1 {line} slots=1\nnode0 slots=1\n")
+            done = hosts.run("launch", "--hostfile", str(file), program("identity.py"), mpi=mpi)
+            (sentence,) = refusal(done)
+            assert sentence.startswith("ssh node1: "), sentence
+            assert fault in sentence  # so the job above shows that both reach ssh
+
+
+# --- the network ---
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[Cluster]:
+    layout = Layout(
+        interfaces=("eth0", "ens5", "enp3s0"),
+        own_name_is_loopback=True,
+        decoys=("docker0", "virbr0"),
+        dead_network=True,
+    )
+    with test_cluster.up_or_skip(3, layout=layout) as up:
+        yield up
+
+
+@pytest.fixture
+def odd_hosts(odd: Cluster, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Hosts with 127.0.1.1, bridges, a dead network and different names of interfaces."""
+    with Hosts.on(odd, request.node.name) as place:
+        yield place
+
+
+@every_mpi
+def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
+    """The MPI, the store and gloo use the one network that works, whatever bridges there are."""
+    where = ("-H", "node1:2,node0:1,node2:1")
+    done = odd_hosts.run("launch", "-v", *where, program("reduces.py"), mpi=mpi)
+    ranks = done.assert_ok().records
+    assert [(rank["host"], rank["interface"]) for rank in ranks] == [
+        *[("node1", "ens5")] * 2,
+        ("node0", "eth0"),
+        ("node2", "enp3s0"),
+    ]
+    master = odd_hosts["node1"].address
+    assert {(rank["master"], rank["sum"]) for rank in ranks} == {(master, 10)}
+    assert "node1's own name resolves to 127.0.1.1" in done.stdout  # -v has the reason
+
+
+def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
+    """Ranks of a raw mpirun form their group over the network that MPIDDP_INTERFACE names."""
+    network = "10.77.0.0/24"
+    flags = f"-H node0:1,node1:1 -x MPIDDP_INTERFACE={network} --mca oob_tcp_if_include {network}"
+    mpirun, *rest = mpirun_command(2, *RUN, program("reduces.py"))
+    done = odd_hosts.run(mpirun, *flags.split(), *rest)
+    assert [rank["host"] for rank in done.assert_ok().records] == ["node0", "node1"]
+    assert {rank["sum"] for rank in done.records} == {3}
+
+
+def test_an_interface_that_one_host_lacks(odd_hosts: Hosts) -> None:
+    """An --interface that one host lacks starts nothing: the sentence names the host and what it has."""
+    done = odd_hosts.run(
+        "launch", "--interface", "eth0", "-H", "node0:1,node1:1", program("identity.py")
+    )
+    (sentence,) = refusal(done)
+    assert re.fullmatch(error("interface", '"eth0"', "node1", "ens5"), sentence), sentence
+
+
+NAME_SERVER = """
+import socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind((sys.argv[1], 53))
+print("ready", flush=True)
+while True:
+    print(server.recv(4096), flush=True)
+"""
+
+
+def test_a_name_server_that_does_not_answer(odd_hosts: Hosts) -> None:
+    """A name server that does not answer delays no start: the ranks ask it for no name of an address."""
+    server = odd_hosts.script(NAME_SERVER, "name_server.py")
+    node2 = odd_hosts["node2"]
+    texts = {
+        "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "/etc/resolv.conf": f"options timeout:1 attempts:1\nnameserver {node2.address}\n",
+    }
+    hosts = odd_hosts.cluster.hosts
+    files = [(host.path(path), text) for host in hosts for path, text in texts.items()]
+    before = [file.read_text() for file, _ in files]
+    with node2.popen([sys.executable, server, node2.address]) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+        try:
+            for file, text in files:
+                file.write_text(text)
+            done = odd_hosts.run("launch", "-H", "node1:2,node0:1", program("identity.py"))
+        finally:
+            for (file, _), text in zip(files, before, strict=True):
+                file.write_text(text)
+            running.end()
+        assert len(done.assert_ok().records) == 3
+        assert "in-addr" not in running.stdout.read()
+
+
+# --- one script, many launchers ---
+
+# The number of threads determines the order of additions on a CPU.
+ENV = {"OMP_NUM_THREADS": "1"}
+TRAIN = shlex.split(
+    "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=8 --epochs=1 "
+    "--steps-per-epoch=3 --amp=off --out"
+)
+EXAMPLE = str(ROOT / "examples" / "message_passing.py")
+MESSAGES = [
+    "worker_0 has received 10 from rank 1",
+    "worker_0 sent data to Rank 1",
+    "worker_1 has received data from rank 0",
+]
+STATIC = "--node-rank={rank} --master-addr={address} --master-port=29511"
+C10D = "--rdzv-backend=c10d --rdzv-endpoint={address}:29513 --rdzv-id=job"
+LAUNCHERS = (
+    *("openmpi5", "openmpi4", "mpich", "intelmpi"),
+    *("torchrun", "torchrun-c10d", "torchrun-one-node", "torch.distributed.launch"),
+    *("srun", "srun-pmi2", "sbatch"),
+)
+Run = Callable[..., str]
+
+
+def agents(hosts: Hosts, program: str, rendezvous: str) -> Run:
+    """A torchrun agent on each of two hosts.
+
+    Their exit codes are ignored: on a busy machine one may be 1 although all ranks succeeded.
+    """
+
+    def run(*job: str) -> str:
+        command = [sys.executable, "-m", program, "--nnodes=2", "--nproc-per-node=1"]
+        started = []
+        for rank, host in enumerate(hosts.cluster.hosts[:2]):
+            where = rendezvous.format(rank=rank, address=hosts["node0"].address)
+            started.append(host.popen([*command, *where.split(), *job], env=ENV, cwd=hosts.folder))
+        return "".join(agent.communicate()[0] for agent in started)
+
+    return run
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest, hosts: Hosts) -> tuple[str, Run]:
+    """A launcher by its name, and how it runs a Python program on two ranks."""
+    name: str = request.param
+    if name.startswith("torch") and name != "torchrun-one-node":
+        module = name if name == "torch.distributed.launch" else "torch.distributed.run"
+        return name, agents(hosts, module, C10D if name == "torchrun-c10d" else STATIC)
+    if name == "sbatch":
+        batch = request.getfixturevalue("batch")
+
+        def submit(*job: str) -> str:
+            script = f"#!/bin/sh\n{shlex.join([sys.executable, '-m', 'mpiddp', 'launch', *job])}\n"
+            done = batch.sbatch(script, "-N2", "--ntasks-per-node=1", cwd=hosts.folder, env=ENV)
+            return str(Done(done.returncode, done.stdout, done.stderr).assert_ok().stdout)
+
+        return name, submit
+    command: list[str] = []
+    if name == "torchrun-one-node":
+        command = [*TORCHRUN, "--nproc-per-node=2"]
+    elif name.startswith("srun"):
+        request.getfixturevalue("batch")
+        pmi = "pmi2" if name == "srun-pmi2" else "none"
+        command = ["srun", "-N2", "--ntasks-per-node=1", f"--mpi={pmi}", sys.executable]
+    else:
+        command = ["launch", "-H", "node0:1,node1:1", "--mpirun", mpirun_of(name)]
+    return name, lambda *job: hosts.run(*command, *job, env=ENV).assert_ok().stdout
+
+
+@pytest.fixture(scope="module")
+def weights(cluster: Cluster) -> str:
+    """The digest of the weights that ranks of torchrun on one host have trained."""
+    with Hosts.on(cluster, "reference") as hosts:
+        hosts.run(*TORCHRUN, "--nproc-per-node=2", *TRAIN, "run", env=ENV).assert_ok()
+        return digest(hosts.folder / "run")
+
+
+def digest(run: Path) -> str:
+    """The digest of the weights of the run's last checkpoint."""
+    state = torch.load(run / "checkpoints" / "step_00000003" / "model.pt", weights_only=True)
+    parts = [name.encode() + tensor.numpy().tobytes() for name, tensor in state.items()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def test_every_launcher_trains_the_same_bits(
+    launcher: tuple[str, Run], hosts: Hosts, weights: str
+) -> None:
+    """One training ends with the same weights, bit for bit, under eleven launchers, each rank on its host."""
+    name, run = launcher
+    stdout = run(*TRAIN, "run")
+    placement = "2 on 1 host" if name == "torchrun-one-node" else "2 on 2 hosts (node0 1, node1 1)"
+    assert placement in stdout
+    assert digest(hosts.folder / "run") == weights
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way"),
+    [("openmpi5", ()), *((name, way) for name in ("torchrun-c10d", "srun") for way in ((), RUN))],
+    indirect=["launcher"],
+)
+def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> None:
+    """A script for torchrun runs unchanged under each kind of launcher, by itself and under `mpiddp run`."""
+    _, run = launcher
+    stdout = run(*way, EXAMPLE, "--backend", "gloo")
+    # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.
+    assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
+
+
+@pytest.mark.parametrize("way", ["mpirun", "torchrun", "alone"])
+def test_by_hand(here: Here, way: str) -> None:
+    """`mpirun python -m mpiddp run script.py`, torchrun, and no launcher at all start the same script."""
+    script = program("reduces.py")
+    commands = {
+        "mpirun": mpirun_command(2, *RUN, script),
+        "torchrun": [*TORCHRUN, "--nproc-per-node=2", "--standalone", *RUN, script],
+        "alone": ["run", script],
+    }
+    ranks = here.run(*commands[way]).assert_ok().records
+    count = 1 if way == "alone" else 2
+    places = [(rank["RANK"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks]
+    assert places == [(0, 0, 0), (1, 1, 0)][:count]
+    assert {rank["sum"] for rank in ranks} == {count * (count + 1) // 2}
+
+
+JOINS = """
+import json, os, mpiddp, torch, torch.distributed as dist
+with mpiddp.process_group(backend="gloo") as world:
+    total = torch.tensor([world.rank + 1])
+    dist.all_reduce(total)
+    line = json.dumps({"RANK": world.rank, "sum": total.item(), "size": world.world_size})
+    os.write(1, f"{line}\\n".encode())
+"""
+
+
+@every_mpi
+def test_a_raw_mpirun(here: Here, mpi: str) -> None:
+    """`mpirun python train.py` is enough for a script that calls mpiddp.init() or process_group()."""
+    mpirun = mpirun_of(mpi)
+    flags = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
+    options = flags if mpi.startswith("openmpi") else ()
+    path = f"{Path(mpirun).parent}:/usr/bin:/bin"  # Intel's mpirun needs its own folder
+    job = [sys.executable, here.script(JOINS)]
+    done = here.run(mpirun, *options, "-n", "3", *job, env={"PATH": path, **library_of(mpi)})
+    assert [(rank["sum"], rank["size"]) for rank in done.assert_ok().records] == [(6, 3)] * 3
+
+
+# --- a script, and any command ---
+
+
+@pytest.mark.parametrize("how", ["script", "link", "module"])
+def test_a_script_runs_as_under_python(here: Here, how: str) -> None:
+    """A script finds the argv, path, __main__ and folder that Python gives it, and its code is kept."""
+    scripts = here.folder / "scripts"
+    scripts.mkdir()
+    cwd = scripts if how == "module" else here.folder
+    (cwd / "data.txt").write_text("42")
+    for name in ("facts.py", "identity.py"):
+        (scripts / name).write_text(Path(program(name)).read_text())
+    (here.folder / "link.py").symlink_to(scripts / "facts.py")
+    job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
+    arguments = [*job, "--", "--flag", "-m", "--", "a b"]
+    plain = here.run("python", *arguments, cwd=cwd)
+    done = here.run("run", *arguments, cwd=cwd)
+    assert plain.code == done.code == 3, plain.stderr
+    assert done.records == plain.records
+    assert [record["spawned"] for record in done.records] == [42]
+
+
+ENDS = {
+    "exit": "import sys\nsys.exit('a last message')",
+    "raise": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('a bug') from e",
+    "syntax": "x = = 1",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('my hook', a[0].__name__)\n1 / 0",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_as_under_python(here: Here, end: str) -> None:
+    """The exit code, the output and the traceback of a script are those that Python gives it."""
+    script = here.script(ENDS[end])
+    plain, done = here.run("python", script), here.run("run", script)
+    assert (done.code, done.stdout) == (plain.code, plain.stdout)
+    own = r"^rank 0 on \S+ (failed: |ended with exit code ).*\n"
+    assert re.sub(own, "", done.stderr, flags=re.MULTILINE) == plain.stderr
+
+
+NESTED = """
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    subprocess.run(sys.argv[1:], env=env, check=True)
+"""
+
+
+@pytest.mark.parametrize("inner", ["torchrun", "launch"])
+def test_a_job_inside_of_a_rank(here: Here, inner: str) -> None:
+    """A torchrun or `mpiddp launch` that a rank starts is a job of its own."""
+    torchrun = [sys.executable, *TORCHRUN[1:], "--nproc-per-node=3", "--standalone"]
+    launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:3"]
+    command = [*(torchrun if inner == "torchrun" else launch), program("reduces.py")]
+    done = here.run("launch", *here.where(2), here.script(NESTED), *command)
+    assert [(rank["RANK"], rank["sum"]) for rank in done.assert_ok().records] == [
+        (n, 6) for n in range(3)
+    ]
+
+
+KINDS = [(kind, mpi) for kind in ("shell", "container") for mpi in MPIS]
+
+
+@pytest.mark.parametrize(("kind", "mpi"), [*KINDS, ("other torch", "openmpi5")], indirect=["mpi"])
+def test_a_command_is_a_rank(here: Here, kind: str, mpi: str) -> None:
+    """Any command can be a rank: a shell, or a container without an MPI and with a torch of its own."""
+    for name in ("reduces.py", "identity.py"):
+        (here.folder / name).write_text(Path(program(name)).read_text())
+    command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
+    if kind != "shell":
+        other = frameworks.find_other_torch() if kind == "other torch" else None
+        if other is None and kind == "other torch":
+            pytest.skip("no other torch: python -m tests.support.frameworks install")
+        command = containers.container(here.folder, "reduces.py", other)
+    done = here.run("launch", *here.where(2), "--", *command, mpi=mpi).assert_ok()
+    assert [(rank["RANK"], rank["sum"]) for rank in done.records] == [(0, 3), (1, 3)]
+    assert {rank["cwd"] for rank in done.records} == {str(here.folder) if kind == "shell" else "/"}
+    own = importlib.metadata.version("torch")
+    assert all((rank["torch"] == own) == (kind != "other torch") for rank in done.records)
+
+
+CHILDREN = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+if __name__ == "__main__":
+    if os.fork() == 0:
+        raise ValueError("of a child")
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    data = TensorDataset(torch.arange(8))
+    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="spawn")
+    os.write(1, f"sum {sum(int(batch.sum()) for (batch,) in loader)}\\n".encode())
+"""
+
+
+def test_children_of_a_rank(here: Here) -> None:
+    """A rank may fork and spawn: a child is no rank and may end as it likes, and data loaders work."""
+    done = here.run("launch", *here.where(2), here.script(CHILDREN)).assert_ok()
+    assert done.lines == ["sum 28"] * 2
+    assert done.stderr.count("ValueError: of a child\n") == 2
+    assert done.said == []
+
+
+# --- nothing starts silently wrong ---
+
+
+@pytest.mark.parametrize("fault", ["script", "port", "address", "library", "launcher"])
+def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
+    """The ranks of a raw mpirun refuse bad input together: code 2, and one sentence however many they are."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env, words = {
+            "script": ({}, "nowhere.py not found"),
+            "port": ({"MASTER_PORT": port}, f"MASTER_PORT={port} "),
+            "address": ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 "),
+            "library": ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "cannot load MPI library"),
+            "launcher": ({"TORCHELASTIC_RUN_ID": "stale"}, "torchrun's "),
+        }[fault]
+        job = "nowhere.py" if fault == "script" else program("identity.py")
+        done = here.run(*mpirun_command(4, *RUN, job), env=env)
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    (sentence,) = own_lines(done.stderr)
+    assert words in sentence
+
+
+# Replaces the hosts node0 and node1 by node0 twice, as a configuration of the MPI could.
+ELSEWHERE = """\
+#!/bin/sh
+for word; do
+  shift
+  [ "$word" = node0,node1 ] && word=node0,node0
+  set -- "$@" "$word"
+done
+exec MPIRUN "$@"
+"""
+
+
+def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
+    """The ranks prove their placement: if the MPI puts one on another host, the job ends with a table."""
+    real = Path(mpirun_of("openmpi5"))
+    wrong = hosts.folder / "bin" / "mpirun"
+    wrong.parent.mkdir()
+    for each in real.parent.iterdir():  # its daemons are looked for beside it
+        (wrong.parent / each.name).symlink_to(each)
+    wrong.unlink()
+    wrong.write_text(ELSEWHERE.replace("MPIRUN", str(real)))
+    wrong.chmod(0o755)
+    where = ("-H", "node0:1,node1:1")
+    done = hosts.run("launch", "--mpirun", str(wrong), *where, program("identity.py"))
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert "(node0:1,node1:1)" in done.stderr
+    row = [line.split() for line in done.stderr.splitlines() if "node1" in line.split()][-1]
+    assert [row[-5], *row[-4:-3], row[-1]] == ["1", "node0", "node1"], done.stderr
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
+def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
+    """An mpirun of one MPI with the library of another is one sentence, never N jobs of a single rank 0."""
+    name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
+    done = here.run(*mpirun_command(2, *RUN, program("identity.py")), env=library_of(mpi))
+    version = importlib.metadata.version("openmpi")
+    values = (f"Open MPI {version} ", f"{name} (libmpi.so.12)", "MPI4PY_LIBMPI")
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    (sentence,) = own_lines(done.stderr)
+    assert re.fullmatch(error("mpirun is", *values), sentence)
+
+
+def test_all_broken_hosts_at_once(hosts: Hosts) -> None:
+    """The preflight names every broken host at once, each with its fix, and starts nothing."""
+    with faults.key_refused(hosts["node1"]), faults.no_sshd(hosts["node2"]):
+        where = ("-H", "node0:1,node1:1,node2:1,nowhere:1")
+        done = hosts.run("launch", *where, program("identity.py"))
+    key, no_sshd, no_name = refusal(done)
+    assert re.fullmatch(error("(publickey)", "ssh node1: ", "Run: ssh-copy-id node1 "), key), key
+    assert re.fullmatch(error("connection refused", "ssh node2: ", "sshd"), no_sshd), no_sshd
+    assert re.fullmatch(error("be resolved", "nowhere: ", "/etc/hosts"), no_name), no_name
+
+
+# On one host, /run/env is an environment whose Python finds the metadata of another torch.
+WRAPPER = f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n'
+OTHER_TORCH = """
+mkdir -p /run/env/bin /run/other/torch-2.12.1.dist-info
+ln -s "$1"/* /run/env/bin/ && rm /run/env/bin/python
+cat >/run/env/bin/python && chmod +x /run/env/bin/python
+printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' \\
+  >/run/other/torch-2.12.1.dist-info/METADATA
+"""
+
+
+@pytest.mark.parametrize("fault", ["folder", "python", "torch", "program"])
+def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
+    """A host without the folder, the interpreter, the program or the same torch is named before the start."""
+    node0, node1, bin_ = hosts["node0"], hosts["node1"], Path(sys.executable).parent
+    python, folder = sys.executable, hosts.folder
+    job = [program("identity.py")]
+    try:
+        if fault in ("folder", "program"):
+            folder = Path("/run/only-here")  # each host has its own /run
+            node0.run(["mkdir", "-p", folder], check=True)
+        if fault in ("python", "torch"):
+            python = "/run/env/bin/python"
+            node0.run(["ln", "-sfn", bin_.parent, "/run/env"], check=True)
+        if fault == "torch":
+            node1.run(["sh", "-c", OTHER_TORCH, "sh", bin_], stdin=WRAPPER, check=True)
+        if fault == "program":
+            node1.run(["mkdir", "-p", folder], check=True)
+            node0.run(["cp", "/bin/true", folder / "only"], check=True)
+            job = ["--", "./only"]
+        launch = (python, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
+        (sentence,) = refusal(hosts.run(*launch, *job, cwd=folder))
+    finally:
+        for host in (node0, node1):
+            host.run(["rm", "-rf", "/run/env", "/run/other", "/run/only-here"], check=True)
+    here = importlib.metadata.version("torch")
+    words, *values = {
+        "folder": ("missing", "node1: ", "/run/only-here ", "mpiddp hosts push"),
+        "python": ("Install it at", "node1: ", "/run/env/bin/python ", "mpiddp hosts push"),
+        "torch": ("same version", "torch ", f"{here} on node0", "2.12.1 on node1"),
+        "program": ("Install it on", "node1: ", "./only "),
+    }[fault]
+    assert re.fullmatch(error(words, *values), sentence), sentence
+
+
+def test_hosts_that_come_up_late(hosts: Hosts) -> None:
+    """--wait-for-hosts starts the job once all names resolve and all hosts answer; Ctrl-C ends the wait."""
+    names = hosts["node0"].path("/etc/hosts")
+    whole = names.read_text()
+    where = ("--wait-for-hosts", "10m", "-H", "node0:1,node1:1,node2:1")
+    stop_sshd(hosts["node2"])
+    try:
+        names.write_text("".join(line for line in whole.splitlines(True) if "node1" not in line))
+        given_up = hosts.start("launch", *where, program("identity.py"))
+        given_up.until("waiting for node1, node2").signal(2)
+        assert (given_up.wait().code, given_up.stdout) == (130, "")
+        job = hosts.start("launch", *where, program("identity.py"))
+        job.until("waiting for node1, node2")
+        names.write_text(whole)
+        job.until("waiting for node2 ")
+    finally:
+        names.write_text(whole)
+        start_sshd([hosts["node2"]])
+    assert [rank["host"] for rank in job.wait().assert_ok().records] == hosts.hosts
+    assert "all 3 hosts answer" in job.stderr
+
+
+# First on rank 1's path is a folder whose modules hang, as on a disk that does not answer.
+SITECUSTOMIZE = """
+import os, sys
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+    sys.path.insert(1, os.path.dirname(__file__) + "/trouble")
+    import trouble
+"""
+HANGS = "import time\ntime.sleep(6000)\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "mpi", "last_words"),
+    [
+        ("torch.py", "openmpi5", "in TROUBLE/torch.py, line 2, in <module>: time.sleep(6000)"),
+        ("torch.py", "intelmpi", "in TROUBLE/torch.py, line 2, in <module>: time.sleep(6000)"),
+        ("trouble.py", "openmpi5", "none; its Python has not started."),
+    ],
+    indirect=["mpi"],
+)
+def test_a_rank_that_does_not_join(hosts: Hosts, module: str, mpi: str, last_words: str) -> None:
+    """A rank that has not joined after --timeout is named with the line it executes, and no rank is left."""
+    trouble = hosts.folder / "trouble"
+    trouble.mkdir()
+    hosts.script(SITECUSTOMIZE, "sitecustomize.py")
+    (trouble / "trouble.py").touch()
+    (trouble / module).write_text(HANGS)
+    options = ("--timeout", "4", "-H", "node0:1,node1:1")
+    env = {"PYTHONPATH": str(hosts.folder)}
+    done = hosts.run("launch", *options, program("identity.py"), env=env, mpi=mpi)
+    assert (done.code, done.stdout) == (1, "")
+    missing = "only 1 of 2 ranks joined in 4 s. Missing: rank 1 on node1. Its last words: "
+    # The ranks that are ending may be said to be left, for a moment.
+    said = [line for line in done.said if "leftover" not in line]
+    assert said == [missing + last_words.replace("TROUBLE", str(trouble))]
+    eventually(lambda: not hosts.processes("python"))

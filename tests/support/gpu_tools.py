@@ -28,9 +28,3 @@ def tool(folder: Path, name: str, text: str) -> str:
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
     return f"{folder}:{os.defpath}"
-
-
-PRINT_GPUS = """
-import os, socket
-print(os.environ["RANK"], socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-"""

@@ -1,6 +1,6 @@
 """What follows an attempt: a restart, a return to the hosts of before, or the end of the job.
 
-Tests mpiddp/launch/job.py. The attempts themselves are those of test_job_of_one_rank.py.
+Tests mpiddp/launch/job.py.
 python -m pytest tests/unit/launch/test_plans_after_an_attempt.py
 """
 

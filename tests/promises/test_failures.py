@@ -1,0 +1,396 @@
+"""A job that fails: who is named first, with which exit code, how soon, and that nothing is left.
+
+python -m pytest tests/promises/test_failures.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
+from tests.support.ranks import mpirun_command, own_lines
+
+OTHERS = " The other ranks were stopped."
+# Under Hydra, and under Open MPI on a loaded machine, mpirun does not say by which signal a rank ended.
+KILLED = r"was killed by SIGKILL\.|ended first, without an error: it was killed, .*"
+ENDS = {
+    "raise": r"failed first: RuntimeError: a bug\.",
+    "exit": r"ended first, with exit code 3\.",
+    "os._exit": r"ended first, with exit code 3\.",
+    "kill": KILLED,
+    "crash": KILLED.replace("SIGKILL", "SIGSEGV"),
+    "os._exit(0)": r"ended early, with exit code 0 .* Then rank \d on \S+ failed first: .*",
+}
+A_MINUTE_S = 60.0  # a failed job takes 3 to 15 s to end; its ranks would run for hours
+
+
+def verdict(done: Done) -> str:
+    """The one sentence in which the launcher says how the job ended."""
+    # On a slow machine it also finds ranks that are ending, and some ends have a known cause.
+    others = ("leftover process", "has a known cause")
+    (sentence,) = [line for line in done.said if not any(other in line for other in others)]
+    return sentence
+
+
+def is_named(place: Place, done: Done, how: str, ranks: int) -> bool:
+    """Whether rank 1 is named with this end, and nobody else."""
+    sentence = rf"rank 1 on {place.hosts_of(ranks)[1]} ({ENDS[how]}){re.escape(OTHERS)}"
+    return bool(re.fullmatch(sentence, verdict(done)))
+
+
+def failing(place: Place, how: str, ranks: int, *, mpi: str | None = None) -> Done:
+    """A job whose rank 1 ends so. It ends with code 1 within a minute, and leaves no process."""
+    job = place.start("launch", *place.where(ranks), program("one_fails.py"), how, mpi=mpi)
+    job.until("ready", times=ranks)
+    since = time.monotonic()
+    done = job.wait()
+    assert done.code == 1, done.stderr
+    assert time.monotonic() - since < A_MINUTE_S
+    eventually(lambda: not place.processes())
+    return done
+
+
+# --- a rank ---
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "kill", "crash", "os._exit"])
+def test_who_failed_first(here: Here, how: str) -> None:
+    """The rank that failed first is named with its host and its end; its victims are not."""
+    done = failing(here, how, 3)
+    assert is_named(here, done, how, 3), done.stderr
+    # The stack of an exception, and that of a crash in native code.
+    function = {"raise": "in fail", "crash": "in crash"}.get(how, "")
+    assert re.search(rf'one_fails.py", line \d+,? {function}', done.stderr) or not function
+
+
+@every_mpi
+@pytest.mark.parametrize("how", ["exit", "kill", "os._exit(0)"])
+def test_every_mpi_ends_the_job(hosts: Hosts, mpi: str, how: str) -> None:
+    """Under every MPI, a rank that exits, is killed or leaves ends the job on all hosts within a minute."""
+    done = failing(hosts, how, 2, mpi=mpi)
+    assert is_named(hosts, done, how, 2), done.stderr
+
+
+CATCHES = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    if step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])  # MPICH does not tell of signals
+def test_victims_that_catch_the_error(here: Here, mpi: str) -> None:
+    """A killed rank is named also if the others catch the error of their collective and exit."""
+    script = here.script(CATCHES, "catches.py")
+    done = here.run("launch", *here.where(3), script, mpi=mpi)
+    assert done.code == 1
+    assert is_named(here, done, "kill", 3), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "end"), [("kill", "kill"), ("os._exit", "exit"), ("os._exit in atexit", "exit")]
+)
+def test_the_end_after_the_main_part(here: Here, how: str, end: str) -> None:
+    """Exit code 0 means that every rank ended well: its threads and its handlers of atexit too."""
+    done = here.run("launch", *here.where(2), program("ends_late.py"), how)
+    assert done.code == 1
+    assert is_named(here, done, end, 2), done.stderr
+
+
+RECORDED = """
+import os, sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("a bug of rank 1")
+    time.sleep(1000)
+
+try:
+    main()
+except RuntimeError:
+    os._exit(3)
+"""
+
+
+def test_the_error_that_torch_recorded(here: Here) -> None:
+    """The error that torch's @record wrote stands in the sentence about a rank that exits silently."""
+    script = here.script(RECORDED, "recorded.py")
+    done = here.run("launch", *here.where(2), script)
+    assert done.code == 1
+    assert re.match(r"rank 1 on .* RuntimeError: a bug of rank 1", verdict(done)), done.stderr
+
+
+FILLS_A_DISK = """
+import os, sys
+print("Host key verification failed.", file=sys.stderr, flush=True)
+if os.environ["RANK"] == "1":
+    open("/dev/full", "w").write("x" * 100_000)
+sys.stdin.read()
+"""
+
+
+def test_a_known_cause(here: Here) -> None:
+    """The known cause of a failure and its fix stand below the sentence; other ranks' words are no cause."""
+    script = here.script(FILLS_A_DISK)
+    done = here.run("launch", *here.where(2), script)
+    assert done.code == 1
+    named = f"rank 1 on {here.hosts[0]} failed first: OSError: [Errno 28] No space"
+    assert verdict(done).startswith(named)
+    (cause,) = [line for line in done.said if "has a known cause" in line]
+    assert cause.startswith('"OSError: [Errno 28] No space left on device" has a known cause.')
+
+
+def test_a_kill_for_lack_of_memory(here: Here) -> None:
+    """A rank that the kernel kills for lack of memory is explained by the limit of its control group."""
+    memory = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root and the memory controller of cgroup v1")
+    group = memory / f"mpiddp-test-{os.getpid()}"
+    group.mkdir()
+    script = here.script("import os\nif os.environ['RANK'] == '1': bytearray(3 << 30)\n")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(3 << 29))
+        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        launch = [sys.executable, "-m", "mpiddp", "launch", *here.where(2), script]
+        done = here.run(*enter, *launch)
+        eventually(lambda: not here.processes())
+    finally:
+        group.rmdir()
+    assert done.code == 1
+    limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
+    assert any(limit in line for line in done.said), done.stderr
+
+
+# --- a rank that leaves with code 0 ---
+
+
+LEAVES = """
+import os, sys, time
+import torch, torch.distributed as dist
+who, how = sys.argv[1:]
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if who in ("all", os.environ["RANK"]):
+    os._exit(0)
+time.sleep(5)  # longer than it takes the launcher to end a failed job
+print("went on", flush=True)
+if how == "raise":
+    raise RuntimeError("the other one is missing")
+os._exit(0)
+"""
+
+
+@every_mpi
+def test_all_ranks_leave(here: Here, mpi: str) -> None:
+    """Ranks that all end by os._exit(0) are a success, under every MPI."""
+    script = here.script(LEAVES, "leaves.py")
+    done = here.run("launch", *here.where(2), script, "all", "", mpi=mpi).assert_ok()
+    assert done.said == []
+
+
+@pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", ""), ("1", "raise")])
+def test_one_rank_leaves(here: Here, who: str, how: str) -> None:
+    """The others go on after a rank has ended by os._exit(0); if they fail then, it is named as the cause."""
+    script = here.script(LEAVES, "leaves.py")
+    done = here.run("launch", *here.where(2), script, who, how)
+    assert (done.code, done.stdout) == (1 if how else 0, "went on\n"), done.stderr
+    assert (
+        "frame #" not in done.stderr
+    )  # the native stacks of the others, which lost rank 0's store
+    if how:
+        assert re.match(rf"rank 1 on {here.hosts[0]} .*(ended|exited)", verdict(done)), done.stderr
+        assert "killed" not in verdict(done)  # its code was 0
+
+
+# --- hosts and programs of the MPI ---
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])
+def test_a_cut_link(hosts: Hosts, mpi: str) -> None:
+    """A host whose link is cut is named as lost, and its ranks end too, because they lose the launcher."""
+    job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
+    job.until("ready", times=3)
+    since = time.monotonic()
+    hosts["node1"].link("down")
+    try:
+        done = job.wait()
+        assert time.monotonic() - since < 120  # 15 s to notice it, the rest to end mpirun
+        eventually(lambda: not [each for each in hosts.processes() if "python" in each.command])
+    finally:
+        hosts["node1"].link("up")
+    assert done.code == 1
+    assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
+    eventually(lambda: not hosts.processes())  # sshd and the MPI's daemon, once the link is up
+
+
+def test_a_short_outage(hosts: Hosts) -> None:
+    """A network that is away for three seconds ends nothing."""
+    job = hosts.start(
+        "launch", *hosts.where(3), program("one_fails.py"), "never", str(hosts.folder)
+    )
+    job.until("ready", times=3)
+    hosts["node1"].link("down")
+    time.sleep(3)
+    hosts["node1"].link("up")
+    job.until("step ", times=job.stdout.count("step ") + 2)
+    (hosts.folder / "finish").touch()
+    assert job.wait().assert_ok().said == []
+
+
+# The daemon of each MPI on another host, and the program on the first host that has started the daemons.
+PROGRAMS = {
+    "openmpi5": {"daemon": ("node1", "prted"), "mpirun": ("node0", "prterun")},
+    "mpich": {"daemon": ("node1", "hydra_pmi_proxy"), "mpirun": ("node0", "mpirun")},
+}
+
+
+@pytest.mark.parametrize("mpi", PROGRAMS)
+@pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
+def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> None:
+    """A killed MPI daemon, mpirun or launcher ends the job within a minute, and no process is left."""
+    job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
+    job.until("ready", times=3)
+    since = time.monotonic()
+    if part == "launcher":
+        job.signal(signal.SIGKILL)
+    else:
+        host, name = PROGRAMS[mpi][part]
+        found = [each for each in hosts.processes() if is_program(each.command, name)]
+        hosts.kill(next(each for each in found if each.host == host))
+    done = job.wait()
+    eventually(lambda: not hosts.processes())
+    assert time.monotonic() - since < A_MINUTE_S
+    assert done.code == (-signal.SIGKILL if part == "launcher" else 1), done.stderr
+    # The ranks of a killed daemon end with it, and are named, for none of them said anything.
+    said = {"daemon": "MPI daemon|rank 1 on node1 ", "mpirun": "mpirun was killed by SIGKILL"}
+    assert part == "launcher" or re.search(said[part], verdict(done)), done.stderr
+
+
+def is_program(command: str, name: str) -> bool:
+    return command.partition(" ")[0].rpartition("/")[2].startswith(name)
+
+
+def test_orphans(hosts: Hosts) -> None:
+    """A process in a session of its own that ignores SIGTERM ends with its job; those of other jobs stay."""
+    bystander = hosts["node1"].popen(["sleep", "6001"])
+    done = hosts.run("launch", *hosts.where(3), program("one_fails.py"), "leave a process")
+    killed = r"killed leftover processes of the job on node1: [1-9]\d*\."
+    assert any(re.fullmatch(killed, line) for line in done.said), done.stderr
+    eventually(lambda: [each.command for each in hosts.processes()] == ["sleep 6001"])
+    bystander.end()
+
+
+def test_strangers(hosts: Hosts) -> None:
+    """A stranger who speaks to the ports of a job neither ends nor stops it, and cannot make it succeed."""
+    job = hosts.start(
+        "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
+    )
+    job.until("ready", times=2)
+    ports = {"node0": listening(hosts, "node0"), "node1": listening(hosts, "node1")}
+    assert ports["node0"]  # of the launcher at least
+    for host, found in ports.items():
+        stranger = [sys.executable, program("stranger.py"), hosts[host].address, "3"]
+        hosts["node2"].run([*stranger, *map(str, found)], check=True)
+    job.until("step ", times=job.stdout.count("step ") + 2)
+    (hosts.folder / "finish").touch()
+    assert job.wait().assert_ok().said == []
+
+
+def listening(hosts: Hosts, host: str) -> list[int]:
+    """The ports of a host at which a process of the job listens."""
+    shown = hosts[host].run(["ss", "--listening", "--numeric", "--tcp", "--processes"], check=True)
+    rows = [row.split() for row in shown.stdout.splitlines()[1:]]
+    return [int(row[3].rpartition(":")[2]) for row in rows if "sshd" not in row[-1]]
+
+
+# --- any command, and no launcher ---
+
+
+@pytest.mark.parametrize(
+    ("mpi", "end", "reason"),
+    [
+        *((mpi, "exit 3", "exit code 3") for mpi in MPIS),
+        ("openmpi5", "kill -SEGV $$", "exit code 139: its command was killed by SIGSEGV"),
+    ],
+    indirect=["mpi"],
+)
+def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
+    """The end of one rank's command ends the job under every MPI, and what the commands have started."""
+    text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
+    done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
+    assert done.code == 1
+    assert verdict(done) == f"rank 1 on {here.hosts[0]} ended first, with {reason}.{OTHERS}"
+    eventually(lambda: not here.processes())
+
+
+def test_a_script_within_a_command(here: Here) -> None:
+    """The error of a Python script within a command is named, not only the exit code of the command."""
+    line = shlex.join([sys.executable, program("one_fails.py"), "raise"])
+    done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
+    assert done.code == 1
+    assert is_named(here, done, "raise", 2), done.stderr
+
+
+def test_a_killed_rank_with_a_command(here: Here) -> None:
+    """A killed rank leaves no process of its command, whatever session it is in or signal it ignores."""
+    text = "trap '' TERM; setsid sleep 6000 & sleep 6001 & echo ready; sleep 6002"
+    job = here.start("launch", *here.where(2), "--", "bash", "-c", text).until("ready", times=2)
+    commands = {each.pid: each.command for each in here.processes()}
+    rank = next(pid for pid in commands if is_program(commands.get(parent(pid), ""), "prterun"))
+    os.kill(rank, signal.SIGKILL)
+    done = job.wait()
+    assert done.code == 1
+    assert "was killed by SIGKILL" in verdict(done)
+    eventually(lambda: not here.processes())
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])
+def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
+    """Without our launcher, too, the rank that fails is named alone and ends the job with its exit code."""
+    rank = ["-m", "mpiddp", "run", program("one_fails.py"), how]
+    if how == "command":
+        rank[3:] = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
+    done = here.run(*mpirun_command(3, *rank))
+    assert done.code == code
+    named = re.findall(r"^rank \d on .*", done.stderr, re.MULTILINE)
+    assert len(named) == (how != "raise"), done.stderr  # Python's traceback says it
+    assert all(each.startswith("rank 1 on ") for each in named)
+    assert ("RuntimeError: a bug" in done.stderr) == (how == "raise")
+    eventually(lambda: not here.processes())
+
+
+def test_a_refusal_without_the_launcher(here: Here) -> None:
+    """Ranks of a raw mpirun that refuse their input print one sentence, and all end with exit code 2."""
+    train = [
+        "-m",
+        "mpiddp",
+        "train",
+        "--backend=gloo",
+        "--dataset=image-folder",
+        "--data-dir=/nowhere",
+    ]
+    done = here.run(*mpirun_command(3, *train))
+    assert done.code == 2
+    (sentence,) = own_lines(done.stderr)
+    assert "/nowhere" in sentence

