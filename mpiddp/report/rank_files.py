@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.doctor.explanations import explain
-from mpiddp.doctor.failures import Weight
+from mpiddp.explain.explain import explain
+from mpiddp.explain.failures import Weight
 from mpiddp.text import counted
 
 _MAX_BYTES = 8 << 20  # the end of a longer file; a failure stands there

@@ -1,6 +1,6 @@
 """`mpiddp doctor` on real hosts: each fault has its line, and a healthy cluster none.
 
-Tests mpiddp/checks. `python -m benchmarks.doctor` injects the same faults one by one.
+Tests mpiddp/doctor. `python -m benchmarks.doctor` injects the same faults one by one.
 python -m pytest tests/cluster/launch/test_doctor.py
 """
 

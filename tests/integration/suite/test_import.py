@@ -27,7 +27,7 @@ LAUNCHER = sorted(
         "meshes/**/*.py",
         "doctor/**/*.py",
         "watch/**/*.py",
-        "checks/**/*.py",
+        "doctor/**/*.py",
         "*.py",
     )
     for path in PACKAGE.glob(part)
@@ -43,11 +43,11 @@ LIGHT_MODULES = (
     "mpiddp.hosts.hostfile",
     "mpiddp.launch.main",
     "mpiddp.meshes.main",
-    "mpiddp.doctor.main",
+    "mpiddp.explain.explain",
     "mpiddp.watch.top",
     "mpiddp.report.main",
     "mpiddp.report.runs",
-    "mpiddp.checks.main",
+    "mpiddp.doctor.main",
     "mpiddp.runtime.rendezvous.mpi",
     "mpiddp.runtime.start.run",
     "mpiddp.runtime.start.function",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.doctor.failures import FAILURES
+from mpiddp.explain.failures import FAILURES
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, script
 

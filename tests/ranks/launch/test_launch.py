@@ -2,7 +2,7 @@
 
 python -m tests.support.mpis install     # the MPIs beside Open MPI 5
 
-Tests mpiddp/launch/, and the job of mpiddp/checks/main.py.
+Tests mpiddp/launch/, and the job of mpiddp/doctor/main.py.
 python -m pytest tests/ranks/launch/test_launch.py
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checks import main
-from mpiddp.checks.report import FAIL
+from mpiddp.doctor import main
+from mpiddp.doctor.report import FAIL
 from tests.support.errors import error
 from tests.support.first_jobs import PRINT_IDENTITY, SLEEP, started
 from tests.support.mpis import mpirun_of

@@ -3,7 +3,7 @@
 No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
 
 Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/start/own_gpu.py,
-mpiddp/checks/agent.py.
+mpiddp/doctor/agent.py.
 python -m pytest tests/unit/hosts/test_gpus_by_host.py
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checks import agent
+from mpiddp.doctor import agent
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host

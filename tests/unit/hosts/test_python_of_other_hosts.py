@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from mpiddp.checks import agent, network, stack
+from mpiddp.doctor import agent, network, stack
 from mpiddp.hosts import fabric, interfaces
 from mpiddp.hosts.cluster import connection, receive, rsync, run_agent, transfer, tree
 

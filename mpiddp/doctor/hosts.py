@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, cast
 
-from mpiddp.checks import agent, network
+from mpiddp.doctor import agent, network
 from mpiddp.hosts import interfaces
 from mpiddp.hosts.cluster.connection import FIRST, LOGIN_S, START, Failed, Lost, Peer, killed_after
 from mpiddp.hosts.hostfile import Host

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpiddp.checks import compare, links, stack
-from mpiddp.checks.hosts import Agents
-from mpiddp.checks.report import UNKNOWN, Line
+from mpiddp.doctor import compare, links, stack
+from mpiddp.doctor.hosts import Agents
+from mpiddp.doctor.report import UNKNOWN, Line
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sources import program_with

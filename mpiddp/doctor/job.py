@@ -1,6 +1,6 @@
 """The small real job of `mpiddp doctor`: one rank on each host, an all-reduce with a known result.
 
-    mpiddp launch -H node1:1,node2:1 -m mpiddp.checks.job
+    mpiddp launch -H node1:1,node2:1 -m mpiddp.doctor.job
 
 Then each rank measures what needs torch: all-reduces within its host and with a few others, copies to a GPU.
 """
@@ -17,9 +17,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from mpiddp.checks.agent import process_facts
-from mpiddp.checks.links import rounds
-from mpiddp.checks.stack import HEAVY, stack
+from mpiddp.doctor.agent import process_facts
+from mpiddp.doctor.links import rounds
+from mpiddp.doctor.stack import HEAVY, stack
 
 PROOF = "mpiddp-doctor "
 COUNT = 4 << 20  # floats: 16 MB

@@ -1,7 +1,7 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/checks/agent.py, compare.py, links.py, report.py.
-python -m pytest tests/unit/checks/test_doctor_checks.py
+Tests mpiddp/doctor/agent.py, compare.py, links.py, report.py.
+python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from mpiddp.checks import agent, compare, links
-from mpiddp.checks.hosts import agent_program
-from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
+from mpiddp.doctor import agent, compare, links
+from mpiddp.doctor.hosts import agent_program
+from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
@@ -446,7 +446,7 @@ def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -
 
 
 def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
-    from mpiddp.checks.main import main
+    from mpiddp.doctor.main import main
 
     usual = ["-H", "localhost", "--mpirun", an_mpirun(tmp_path)]
     with pytest.raises(

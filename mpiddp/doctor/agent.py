@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from mpiddp.checks import network
+from mpiddp.doctor import network
 from mpiddp.hosts.interfaces import interfaces, own_addresses
 
 STACK_S = 60.0  # for a cold import of torch
@@ -116,7 +116,7 @@ def process_facts() -> dict[str, Any]:
 
 
 def stack(wanted: dict[str, Any]) -> dict[str, str]:
-    """What the interpreter of the ranks loads, by the program that tells it, see `mpiddp.checks.stack`."""
+    """What the interpreter of the ranks loads, by the program that tells it, see `mpiddp.doctor.stack`."""
     done = subprocess.run(
         [wanted["python"], "-c", wanted["program"]],
         cwd="/",

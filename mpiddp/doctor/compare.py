@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from statistics import mean, median, median_low, stdev
 from typing import Any
 
-from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
+from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
 from mpiddp.launch.preflight import by_value
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-from mpiddp.checks.compare import Facts, differences
-from mpiddp.checks.report import FAIL, UNKNOWN, WARN, Found, Line, lines
+from mpiddp.doctor.compare import Facts, differences
+from mpiddp.doctor.report import FAIL, UNKNOWN, WARN, Found, Line, lines
 from mpiddp.text import all_of, counted, size_text
 
 Pair = Mapping[str, float]  # "rate" in bytes a second, and "latency_ms"

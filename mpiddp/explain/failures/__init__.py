@@ -5,7 +5,7 @@
     pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too
     weight = symptom                      how near it is to the root cause: see Weight; without it, cause
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
-    mend = Look at what the other …       what to do, with the command where there is one
+    fix = Look at what the other …        what to do, with the command where there is one
 
 Each has a text of the real program in tests/data/failures/. `python -m docs.troubleshooting` writes the page.
 """
@@ -48,7 +48,7 @@ class Failure:
     id: str
     says: tuple[str, ...]
     cause: str
-    mend: str
+    fix: str
     pattern: str
     weight: Weight
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> list[Failure]:
             id=name,
             says=tuple(text.strip() for text in parser[name]["says"].split(" |")),
             cause=" ".join(parser[name]["cause"].split()),
-            mend=" ".join(parser[name]["mend"].split()),
+            fix=" ".join(parser[name]["fix"].split()),
             pattern="".join(parser[name].get("pattern", "").split("\n")),
             weight=Weight[parser[name].get("weight", "cause").upper()],
         )
