@@ -33,7 +33,7 @@ def test_the_known_cause_stands_below_the_verdict(tmp_path: Path) -> None:
     assert verdict.endswith("No space left on device. The other ranks were stopped.")
     assert cause == (
         'mpiddp: "OSError: [Errno 28] No space left on device" has a known cause. '
-        f"The system: {row.cause} Mend it: {row.mend} More: docs/troubleshooting.md#{row.id}"
+        f"The system: {row.cause} Mend it: {row.fix} More: docs/troubleshooting.md#{row.id}"
     )
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert f"### {row.id}\n" in page
