@@ -28,7 +28,7 @@ from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
-from mpiddp.hosts.probe import with_own_folder
+from mpiddp.hosts.facts import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support import cluster
 from tests.support.cluster import needs, slurm

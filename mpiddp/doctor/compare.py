@@ -5,30 +5,22 @@ What differs is named against the majority; a value that cannot be read is "unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from ipaddress import ip_address
-from statistics import mean, median, median_low, stdev
+from statistics import median, median_low
 from typing import Any
 
+from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
 from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
 from mpiddp.launch.preflight import by_value
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
 Facts = Mapping[str, Mapping[str, Any]]
-Speeds = Mapping[
-    str, Mapping[str, float]
-]  # of each host's name: what was measured, the more the better
 
 LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
 LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
 LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint, few checkpoints
 MOST_SKEW_S = 2.0
-TOLERANCE = 0.10  # of the median, and one deviation of the others
-NOISY_TOLERANCE = 0.50  # two writes to the same disk differ by more than 10 %
-GLOO = "(gloo)"
-_NOISY = ("disk", "link", GLOO)  # gloo shares the cores with whatever else runs
-_MOST_LOAD = 0.5  # of the cores, before the doctor's own work
-LEAST_COMPARED = 3  # hosts: of two, either may be the odd one
 _PUSH = "copy it again: mpiddp hosts push"
 
 
@@ -46,12 +38,12 @@ def differences(what: str, values: Mapping[str, Any]) -> str:
     return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
 
 
-def shells(greetings: Mapping[str, str]) -> list[Line]:
+def shells(printed_before: Mapping[str, str]) -> list[Line]:
     """Whether the shell of each host starts without output, which other programs over ssh cannot bear."""
-    printed = {name: text.strip().partition("\n")[0] for name, text in greetings.items()}
-    mend = "print only in interactive shells: begin ~/.bashrc there with [[ $- == *i* ]] || return"
+    printed = {name: text.strip().partition("\n")[0] for name, text in printed_before.items()}
+    fix = "print only in interactive shells: begin ~/.bashrc there with [[ $- == *i* ]] || return"
     found = [
-        (WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', mend)
+        (WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', fix)
         for name, text in printed.items()
         if text
     ]
@@ -67,8 +59,8 @@ def _names(facts: Facts) -> Iterator[Found]:
     for name, named in facts.items():
         answers = {here: found["names"].get(name, []) for here, found in facts.items()}
         if unresolved := [here for here, addresses in answers.items() if not addresses]:
-            mend = f"add {name} to DNS, or to /etc/hosts there"
-            yield WARN, f"{name} cannot be resolved from {all_of(unresolved)}", mend
+            fix = f"add {name} to DNS, or to /etc/hosts there"
+            yield WARN, f"{name} cannot be resolved from {all_of(unresolved)}", fix
         for here, addresses in answers.items():
             if here != name and addresses and not {*addresses} & {*named["addresses"]}:
                 fact = f"{name} resolves to {all_of(addresses)} on {here}, which is no address of {name}"
@@ -83,8 +75,8 @@ def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) 
     """Whether the interpreter of the ranks loads the same on all hosts. `already`: what was compared."""
     same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
     same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
-    well = f"the same on every host: {', '.join(sorted(same))}"
-    return lines("versions", _stacks(found, already), well)
+    ok_text = f"the same on every host: {', '.join(sorted(same))}"
+    return lines("versions", _stacks(found, already), ok_text)
 
 
 def _stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str]) -> Iterator[Found]:
@@ -97,14 +89,14 @@ def _stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str]) -> I
             yield FAIL, fact, f"install {what} there as on the other hosts"
         values = {name: value for name, value in values.items() if name not in broken}
         if what not in already and (fact := differences(what, values)):
-            mend = "install the same version on every host, or copy it: mpiddp hosts push"
-            yield WARN if what.startswith("lib") else FAIL, fact, mend
+            fix = "install the same version on every host, or copy it: mpiddp hosts push"
+            yield WARN if what.startswith("lib") else FAIL, fact, fix
         elif {*values.values()} == {"missing"}:
             yield WARN, f"{what} is missing on every host", ""
 
 
 def gpus(facts: Facts) -> list[Line]:
-    """GPUs of NVIDIA: count, model, memory, driver, clocks; who uses them; errors of memory and Xids."""
+    """GPUs of NVIDIA: count, model, memory, driver, clocks; who uses them; errors of memory."""
     if all(found["gpus"] == {} for found in facts.values()):
         return [Line("GPUs", OK, "no host has nvidia-smi")]
     return lines("GPUs", _gpus(facts), "the same on every host, unused and without errors")
@@ -133,16 +125,12 @@ def _gpus(facts: Facts) -> Iterator[Found]:
             yield FAIL, fact, "reset or replace the GPU"
         if not all(count.isdigit() for count in errors.values()):
             yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
-        if xids := known[name]["xids"]:
-            yield WARN, f"the kernel's log on {name} has {xids[-1]}", "see NVIDIA's list of Xids"
-        elif xids is None:
-            yield UNKNOWN, f"the kernel's log on {name} may not be read, so no Xid was sought", ""
 
 
 def processes(facts: Facts, where: str) -> list[Line]:
     """Limits, cores and shared memory of a process on each host. `where` says what kind of process."""
-    well = f"cores, ulimit and /dev/shm suffice ({where})"
-    return lines("limits", _processes(facts, where), well)
+    ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
+    return lines("limits", _processes(facts, where), ok_text)
 
 
 def _processes(facts: Facts, where: str) -> Iterator[Found]:
@@ -151,8 +139,8 @@ def _processes(facts: Facts, where: str) -> Iterator[Found]:
         if kind == "open files":
             few = {name: count for name, count in values.items() if 0 <= count < LEAST_FILES}
             for name in few:
-                mend = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
-                yield FAIL, f"a process may open {values.pop(name)} files on {name} ({where})", mend
+                fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
+                yield FAIL, f"a process may open {values.pop(name)} files on {name} ({where})", fix
         texts = {name: "unlimited" if n == -1 else str(n) for name, n in values.items()}
         if fact := differences(f"the limit of {kind}", texts):
             yield WARN, f"{fact} ({where})", "set it alike in /etc/security/limits.conf"
@@ -160,19 +148,17 @@ def _processes(facts: Facts, where: str) -> Iterator[Found]:
         if found["infiniband"] and found["limits"]["locked memory"] != -1:
             fact = f"locked memory is limited on {name}, which InfiniBand needs ({where})"
             yield FAIL, fact, "set memlock to unlimited there, for sshd too"
-        if found["shm"]["total"] < LEAST_SHM:
-            fact = f"/dev/shm holds {size_text(found['shm']['total'])} on {name}"
+        if found["shm"] < LEAST_SHM:
+            fact = f"/dev/shm holds {size_text(found['shm'])} on {name}"
             yield WARN, fact, "mount -o remount,size=8G /dev/shm there; in Docker: --shm-size 8g"
     for what in ("cores", "cores for a process"):
         if fact := differences(f"the number of {what}", {n: f[what] for n, f in facts.items()}):
             yield WARN, f"{fact} ({where})", ""
 
 
-def folders(facts: Facts, marks: Mapping[str, int]) -> list[Line]:
-    """Whether each folder can be used. `marks`: of how many hosts each sees one in the folder of runs."""
-    is_shared = {*marks.values()} == {len(marks)}
-    runs = f"; runs are {'' if is_shared else 'not '}shared" if len(marks) > 1 else ""
-    return lines("folders", _folders(facts), f"present, readable and with space{runs}")
+def folders(facts: Facts) -> list[Line]:
+    """Whether each folder can be used."""
+    return lines("folders", _folders(facts), "present, readable and with space")
 
 
 def _folders(facts: Facts) -> Iterator[Found]:
@@ -185,21 +171,18 @@ def _folders(facts: Facts) -> Iterator[Found]:
                 fact = f"the {label} folder {path} cannot be used on {name}: {folder['error']}"
                 others = f"; {all_of(has)} can" if has else ""
                 yield FAIL, fact + others, f"copy or mount it there, or allow it: ls -ld {path}"
-            elif folder["keeps"] and folder["free"] < LITTLE_FREE:
+            elif folder["is_written"] and folder["free"] < LITTLE_FREE:
                 fact = f"the {label} folder {path} has {size_text(folder['free'])} left on {name}"
                 status = FAIL if folder["free"] < LEAST_FREE else WARN
                 yield status, fact, f"free space there: df -h {path}"
-        entries = {name: values[name]["entries"] for name in has}
-        if fact := differences(f"the list of files in the {label} folder", entries):
-            yield FAIL, fact, "copy it again"
 
 
 def files(facts: Facts) -> list[Line]:
     """Whether the files of the job are the same, by their SHA-256."""
     paths = list(dict.fromkeys(path for found in facts.values() for path in found["files"]))
-    well = f"{counted(len(paths), 'file')} of the script, the same on every host"
+    ok_text = f"{counted(len(paths), 'file')} of the script, the same on every host"
     rows = [(FAIL, fact, _PUSH) for path in paths for fact in _file(facts, path)]
-    return lines("files", rows, well)
+    return lines("files", rows, ok_text)
 
 
 def _file(facts: Facts, path: str) -> Iterator[str]:
@@ -234,54 +217,91 @@ def _clocks(skews: Mapping[str, float]) -> Iterator[Found]:
         yield WARN, fact, f"start a time service: ssh {name} sudo timedatectl set-ntp true"
 
 
-def slow_hosts(speeds: Speeds) -> dict[tuple[str, str], float]:
-    """(host, what) to its part of the median, where that is low beyond 10 % and one deviation."""
-    found = {}
-    for what, values in _by_figure(speeds).items():
-        least = 1 - (NOISY_TOLERANCE if what.endswith(_NOISY) else TOLERANCE)
-        for name, value in values.items():
-            others = [value for other, value in values.items() if other != name]
-            usual = median(others) if len(others) > 1 else 0.0
-            if value < least * usual and value < mean(others) - stdev(others):
-                found[name, what] = value / usual
-    return found
-
-
-def speeds(found: Speeds) -> list[Line]:
-    """Which hosts are slow at what was measured."""
-    measured = _by_figure(found)
-    rows: list[Found] = [
-        (WARN, f"{name} is slow: {what} at {100 * part:.0f} % of the others'", f"ssh {name} top")
-        for (name, what), part in slow_hosts(found).items()
-    ]
+def speeds(found: Mapping[str, float]) -> list[Line]:
+    """Which hosts multiply matrices slowly, of the products a second of each rank's device."""
     if len(found) < LEAST_COMPARED:
-        fact = f"{counted(len(found), 'host')} cannot tell which one is slow: {LEAST_COMPARED} can"
-        rows.append((UNKNOWN, fact, ""))
-    for what, values in measured.items():
-        if missing := [name for name in found if name not in values]:
-            rows.append((UNKNOWN, f"{what} was not measured on {all_of(missing)}", ""))
-    return lines("speed", rows, f"no host is slow at {listed(list(measured))}")
+        return []
+    usual = median(found.values())
+    slow: list[Found] = [
+        (
+            WARN,
+            f"{name} is slow: {100 * speed / usual:.0f} % of the others' speed",
+            f"ssh {name} top",
+        )
+        for name, speed in found.items()
+        if speed < LEAST_SPEED * usual
+    ]
+    return lines("speed", slow, "every rank's device multiplies matrices as fast as the others")
 
 
-def busy(facts: Facts) -> dict[str, str]:
-    """The hosts whose cores other programs use: an all-reduce on their cores tells nothing of them."""
-    return {
-        name: f"{name} (load {found['load']:.1f} on {counted(found['cores'], 'core')})"
-        for name, found in facts.items()
-        if found["load"] > _MOST_LOAD * found["cores"]
+def links(facts: Facts, addresses: Mapping[str, str]) -> list[Line]:
+    """Whether the links of the job's network have the same speed and MTU. `addresses`: of each host there."""
+    own = {
+        name: each
+        for name, address in addresses.items()
+        for each in facts[name]["links"]
+        if each["address"] == address
     }
-
-
-def unjudged(facts: Facts) -> list[Line]:
-    """A line if all-reduces of gloo were not compared."""
-    hosts = list(busy(facts).values())
-    fact = f"all-reduces of gloo are not compared: other programs run on {listed(hosts, most=3)}"
-    return [Line("speed", UNKNOWN, fact)] if hosts else []
-
-
-def _by_figure(speeds: Speeds) -> dict[str, dict[str, float]]:
-    """What was measured, to the figure of each host by its name."""
-    return {
-        what: {name: each[what] for name, each in speeds.items() if what in each}
-        for what in dict.fromkeys(what for each in speeds.values() for what in each)
+    if not own:
+        return [Line("network", UNKNOWN, "no host told of its link")]
+    fix = "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
+    mtu = differences("the MTU", {name: each["mtu"] for name, each in own.items()})
+    rates = {
+        name: f"{each['speed'] / 1000:g} Gbit/s" for name, each in own.items() if each["speed"]
     }
+    speed = differences("the speed of the link", rates)
+    found: list[Found] = [(WARN, mtu, fix)] if mtu else []
+    found += [(WARN, speed, "see the cable and the switch: ethtool INTERFACE")] if speed else []
+    first = next(iter(own.values()))
+    return lines(
+        "network", found, f"{', '.join([*dict.fromkeys(rates.values()), ''])}MTU {first['mtu']}"
+    )
+
+
+def reach(
+    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], facts: Facts
+) -> list[Line]:
+    """Whether each host reaches each other on the job's network, in each direction, with large packets."""
+    taken = {here: {answer["source"] for answer in each.values()} for here, each in found.items()}
+    over = {
+        each["name"]
+        for here, sources in taken.items()
+        for each in facts[here]["links"]
+        if each["address"] in sources
+    }
+    count = sum(len(each) for each in found.values())
+    if not count:
+        return [Line("network", UNKNOWN, "no direction between the hosts was tried")]
+    return lines("network", _reach(found, addresses), f"all {count} directions open{_over(over)}")
+
+
+def _over(interfaces: Collection[str]) -> str:
+    return f", over {all_of(sorted(interfaces))}" if interfaces else ""
+
+
+def _reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) -> Iterator[Found]:
+    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    unreached = {
+        name
+        for name in found
+        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+    }
+    for name in sorted(unreached):
+        (error, *_) = [error for pair, error in errors.items() if pair[1] == name]
+        fact = f"no other host reaches {name} ({addresses.get(name)}): {error}"
+        yield FAIL, fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
+    for (here, there), error in errors.items():
+        answer = found[here][there]
+        if error and there not in unreached:
+            way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
+            fact = f"{here} → {there} ({addresses.get(there)}) fails: {error}{way}"
+            fix = (
+                f"allow TCP from {here} on {there}; see: ssh {here} ip route get {addresses[there]}"
+            )
+            yield FAIL, fact, fix
+        elif answer["large"]:
+            fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
+            yield FAIL, fact, "set the same MTU on the hosts and the switch"
+        elif not error and answer["source"] != addresses.get(here):
+            fact = f"{here} → {there} takes {answer['source']}, not the job's {addresses.get(here)}"
+            yield WARN, fact, f"see: ssh {here} ip route"

@@ -2,39 +2,40 @@
 
     mpiddp launch -H node1:1,node2:1 -m mpiddp.doctor.job
 
-Then each rank measures what needs torch: all-reduces within its host and with a few others, copies to a GPU.
+Each rank also says which libraries it has loaded and how fast its device multiplies two matrices. The doctor
+sends the source of this file to hosts whose ranks cannot start: it needs Python 3.8, and may lack all that it
+imports.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import platform
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from functools import partial
-from itertools import islice
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
-
-from mpiddp.doctor.agent import process_facts
-from mpiddp.doctor.links import rounds
-from mpiddp.doctor.stack import HEAVY, stack
 
 PROOF = "mpiddp-doctor "
 COUNT = 4 << 20  # floats: 16 MB
-# On a CPU a repetition is short: the best of many is undisturbed by what else runs.
-_COUNTS = {"gloo": 1 << 18, "nccl": COUNT}
-_LEAST_REPEATS, _MOST_REPEATS = 3, 60
-_LONGEST_S = 1.0  # of the repetitions of one measurement
-_PARTNERS = 3  # a host whose partner is slow has others
-_JOIN_S = 20.0
+LEAST_SPEED = 0.8  # of the median of three hosts or more
+LEAST_COMPARED = 3  # hosts: of two, either may be the odd one
+LIGHT, HEAVY = ("mpi4py", "mpiddp"), ("torch",)  # that takes seconds to load
+_SIZES = {"cpu": 256, "cuda": 4096}  # of the square matrices
+_ROUNDS = 20
+_MOST_TURNS = 5  # while a rank seems slow: other programs slow a host down for a moment
 
 
 def main() -> None:
     """Sum a tensor over all ranks. Rank 0 prints what each rank says of itself."""
     import torch
     import torch.distributed as dist
+
+    from mpiddp.hosts.facts import process_facts
 
     device = "cpu"
     if torch.cuda.is_available():
@@ -47,113 +48,120 @@ def main() -> None:
     began = time.perf_counter()
     dist.all_reduce(values)
     wrong = int((values != size * (size + 1) / 2).sum())
-    seconds = time.perf_counter() - began
-    slowest = torch.tensor([seconds], device=device)  # all repeat a measurement equally often
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    figures = _figures(values.is_cuda, rank, size, slowest.item() / COUNT)
     own = {
         "hostname": socket.gethostname(),
         "wrong": wrong,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - began,
+        "speed": _speed(device, rank, size),
         "stack": stack(HEAVY),
+        **process_facts(),
     }
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, {**own, "figures": figures, **process_facts()})
+    dist.all_gather_object(gathered, own)
     if rank == 0:
         print(PROOF + json.dumps(gathered), flush=True)
     dist.destroy_process_group()
 
 
-def _figures(is_cuda: bool, rank: int, size: int, slowest_s: float) -> dict[str, float]:
-    """Bytes a second. What this host cannot measure is missing, and is then said to be unknown.
-
-    Args:
-        slowest_s: the seconds of a float in an all-reduce of all hosts.
-    """
+def _speed(device: str, rank: int, size: int) -> float:
+    """The matrix products a second of this rank's device, in the best turn. All ranks take equally many."""
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if is_cuda else "gloo"
-    values = torch.zeros(_COUNTS[backend], device="cuda" if is_cuda else "cpu")
-    most = int(_LONGEST_S / (slowest_s * _COUNTS[backend]))
-    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, most))
-    found = {}
-    if (across := _across(values, repeats, rank, size)) is not None:
-        found[f"all-reduce with other hosts ({backend})"] = across
-    dist.barrier()  # what a host measures alone must not disturb the others' all-reduces
-    alone: dict[str, Callable[[Any, int], float | None]] = {
-        f"all-reduce within the host ({backend})": _within,
-        "copy from host to device": _to_device,
-    }
-    for what, measure in alone.items():
+    speeds = torch.zeros(size, device=device)
+    for _ in range(_MOST_TURNS):
+        speeds[rank] = max(float(speeds[rank]), _products_per_s(device))
+        known = speeds.clone()
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)
+        if size < LEAST_COMPARED or known.min() >= LEAST_SPEED * known.median():
+            break
+    return float(speeds[rank])
+
+
+def _products_per_s(device: str) -> float:
+    """Of the best product. On a CPU it is the thread's own time, whoever else uses the processor."""
+    import torch
+
+    threads, clock = torch.get_num_threads(), time.perf_counter
+    if device == "cpu":
+        torch.set_num_threads(1)
+        clock = time.thread_time
+    matrix = torch.ones(_SIZES[device], _SIZES[device], device=device)
+    times = []
+    for _ in range(_ROUNDS):
+        began = clock()
+        torch.mm(matrix, matrix)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(clock() - began)
+    torch.set_num_threads(threads)
+    return 1 / max(min(times), 1e-9)
+
+
+def stack(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …"."""
+    found = {"python": platform.python_version()}
+    for name in packages:
         try:
-            figure = measure(values, repeats)
-        except RuntimeError:  # of NCCL, gloo or CUDA
-            continue
-        if figure is not None:
-            found[what] = figure
+            found.update(_READ[name]())
+        except ModuleNotFoundError as error:
+            found[name] = "missing" if error.name == name else f"broken: {error}"
+        except BaseException as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            found[name] = f"broken: {lines[0][:200]}"
     return found
 
 
-def _across(values: Any, repeats: int, rank: int, size: int) -> float | None:
-    """The best of all-reduces with one other rank at a time: a slow one is slow with all of them."""
-    import torch.distributed as dist
-
-    best: list[float] = []
-    for pairs in islice(rounds(range(size)), _PARTNERS):
-        dist.barrier()
-        for pair in pairs:
-            if rank in pair:
-                group = dist.new_group(sorted(pair), use_local_synchronization=True)
-                work = partial(dist.all_reduce, values, group=group)
-                best.append(_rate(values, repeats, work))
-    return max(best, default=None)
+def _loaded(part: str) -> str:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(None, 5)[5].strip() for line in lines if "/" in line}
+    return ", ".join(sorted(path for path in paths if part in Path(path).name))
 
 
-def _within(values: Any, repeats: int) -> float | None:
-    """An all-reduce of all GPUs of this process, or of two members in threads; None with one GPU."""
-    import torch
-    import torch.distributed as dist
+def _mpi() -> dict[str, str]:
+    import mpi4py
 
-    if values.is_cuda:
-        count = torch.cuda.device_count()
-        copies = [torch.zeros_like(values, device=f"cuda:{number}") for number in range(count)]
-        work = partial(torch.cuda.nccl.all_reduce, copies)
-        return _rate(values, repeats, work) if count > 1 else None
-    store, limit = dist.HashStore(), timedelta(seconds=_JOIN_S)
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
 
-    def member(number: int) -> float:
-        group: Any = dist.ProcessGroupGloo(store, number, 2, timeout=limit)
-        own = torch.zeros_like(values)
-        return _rate(own, repeats, lambda: group.allreduce([own]).wait())
-
-    with ThreadPoolExecutor(2) as threads:
-        return max(threads.map(member, range(2)))
+    version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+    return {
+        "mpi4py": mpi4py.__version__,
+        "mpi4py's MPI": version,
+        "libmpi": _loaded("libmpi.so"),
+    }
 
 
-def _to_device(values: Any, repeats: int) -> float | None:
-    """A copy of pinned memory to the GPU; None without a GPU."""
+def _torch() -> dict[str, str]:
     import torch
 
-    if not values.is_cuda:
-        return None
-    pinned = torch.zeros(values.shape, pin_memory=True)
-    return _rate(values, repeats, lambda: values.copy_(pinned, non_blocking=True))
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    return {
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, nccl)) or "not loaded",
+        "libnccl": _loaded("libnccl"),
+    }
 
 
-def _rate(values: Any, repeats: int, work: Callable[[], object]) -> float:
-    """The bytes of `values` a second, in the best repetition."""
-    import torch
+def _package() -> dict[str, str]:
+    spec = PathFinder.find_spec("mpiddp")  # the sender of this source has a module of that name
+    if spec is None or not spec.submodule_search_locations:
+        return {"mpiddp": "missing"}
+    digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations
+    for at, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".ini")):
+                digest.update(name.encode() + b"\0" + Path(at, name).read_bytes())
+    return {"mpiddp": digest.hexdigest()[:12]}
 
-    times: list[float] = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        if values.is_cuda:
-            for number in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(number)
-        times.append(time.perf_counter() - began)
-    return float(values.nbytes / min(times))
+
+_READ: dict[str, Callable[[], dict[str, str]]] = {
+    "mpi4py": _mpi,
+    "mpiddp": _package,
+    "torch": _torch,
+}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet --run-dir runs/a
     mpiddp doctor --hostfile hostfiles/two_nodes --quick --json
 
-`--quick` is the preflight of `mpiddp launch` alone. The full part asks an agent on each host, which needs
-ssh and a python3, then runs a small job with `mpiddp launch`.
+preflight → facts of each host → all pairs over TCP → a small real job → lines. `--quick` is the preflight of
+`mpiddp launch` alone. The rest needs ssh and a python3 on each host.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -22,17 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.doctor import compare, stack
-from mpiddp.doctor.compare import GLOO
-from mpiddp.doctor.examine import LINK, Examined, Wanted, ask_stacks, examine
-from mpiddp.doctor.hosts import Agents
-from mpiddp.doctor.job import PROOF
+from mpiddp.doctor import compare, network
+from mpiddp.doctor import job as small_job
+from mpiddp.doctor.job import HEAVY, LIGHT, PROOF
 from mpiddp.doctor.report import FAIL, OK, UNKNOWN, Line, as_json, text
 from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.sockets import port_in
-from mpiddp.launch import plan, preflight, remembered
+from mpiddp.hosts.remote import Connections, program_with
+from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
@@ -41,26 +42,24 @@ from mpiddp.paths import named_by
 from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
-_JOB_S = 90.0
-_NEEDED = ("preflight", "ssh", "versions", "network", "ports")  # by the job
+_FACTS_S, _STACK_S, _NETWORK_S = 40.0, 70.0, 20.0
+_JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
+_NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
 
-Figures = dict[str, dict[str, float]]  # of each host, by its name
 
-
-class _Job(NamedTuple):
-    """The small job's line, and what its ranks say of their processes by their own name of their host."""
-
-    line: Line
-    ranks: Mapping[str, dict[str, Any]]
-
-
-class _Quick(NamedTuple):
-    """The preflight's results, and as lines."""
-
+class _Preflight(NamedTuple):
     infos: Mapping[Host, preflight.HostInfo]
     complaints: Mapping[Host, str]
     lines: list[Line]
+
+
+class _Asked(NamedTuple):
+    """What the hosts are asked: the question for their facts, that for their libraries, the job's network."""
+
+    facts: dict[str, Any]
+    stack: dict[str, Any]
+    networks: tuple[str, ...]
 
 
 def main(argv: list[str]) -> int:
@@ -72,17 +71,19 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     leave_enclosing_job(os.environ)
     options = _parse(argv)
-    job = [*_where(options), "--npernode", "1", "-m", "mpiddp.doctor.job"]
+    job = [*_where(options), "--npernode", "1", "--hang-timeout", str(_HANG_S)]
+    job += ["-m", small_job.__name__]
     launch = parse_options(job)
     hosts = plan.read_hosts(launch.where, os.environ)
     python = Path(sys.executable).absolute()
     starter = find_starter(hosts.starter, launch.how.mpirun, python, os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
-    if options.quick:
-        lines = _quick(launch, hosts, starter).lines
-    else:
-        lines = _full(options, launch, hosts, starter, job)
+    checked = _preflight(launch, hosts, starter)
+    lines = checked.lines
+    if not options.quick:
+        asked = _asked(options, launch, hosts, starter, checked.infos)
+        lines = _full(hosts, checked, asked, job)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -126,113 +127,43 @@ def _where(options: argparse.Namespace) -> list[str]:
     return [part for name, value in given.items() if value is not None for part in (name, value)]
 
 
-def _quick(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Quick:
-    """The preflight, and its comparison of versions."""
+def _preflight(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Preflight:
     checked = plan.run_preflight(launch, hosts, starter, os.environ)
-    infos, complaints = checked.infos, checked.complaints
-    lines = [Line("preflight", FAIL, *_split(complaint)) for complaint in complaints.values()]
-    differing = preflight.disagreements(infos.values(), str(starter.program))
+    lines = [Line("preflight", FAIL, *_split(each)) for each in checked.complaints.values()]
+    differing = preflight.disagreements(checked.infos.values(), str(starter.program))
     lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
     if not lines:
-        names = [host.name for host in infos]
-        said = (
-            f"{counted(len(names), 'host')} can start ranks"
-            if names
-            else "no other host was to be asked"
-        )
+        count = counted(len(checked.infos), "host")
+        said = f"{count} can start ranks" if checked.infos else "no other host was to be asked"
         lines = [Line("preflight", OK, f"{said}, with {starter.name}")]
-    return _Quick(infos, complaints, lines)
+    return _Preflight(checked.infos, checked.complaints, lines)
 
 
-def _full(
-    options: argparse.Namespace,
-    launch: LaunchOptions,
-    hosts: Hosts,
-    starter: RankStarter,
-    job: Sequence[str],
-) -> list[Line]:
-    with Agents(hosts.usable, hosts.transport) as agents:  # they log in meanwhile
-        quick = _quick(launch, hosts, starter)
-        wanted = _wanted(options, launch, hosts, starter, quick.infos)
-        found = examine(agents, wanted)
-        lost = {h: each for h, each in agents.failures.items() if h not in quick.complaints}
-        lines = [
-            *quick.lines,
-            *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
-            *found.lines,
-        ]
-        done = _run_with(lines, job)
-        # The ranks have loaded torch already, which takes seconds.
-        stacks = {n: done.ranks.get(each["hostname"]) for n, each in found.facts.items()}
-        if found.facts and all(stacks.values()):
-            loaded = {name: rank["stack"] for name, rank in stacks.items() if rank}
-            lines += compare.stacks(loaded, wanted.known)
-        else:
-            lines += ask_stacks(agents, wanted, stack.HEAVY)
-    figures = _with_job(found, done.ranks)
-    if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
-        again = _run_job(job)  # another program may have disturbed one
-        figures = _best(figures, _with_job(found, again.ranks))
-    remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
-    named = {name: _without_link(each) for name, each in figures.items()}
-    speeds = compare.speeds(named) if found.facts else []
-    speeds += compare.unjudged(found.facts) if done.ranks else []
-    return [*lines, *speeds, done.line, *_processes(found.facts, done.ranks)]
-
-
-def _run_with(lines: Sequence[Line], job: Sequence[str]) -> _Job:
-    """Run the job, if what it needs has not failed."""
-    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
-        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
-        return _Job(Line("job", UNKNOWN, why), {})
-    return _run_job(job)
-
-
-def _with_job(found: Examined, ranks: Mapping[str, Mapping[str, Any]]) -> Figures:
-    """The figures with those of the job."""
-    figures = {name: dict(each) for name, each in found.figures.items()}
-    is_judged = not compare.busy(found.facts)
-    for name, own in figures.items():
-        measured = ranks.get(found.facts[name]["hostname"], {}).get("figures", {})
-        own |= {w: value for w, value in measured.items() if is_judged or not w.endswith(GLOO)}
-    return figures
-
-
-def _without_link(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures but that of the link, whose directions have lines of their own."""
-    return {what: value for what, value in figures.items() if what != LINK}
-
-
-def _best(figures: Figures, others: Figures) -> Figures:
-    return {
-        name: {what: max(value, others[name].get(what, 0.0)) for what, value in each.items()}
-        for name, each in figures.items()
-    }
-
-
-def _wanted(
+def _asked(
     options: argparse.Namespace,
     launch: LaunchOptions,
     hosts: Hosts,
     starter: RankStarter,
     infos: Mapping[Host, preflight.HostInfo],
-) -> Wanted:
+) -> _Asked:
     folder = plan.working_folder(os.environ)
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
     named = None if launch.how.mpirun else os.environ.get("MPI4PY_LIBMPI")
     library = named or str(starter.libmpi or "")
-    return Wanted(
-        python=str(Path(sys.executable).absolute()),
-        env={"MPI4PY_LIBMPI": library} if library else {},
-        path=os.environ.get("PATH", os.defpath),
-        folders=folders,
-        files=_files(Path(folder), options.script),
-        port=port_in(os.environ),
-        known=_PACKAGES if infos else (),
-        networks=find_network(hosts, infos.values(), launch.how.interface, dry_run=True).networks,
-    )
+    wanted = {
+        "names": [host.name for host in hosts.usable],
+        "folders": folders,
+        "files": _files(Path(folder), options.script),
+        "path": os.environ.get("PATH", os.defpath),
+    }
+    stack = {
+        "python": str(Path(sys.executable).absolute()),
+        "env": {"MPI4PY_LIBMPI": library} if library else {},
+    }
+    found = find_network(hosts, infos.values(), launch.how.interface, dry_run=True)
+    return _Asked(wanted, stack, tuple(found.networks))
 
 
 def _files(folder: Path, script: str | None) -> tuple[str, ...]:
@@ -247,12 +178,98 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _run_job(job: Sequence[str]) -> _Job:
-    command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
-    mend = shlex.join(["mpiddp", "launch", *job])
+def _full(hosts: Hosts, checked: _Preflight, asked: _Asked, job: Sequence[str]) -> list[Line]:
+    begin = f"sys.modules[{network.__name__!r}].main()"
+    program = program_with((interfaces, gpus, facts, network), begin)
+    known = _PACKAGES if checked.infos else ()
+    lines = list(checked.lines)
+    with Connections(hosts.usable, hosts.transport, program) as connected:
+        answers = connected.ask("facts", asked.facts, limit_s=_FACTS_S)
+        found: dict[str, Any] = {host.name: answer for host, answer in answers.items()}
+        if found:
+            printed = {host.name: each for host, each in connected.printed_before.items()}
+            lines += [*compare.shells(printed), *compare.names(found)]
+            lines += _stacks(connected, asked.stack, LIGHT, known)
+            lines += compare.gpus(found)
+            lines += compare.files(found) if asked.facts["files"] else []
+            lines += compare.folders(found)
+            lines += compare.clocks({host.name: skew for host, skew in connected.skews.items()})
+            lines += _pairs(connected, found, asked.networks) if len(found) > 1 else []
+        lost = {h: each for h, each in connected.failures.items() if h not in checked.complaints}
+        lines += [Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()]
+        line, ranks = _run_job(lines, job)
+        of_ranks = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
+        if found and all(
+            of_ranks.values()
+        ):  # the ranks have loaded torch already, which takes seconds
+            loaded = {name: rank["stack"] for name, rank in of_ranks.items()}
+            lines += compare.stacks(loaded, known)
+            lines += compare.speeds({name: rank["speed"] for name, rank in of_ranks.items()})
+            lines += compare.processes(of_ranks, "in a launched process")
+        elif found:
+            lines += _stacks(connected, asked.stack, HEAVY, known)
+            lines += compare.processes(found, "in a login over ssh")
+        lines += [Line(question, UNKNOWN, sentence) for question, sentence in connected.refusals]
+    return [*lines, line]
+
+
+def _stacks(
+    hosts: Connections, question: dict[str, Any], packages: tuple[str, ...], known: Sequence[str]
+) -> list[Line]:
+    """Whether the interpreter of the ranks loads the same of these packages on all hosts."""
+    name = small_job.__name__
+    program = program_with(
+        (small_job,), f"import json; print(json.dumps(sys.modules[{name!r}].stack({packages!r})))"
+    )
+    found = hosts.ask("stack", {**question, "program": program}, limit_s=_STACK_S)
+    named = {host.name: each for host, each in found.items()}
+    return compare.stacks(named, known) if named else []
+
+
+def _pairs(hosts: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
+    """Whether each host reaches each other, in each direction at once."""
+    secret = secrets.token_hex(32)
+    addresses = {name: _address(name, found, networks) for name in found}
+    own = {host: addresses[host.name] for host in hosts.hosts if addresses.get(host.name)}
+    wanted = {host: {"address": address, "secret": secret} for host, address in own.items()}
+    ports = hosts.ask_each("listen", wanted, limit_s=_NETWORK_S)
+    peers = {
+        host: {"name": host.name, "address": own[host], "port": port}
+        for host, port in ports.items()
+    }
+    questions = {
+        host: {"secret": secret, "peers": [peers[other] for other in peers if other != host]}
+        for host in peers
+    }
+    answers = hosts.ask_each("reach", questions, limit_s=_NETWORK_S + len(peers))
+    reached = {host.name: answer for host, answer in answers.items()}
+    return [*compare.links(found, addresses), *compare.reach(reached, addresses, found)]
+
+
+def _address(name: str, found: compare.Facts, networks: Sequence[str]) -> str:
+    """The host's address on the job's network, else that to which its name leads; "" without any."""
+    named = {address for each in found.values() for address in each["names"].get(name, [])}
+    best = sorted(
+        (each for each in (Interface(**one) for one in found[name]["interfaces"])),
+        key=lambda each: (
+            each.is_loopback,
+            not any(each.matches(network) for network in networks),
+            each.address not in named,
+            each.is_virtual,
+        ),
+    )
+    return best[0].address if best and not best[0].is_loopback else ""
+
+
+def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
+    """Run the job, if nothing that it needs has failed: its line, and what its rank on each host says."""
+    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
+        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
+        return Line("job", UNKNOWN, why), {}
+    fix = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "mpiddp", "launch", *job],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -260,31 +277,21 @@ def _run_job(job: Sequence[str]) -> _Job:
             timeout=_JOB_S,
         )
     except subprocess.TimeoutExpired:
-        return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})
-    proof = [line for line in done.stdout.splitlines() if line.startswith(PROOF)]
+        return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix), {}
+    proof = [line.partition(PROOF)[2] for line in done.stdout.splitlines() if PROOF in line]
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {})
-    ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
+        return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix), {}
+    ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1])}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
-        fact = f"an all-reduce has a wrong sum on {all_of(wrong)}"
-        return _Job(Line("job", FAIL, fact, mend), ranks)
+        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix), ranks
     slowest = max(rank["seconds"] for rank in ranks.values())
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
-    return _Job(Line("job", OK, fact), ranks)
-
-
-def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> list[Line]:
-    """Limits as the ranks of the job have them; without a job, as a login over ssh has them."""
-    named = {name: ranks.get(found["hostname"]) for name, found in facts.items()}
-    if facts and all(named.values()):
-        ranked = {name: found for name, found in named.items() if found}
-        return compare.processes(ranked, "in a launched process")
-    return compare.processes(facts, "in a login over ssh") if facts else []
+    return Line("job", OK, fact), ranks
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """A sentence of the preflight into the fact, and what mends it."""
-    fact, _, mend = sentence.partition(". ")
-    return fact.rstrip("."), mend.rstrip(".")
+    """A sentence of the preflight into the fact, and what fixes it."""
+    fact, _, fix = sentence.partition(". ")
+    return fact.rstrip("."), fix.rstrip(".")

@@ -11,7 +11,7 @@ from mpiddp.text import counted, escaped
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 
-Found = tuple[str, str, str]  # one of the four words, the fact, and what mends it ("" for nothing)
+Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,24 @@ class Line:
     check: str
     status: str
     fact: str
-    mend: str = ""
+    fix: str = ""
 
 
-def lines(check: str, found: Iterable[Found], well: str) -> list[Line]:
-    """The lines of a check; `well` is the fact where it has found nothing."""
-    return [Line(check, *each) for each in found] or [Line(check, OK, well)]
+def lines(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
+    """The lines of a check; `ok_text` is the fact where it has found nothing."""
+    return [Line(check, *each) for each in found] or [Line(check, OK, ok_text)]
 
 
 def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:
-    """The summary, then what is not well, then the rest."""
+    """The summary, then what is not ok, then the rest."""
     counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     rows = [f"{counted(hosts, 'host')}, {said}, in {seconds:.1f} s"]
     width = max((len(line.check) for line in lines), default=0)
     for line in sorted(lines, key=lambda line: _ORDER.index(line.status)):
         rows.append(f"{line.status:<7}  {line.check:<{width}}  {escaped(line.fact)}")
-        if line.mend:
-            rows.append(f"{'':<7}  {'':<{width}}  → {escaped(line.mend)}")
+        if line.fix:
+            rows.append(f"{'':<7}  {'':<{width}}  → {escaped(line.fix)}")
     return "\n".join(rows)
 
 

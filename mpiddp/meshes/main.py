@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import MAX_SLOTS, Hosts, parse_host_list, read_hostfile, slots_of
-from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
@@ -195,7 +195,7 @@ def _named(options: argparse.Namespace) -> Hosts:
     if options.host_list is not None:
         return parse_host_list(options.host_list)
     if options.hostfile is not None:
-        return read_hostfile(options.hostfile, keep_fqdn=True)
+        return read_hostfile(options.hostfile)
     granted = find_allocation(os.environ)
     if granted is None:
         raise UserError(

@@ -34,11 +34,10 @@ from mpiddp.checkpoints.shards import read_index
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpus, history
+from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.main import table
-from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation
-from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight

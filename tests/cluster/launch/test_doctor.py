@@ -1,21 +1,21 @@
 """`mpiddp doctor` on real hosts: each fault has its line, and a healthy cluster none.
 
-Tests mpiddp/doctor. `python -m benchmarks.doctor` injects the same faults one by one.
+Tests mpiddp/doctor.
 python -m pytest tests/cluster/launch/test_doctor.py
 """
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from tests.support import cluster
 from tests.support.cluster import Cluster, why_not
 from tests.support.doctor_faults import (
     FAULTS,
-    NAMES,
     UNTRIED,
     WORK,
     Fault,
@@ -23,14 +23,15 @@ from tests.support.doctor_faults import (
     prepared,
     unexplained,
 )
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 UNREACHED = ("wrong key", "unknown host key", "stopped sshd", "unresolvable name")
 LACKING = ("interpreter missing", "daemon missing", "host down")
 OTHERS = ("working folder missing", "Open MPI 4 beside 5")
 # Each of these hides or is hidden by another of them.
 ALONE = {
-    *("torch does not load", "data of another size", "large packets lost", "slow disk"),
-    *("foreign libmpi", "slow processor", "another user of a GPU"),
+    *("torch does not load", "large packets lost", "foreign libmpi", "another user of a GPU"),
 }
 
 
@@ -40,11 +41,6 @@ def hosts() -> Iterator[Cluster]:
         pytest.skip(reason)
     with prepared() as standing:
         yield standing
-
-
-# One host has one core, which another test may use while it is measured.
-BUSY = r"speed warn node\d is slow: .* at (8\d|90) % of the others'"
-BUSY_LINK = r"bandwidth warn node\d → node\d carries .*, the middle pair "
 
 
 def require_found(
@@ -70,10 +66,22 @@ def require_found(
 
 def test_a_healthy_cluster_has_no_false_alarm(hosts: Cluster) -> None:
     code, _, said = doctor(hosts, "--script", "train.py", "--data", "data")
-    assert (code, unexplained(said, [BUSY])) == (0, [])
+    assert (code, said) == (0, [])
     for host in hosts.hosts:  # nothing of the doctor stays
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_no_false_alarm_on_any_number_of_hosts(count: int) -> None:
+    """With three hosts, the small job once hung in a group of two of them."""
+    with cluster.up_or_skip(count) as standing:
+        names = ",".join(host.name for host in standing.hosts)
+        command = [sys.executable, "-m", "mpiddp", "doctor", "-H", names]
+        done = standing["node0"].run(command, cwd=ROOT, timeout_s=2 * PATIENCE_S)
+        print(done.stdout)
+        words = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+        assert (done.returncode, {*words} - {"unknown"}) == (0, {"ok"})
 
 
 def test_hosts_that_ssh_does_not_reach(hosts: Cluster) -> None:
@@ -86,24 +94,8 @@ def test_hosts_that_lack_what_a_job_needs(hosts: Cluster, names: tuple[str, ...]
     require_found(hosts, [FAULTS[name] for name in names], "--quick")
 
 
-def test_a_slow_host_is_remembered(hosts: Cluster) -> None:
-    """The history beside the hostfile has the figures; the next launch says which host is slow."""
-    file = hosts["node0"].path(f"{WORK}/hosts.txt")
-    file.write_text("".join(f"{name} slots=1\n" for name in NAMES.split(",")))
-    with FAULTS["slow disk"].inject(hosts):
-        code, _, said = doctor(hosts, hostfile="hosts.txt")
-    says = FAULTS["slow disk"].says
-    assert (code, unexplained(said, [says, BUSY, BUSY_LINK])) == (0, [])
-    assert len(unexplained(said, [says])) == len(said) - 1
-    *_, last = file.with_name("hosts.txt.history.jsonl").read_text().splitlines()
-    event = json.loads(last)  # after that of the small job
-    assert "disk" in event["slow"]["node2"]
-    assert set(event["figures"]) == set(NAMES.split(","))
-    assert {"link", "disk", "memory copy"} <= set(event["figures"]["node0"])
-
-
 def test_faults_everywhere_at_once(hosts: Cluster) -> None:
     """One run with all of them: each has its line, none hides another."""
     left = {*FAULTS} - {*UNREACHED, *LACKING, *OTHERS} - ALONE
     faults = [fault for name, fault in FAULTS.items() if name in left]
-    require_found(hosts, faults, "--script", "train.py", "--data", "data", also=(BUSY,))
+    require_found(hosts, faults, "--script", "train.py", "--data", "data")

@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from mpiddp.hosts.slurm import compress_names, expand_nodelist
+from mpiddp.hosts.allocations import compress_names, expand_nodelist
 from tests.support.cluster import Cluster
 from tests.support.cluster.host import Process
 from tests.support.errors import error

@@ -252,7 +252,7 @@ def test_a_closed_stdout_gets_no_traceback(options: list[str]) -> None:
 
 
 def test_the_job_of_the_doctor_may_print_any_bytes() -> None:
-    line, _ = main._run_job(["-n", "1", "--", "sh", "-c", r"printf '\377' >&2; exit 3"])
+    line, _ = main._run_job([], ["-n", "1", "--", "sh", "-c", r"printf '\377' >&2; exit 3"])
     assert (line.status, line.fact.partition(":")[0]) == (FAIL, "exit code 1")
 
 

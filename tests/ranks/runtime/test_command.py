@@ -20,7 +20,7 @@ from socket import gethostname
 
 import pytest
 
-from mpiddp.hosts.probe import with_own_folder
+from mpiddp.hosts.facts import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from mpiddp.protocol.variables import ANNOUNCED, ERROR_FILE, JOB, MAX_RESTARTS, NETWORKS, RUN_DIR
 from mpiddp.world import TORCH

@@ -6,13 +6,12 @@ python -m pytest tests/ranks/smoke/test_avoided_hosts.py
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.history import Event, Files
+from mpiddp.hosts.history import Event, File
 from tests.support.ranks import launch, script
 
 KNOWN = "b.invalid ended 2 of its last 3 jobs"
@@ -24,9 +23,9 @@ def hostfile(tmp_path: Path) -> Path:
     """b.invalid has ended two jobs."""
     path = tmp_path / "hosts.txt"
     path.write_text("".join(f"{name} slots=2\n" for name in NAMES))
-    files = Files.of(str(path), os.environ)
+    history = File.of(str(path))
     for number, failed in enumerate(({NAMES[1]: "killed."}, {}, {NAMES[1]: "lost."})):
-        assert files.append(Event(time.time() - 9 + number, str(number), NAMES, failed))
+        history.append(Event(time.time() - 9 + number, str(number), NAMES, failed))
     return path
 
 
@@ -52,17 +51,6 @@ def test_a_dry_run_shows_what_is_done_without(
     placed = [f"{name}.invalid: ranks {2 * at}-{2 * at + 1}" for at, name in enumerate(ranks)]
     assert done.stderr.splitlines() == [f"mpiddp: {line}" for line in (*sentences, *placed)]
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_broken_line_is_named(hostfile: Path) -> None:
-    history = Path(f"{hostfile}.history.jsonl")
-    with history.open("a") as file:
-        file.write("{\n")
-    done = launch("--dry-run", "--hostfile", str(hostfile), __file__)
-    assert done.stderr.splitlines()[:2] == [
-        f"mpiddp: {history}:4 is no line of a history, and is skipped.",
-        f"mpiddp: {KNOWN}: --avoid-flaky does without it where it can.",
-    ]
 
 
 def test_a_job_on_this_machine_is_not_remembered(tmp_path: Path) -> None:

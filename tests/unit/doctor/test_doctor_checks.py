@@ -1,25 +1,26 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/doctor/agent.py, compare.py, links.py, report.py.
+Tests mpiddp/doctor/{compare,network,job,report}.py.
 python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.doctor import agent, compare, links
-from mpiddp.doctor.hosts import agent_program
+from mpiddp.doctor import compare, network
 from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.errors import UserError
+from mpiddp.hosts import facts as hosts_facts
+from mpiddp.hosts import gpus, interfaces
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.remote import Connections, program_with
+from mpiddp.hosts.transport import SSH
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -36,18 +37,16 @@ GPU = {
 HEALTHY = {
     "hostname": "",
     "addresses": [],
-    "interfaces": [],
+    "links": [],
     "names": {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.0.3"]},
     "limits": {"open files": 65536, "locked memory": -1, "processes": 4096},
     "cores": 8,
     "cores for a process": 8,
-    "shm": {"total": 8_000_000_000, "free": 8_000_000_000},
+    "shm": 8_000_000_000,
     "infiniband": False,
-    "ports": [32768, 60999],
-    "load": 0.3,
-    "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
+    "folders": {"run": {"path": "/r", "is_written": True, "error": "", "free": 10**12}},
     "files": {"/w/train.py": {"hash": "1f3a", "error": ""}},
-    "gpus": {"each": [GPU], "users": [], "xids": []},
+    "gpus": {"each": [GPU], "users": []},
 }
 
 
@@ -57,8 +56,8 @@ def facts() -> dict[str, Any]:
     found = {name: deepcopy(HEALTHY) for name in "abc"}
     for number, name in enumerate("abc", start=1):
         address = f"10.0.0.{number}"
-        interface = {"name": "eth0", "address": address, "network": "10.0.0.0/24", "mtu": 9000}
-        found[name] |= {"hostname": name, "addresses": [address], "interfaces": [interface]}
+        link = {"name": "eth0", "address": address, "speed": 100_000, "mtu": 9000, "state": "up"}
+        found[name] |= {"hostname": name, "addresses": [address], "links": [link]}
     return found
 
 
@@ -70,9 +69,9 @@ def everything(facts: dict[str, Any]) -> list[Line]:
         *compare.names(facts),
         *compare.gpus(facts),
         *compare.processes(facts, "in a launched process"),
-        *compare.folders(facts, {"a": 3, "b": 3, "c": 3}),
+        *compare.folders(facts),
         *compare.files(facts),
-        *links.mtu(facts, ADDRESSES),
+        *compare.links(facts, ADDRESSES),
     ]
 
 
@@ -98,13 +97,6 @@ def the_one(facts: dict[str, Any]) -> Line:
             "c resolves to 10.9.9.9 on b, which is no address of c",
         ),
         (("gpus", "each"), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
-        (("gpus", "xids"), ["Xid 79"], WARN, "the kernel's log on b has Xid 79"),
-        (
-            ("gpus", "xids"),
-            None,
-            UNKNOWN,
-            "the kernel's log on b may not be read, so no Xid was sought",
-        ),
         (("gpus", "users"), ["12, 900"], WARN, "the GPUs of b are in use (pid, MiB): 12, 900"),
         (
             ("cores",),
@@ -118,7 +110,7 @@ def the_one(facts: dict[str, Any]) -> Line:
             FAIL,
             "a process may open 512 files on b (in a launched process)",
         ),
-        (("shm", "total"), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
+        (("shm",), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
         (
             ("files", "/w/train.py", "hash"),
             "9c2e",
@@ -146,16 +138,14 @@ def test_the_odd_host_is_named(
 
 def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str, Any]) -> None:
     for found in facts.values():
-        found["files"] = {"/w/none.py": agent._file("/w/none.py"), "/": agent._file("/")}
+        found["files"] = {
+            "/w/none.py": hosts_facts._file("/w/none.py"),
+            "/": hosts_facts._file("/"),
+        }
     assert [(line.status, line.fact) for line in compare.files(facts)] == [
         (FAIL, "/w/none.py is missing on a, b and c"),
         (FAIL, "/ cannot be read (Is a directory) on a, b and c"),
     ]
-
-
-def test_an_interface_that_has_just_gone() -> None:
-    assert agent._mtu("lo") > 0
-    assert agent._mtu("none0") == 0
 
 
 def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
@@ -221,64 +211,12 @@ def test_clocks_of_which_none_is_the_odd_one(others: dict[str, float]) -> None:
     assert off == ["the clock of c is 9.0 s ahead", "the clock of d is 9.0 s ahead"]
 
 
-def test_the_runs_of_one_host_are_not_said_to_be_shared(facts: dict[str, Any]) -> None:
-    well = "present, readable and with space"
-    assert [line.fact for line in compare.folders({"a": facts["a"]}, {"a": 1})] == [well]
-    for marks, more in ({"a": 2, "b": 2}, "shared"), ({"a": 1, "b": 1}, "not shared"):
-        (line,) = compare.folders(facts, marks)
-        assert line.fact == f"{well}; runs are {more}"
-
-
-def test_a_data_folder_is_known_by_its_regular_files(tmp_path: Path) -> None:
-    """The size of a folder's inode is the file system's; a link may lead nowhere."""
-
-    def entries() -> str:
-        found = agent._folder(str(tmp_path), "data")
-        assert found["error"] == ""
-        return str(found["entries"])
-
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-    (tmp_path / "file").write_text("1")
-    before = entries()
-    for number in range(1000):
-        (tmp_path / "folder" / f"{number:0100}").touch()
-    assert entries() == before
-    (tmp_path / "file").write_text("12")
-    assert entries() != before
-
-
-def test_a_slow_host() -> None:
-    values = {"a": {"memory copy": 100.0}, "b": {"memory copy": 85.0}, "c": {"memory copy": 102.0}}
-    (line,) = compare.speeds(values)
-    assert line.fact == "b is slow: memory copy at 84 % of the others'"
-    values["a"]["memory copy"], values["c"]["memory copy"] = (
-        80.0,
-        130.0,
-    )  # the others differ as much
-    assert compare.slow_hosts(values) == {}
-    (line,) = compare.speeds(values)
-    assert line == Line("speed", OK, "no host is slow at memory copy")
-
-
-def test_all_reduces_of_busy_hosts_are_not_compared(facts: dict[str, Any]) -> None:
-    assert compare.busy(facts) == {}
-    assert compare.unjudged(facts) == []
-    facts["b"]["load"] = 7.0
-    (line,) = compare.unjudged(facts)
-    assert (line.status, line.fact) == (
-        UNKNOWN,
-        "all-reduces of gloo are not compared: other programs run on b (load 7.0 on 8 cores)",
-    )
-
-
-def test_what_was_not_measured_is_unknown() -> None:
-    values = {name: {"disk": 1e8, "copy from host to device": 2e10} for name in "abc"}
-    del values["b"]["copy from host to device"]
-    (line,) = compare.speeds(values)
-    assert (line.status, line.fact) == (UNKNOWN, "copy from host to device was not measured on b")
-    (line,) = compare.speeds({"a": {"disk": 1e8}, "b": {"disk": 1e7}})
-    assert (line.status, line.fact) == (UNKNOWN, "2 hosts cannot tell which one is slow: 3 can")
+def test_a_slow_device_is_named_from_three_hosts_on() -> None:
+    (line,) = compare.speeds({"a": 100.0, "b": 79.0, "c": 101.0})
+    assert (line.status, line.fact) == (WARN, "b is slow: 79 % of the others' speed")
+    (line,) = compare.speeds({"a": 100.0, "b": 85.0, "c": 120.0})
+    assert line.status == OK
+    assert compare.speeds({"a": 100.0, "b": 10.0}) == []
 
 
 def answers(**errors: str) -> dict[str, dict[str, Any]]:
@@ -289,7 +227,6 @@ def answers(**errors: str) -> dict[str, dict[str, Any]]:
                 "error": errors.get(here + there, ""),
                 "large": "",
                 "source": ADDRESSES[here],
-                "closed": {},
             }
             for there in "abc"
             if there != here
@@ -300,7 +237,7 @@ def answers(**errors: str) -> dict[str, dict[str, Any]]:
 
 def test_all_pairs_of_hosts(facts: dict[str, Any]) -> None:
     def reach(found: dict[str, dict[str, Any]]) -> Line:
-        (line,) = links.reach(found, ADDRESSES, facts)
+        (line,) = compare.reach(found, ADDRESSES, facts)
         return line
 
     assert reach(answers()) == Line("network", OK, "all 6 directions open, over eth0")
@@ -316,98 +253,23 @@ def test_all_pairs_of_hosts(facts: dict[str, Any]) -> None:
     assert reach(other).fact == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
 
 
-def test_ports_that_are_closed_or_taken(facts: dict[str, Any]) -> None:
-    listening = {
-        name: {"port": 40000, "ports": [29500, 32768, 60979], "busy": ""} for name in "abc"
-    }
-    found = answers(ca="no answer in 3 s")
-    (line,) = links.ports(found, listening, facts)
-    assert line == Line(
-        "ports", OK, "3 ports tried in each direction, among them of 32768 to 60999"
-    )
-    found["a"]["b"]["closed"] = {"60979": "no answer in 3 s", "32768": "no answer in 3 s"}
-    found["c"]["a"]["closed"] = {"32768": "no answer in 3 s"}  # as all of its ports are
-    listening["c"]["busy"] = "Address already in use"
-    busy, closed = links.ports(found, listening, facts)
-    assert (busy.status, busy.fact) == (
-        WARN,
-        "MASTER_PORT cannot be had on c: Address already in use",
-    )
-    assert (closed.status, closed.fact, closed.mend) == (
-        FAIL,
-        "a → b fails at 32768 and 60979, and not at other ports: no answer in 3 s",
-        "allow TCP from a on b at all of 32768 to 60999",
-    )
-
-
 def test_what_was_not_tried_is_unknown(facts: dict[str, Any]) -> None:
     """As between hosts that did not answer in time."""
-    listening = {"a": {"port": 40000, "ports": [32768], "busy": ""}}
-    unreached = {"a": {"b": {"error": "no route", "closed": {}}}}
-    assert [
-        (line.status, line.fact)
-        for line in (
-            *links.mtu(facts, {}),
-            *links.reach({}, {}, facts),
-            *links.ports({}, {}, facts),
-            *links.ports(unreached, listening, facts),
-            *links.second_networks({"10.1.0.0/24 (eth1)": {}}, {"10.0.0.1"}),
-        )
-    ] == [
-        (UNKNOWN, "no host told the MTU of its interface"),
+    lines = [*compare.links(facts, {}), *compare.reach({}, {}, facts)]
+    assert [(line.status, line.fact) for line in lines] == [
+        (UNKNOWN, "no host told of its link"),
         (UNKNOWN, "no direction between the hosts was tried"),
-        *[(UNKNOWN, "no port was tried: no direction between the hosts is open")] * 2,
-        (UNKNOWN, "the network 10.1.0.0/24 (eth1) was not tried"),
     ]
 
 
-def test_another_network_that_connects_no_hosts() -> None:
-    dead = {
-        here: {there: {**answer, "error": "no route"} for there, answer in each.items()}
-        for here, each in answers().items()
-    }
-    (line,) = links.second_networks(
-        {"10.1.0.0/24 (eth1)": dead, "10.2.0.0/24 (eth2)": answers()}, {"10.0.0.1"}
-    )
-    assert (line.status, line.fact) == (
-        WARN,
-        "the network 10.1.0.0/24 (eth1) connects no two hosts: no route",
-    )
-    (line,) = links.second_networks({"10.2.0.0/24 (eth2)": answers(ab="no route")}, {"10.0.0.1"})
-    assert line.status == OK
-
-
-def test_slow_links_and_other_mtus(facts: dict[str, Any]) -> None:
-    pairs = {
-        (here, there): {"rate": 1e9, "latency_ms": 0.1}
-        for here in "abc"
-        for there in "abc"
-        if here != there
-    }
-    bandwidth, latency = links.rates(pairs)
-    assert (bandwidth.status, latency.status) == (OK, OK)
-    assert latency.fact == "0.10 to 0.10 ms for a round trip"
-    pairs["c", "a"] = {"rate": 2e8, "latency_ms": 0.4}
-    pairs["b", "a"] = {"rate": 1e9, "latency_ms": 1.4}
-    bandwidth, latency = links.rates(pairs)
-    assert bandwidth.fact == "c → a carries 200.0 MB/s, the middle pair 1.0 GB/s"
-    assert latency.fact == "b → a and back takes 1.40 ms, the middle pair 0.10 ms"
-    assert links.slow_pairs(pairs) == [("c", "a"), ("b", "a")]
-    assert links.of_host(pairs, "b") == 1e9
-    facts["b"]["interfaces"][0]["mtu"] = 1500
+def test_another_mtu_and_a_slower_link(facts: dict[str, Any]) -> None:
+    assert everything(facts)[-1].fact == "100 Gbit/s, MTU 9000"
+    facts["b"]["links"][0]["mtu"] = 1500
     assert the_one(facts).fact == "the MTU is 1500 on b, 9000 on the other 2 hosts"
-
-
-@pytest.mark.parametrize("count", [2, 3, 8, 15])
-def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
-    rounds = list(links.rounds(range(count)))
-    for pairs in rounds:
-        busy = [host for pair in pairs for host in pair]
-        assert len(busy) == len(set(busy))
-    assert sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs) == list(
-        combinations(range(count), 2)
+    facts["b"]["links"][0] |= {"mtu": 9000, "speed": 1000}
+    assert the_one(facts).fact == (
+        "the speed of the link is 1 Gbit/s on b, 100 Gbit/s on the other 2 hosts"
     )
-    assert len(rounds) == count - 1 + count % 2
 
 
 def test_the_report_says_first_what_is_not_well() -> None:
@@ -428,21 +290,28 @@ def test_the_report_says_first_what_is_not_well() -> None:
     assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
 
 
-def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -> None:
-    program = f"import sys\nexec(sys.stdin.buffer.read({len(agent_program())}))"
-    questions = [["nonsense", None], ["speed", None]]
-    stdin = agent_program() + b"".join(json.dumps(each).encode() + b"\n" for each in questions)
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program],
-        input=stdin,
-        cwd="/",
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.stderr == b""
-    _, refusal, answer = done.stdout.splitlines()
-    assert json.loads(refusal) == {"failed": "nonsense: KeyError: 'nonsense'"}
-    assert json.loads(answer)["answer"].keys() == {"matrix product", "memory copy"}
+def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path: Path) -> None:
+    begin = f"sys.modules[{network.__name__!r}].main()"
+    program = program_with((interfaces, gpus, hosts_facts, network), begin)
+    wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
+    with Connections([Host("localhost")], SSH, program) as connected:
+        assert connected.ask("nonsense", None, limit_s=PATIENCE_S) == {}
+        assert connected.refusals == [("nonsense", "localhost: nonsense: KeyError: 'nonsense'")]
+        (found,) = connected.ask("facts", wanted, limit_s=PATIENCE_S).values()
+    assert found["gpus"] == {}
+    assert found["names"]["localhost"]
+    assert found["limits"].keys() == hosts_facts.LIMITS.keys()
+    assert all(abs(skew) < PATIENCE_S for skew in connected.skews.values())
+
+
+def test_two_ends_of_a_connection() -> None:
+    secret = "00" * 32
+    port = network.listen({"address": "127.0.0.1", "secret": secret})
+    peers = [{"name": "a", "address": "127.0.0.1", "port": port}]
+    (answer,) = network.reach({"peers": peers, "secret": secret}).values()
+    assert answer == {"error": "", "large": "", "source": "127.0.0.1"}
+    (answer,) = network.reach({"peers": peers, "secret": "11" * 32}).values()
+    assert answer["error"]  # closed or reset, as the kernel likes
 
 
 def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:

@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.formats import MPI_NAMES, MpiName
+from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.hostfile import read_hostfile
-from mpiddp.hosts.main import main as hosts_main
-from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
-from mpiddp.hosts.slurm import expand_nodelist
 from tests.support.allocations import (
-    AZURE,
     DRY_RUNS,
     FLUX,
     GRID_ENGINE,
@@ -44,8 +40,6 @@ SLURM_HETEROGENEOUS = SLURM | {
     "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
 }
-
-AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
 # Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
 # https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
@@ -112,10 +106,6 @@ HINT = ("--hostfile", "-H", "--local")  # the ways out, in the order of the sent
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
         ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
          "the SkyPilot task", IPS, [4, 4]),
-        (AZURE, "the Azure Batch task", IPS, [None, None]),
-        (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
-        ({**AZURE_ML, "AZ_BATCH_NODE_LIST": "node-0;node-1;"}, "the Azure Batch task",
-         ["node-0", "node-1"], [None, None]),
     ],
 )  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
@@ -162,19 +152,7 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(
     assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
 
 
-@pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
-def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
-    sentence = error(
-        "s syntax",
-        'pe_hostfile:1: "all.q@n1"',
-        *("Grid Engine", MPI_NAMES[mpi], f"Write: {right}"),
-    )
-    said = refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi]))
-    assert re.fullmatch(sentence, said)
-
-
 def test_hosts_whose_names_differ_only_after_the_first_dot(in_folder: Path) -> None:
-    """A hostfile of a user's own is refused then: Open MPI cuts names there."""
     (in_folder / "node_file").write_text("n1.one\nn1.two\n")
     assert found(PBS)[1] == ["n1.one", "n1.two"]
 
@@ -257,16 +235,6 @@ def test_no_allocation(env: Env) -> None:
             ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
         ),
         (
-            AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
-            "the primary",
-            ["mpiddp launch"],
-        ),
-        (
-            {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
-            "AZ_BATCH_MASTER_NODE is",
-            ["AZ_BATCH_MASTER_NODE ", "AZ_BATCH_HOST_LIST ", "AZ_BATCH_NODE_LIST", *HINT],
-        ),
-        (
             TRAIN_JOB,
             "process on",
             ["PET_NNODES=2: ", "a PyTorchJob or TrainJob", "torchrun", "MPIJob", *HINT],
@@ -342,11 +310,26 @@ def test_the_page_has_the_dry_run_of_each_environment() -> None:
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
 
 
-@pytest.mark.parametrize("length", [253, 254])
-def test_a_name_of_slurm_is_no_longer_than_a_host_can_have(length: int) -> None:
-    name = "n" * length
-    if length == 253:
-        assert expand_nodelist(f"{name}[1-2]") == [f"{name}1", f"{name}2"]
-        return
-    with pytest.raises(ValueError, match=r"^a name of more than 253 characters$"):
-        expand_nodelist(f"{name}[1-2]")
+UNEVEN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"}
+
+
+@pytest.mark.parametrize(
+    ("env", "slots"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, [4, 2]),
+        ({"SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "n2"}, [4, 2]),
+        ({"SLURM_GPUS_ON_NODE": "3"}, [3, 3]),
+        ({"SLURM_GPUS_PER_NODE": "3"}, [3, 3]),
+    ],
+)
+def test_gpus_that_slurm_has_divided_unevenly(env: Env, slots: list[int]) -> None:
+    """SLURM_GPUS_ON_NODE is of the script's own host alone."""
+    hosts = find_allocation({**UNEVEN, **env})
+    assert hosts is not None
+    assert [host.slots for host in hosts.hosts] == slots
+
+
+def test_gpus_of_three_hosts_that_nobody_knows() -> None:
+    env = {**UNEVEN, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
+    with pytest.raises(UserError, match=error("does not fit", "SLURM_GPUS=6 ", "3 hosts", "-H")):
+        find_allocation(env)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.hosts.slurm import compress_names, expand_nodelist
+from mpiddp.hosts.allocations import compress_names, expand_nodelist
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
-from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
@@ -30,6 +30,11 @@ MPIJOB_HOSTFILES = (
 )
 NAME_THEM = "Name the hosts with --hostfile or -H, or write --local for this machine alone."
 _FLUX_TIMEOUT_S = 20.0
+MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
+
+_MOST_DIGITS = 9
+_LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def slurm(env: Mapping[str, str]) -> Hosts | None:
@@ -55,8 +60,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             "SLURM_JOB_ID."
         )
     names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
-    counts_name, gpus = _gpus_of_slurm(env)
-    counts = f"{gpus}(x{len(names)})"
+    counts_name, counts = _gpus_of_slurm(env, names)
     if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
         counts_name = "SLURM_TASKS_PER_NODE"
         counts = env.get(counts_name, f"1(x{len(names)})")
@@ -70,17 +74,32 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     return Hosts(f"Slurm job {job}", tuple(hosts))
 
 
-def _gpus_of_slurm(env: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that has the GPUs of each host, and their number in it; 1 on CPU hosts.
+def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, str]:
+    """The variable that has the GPUs of each host, and the counts in it, 1 on CPU hosts: "4,2", "8(x2)".
 
-    Batch scripts have the first one, the shell of salloc only what was asked for: "2", or "a100:2,h100:1".
+    Batch scripts have the first one, of their own host; the shell of salloc has only what was asked for: "2",
+    or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
     """
-    on_node, per_node = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"
+    on_node, per_node, total = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"
     name = on_node if env.get(on_node) else per_node
-    text = env.get(name) or "0"
-    numbers = [part.rpartition(":")[2] for part in text.split(",")]
+    count, asked = _sum_of_slurm(env.get(name)), _sum_of_slurm(env.get(total))
+    if count is None:
+        return name, f"{env[name]}(x{len(names)})"
+    if not asked or env.get(per_node) or asked == count * len(names) or name == per_node:
+        return name, f"{count or 1}(x{len(names)})"
+    if len(names) != 2 or count >= asked:
+        return total, env[total]  # nobody knows which host has how many
+    counts = [count, asked - count]
+    return total, ",".join(
+        map(str, counts[::-1] if env.get("SLURMD_NODENAME") == names[1] else counts)
+    )
+
+
+def _sum_of_slurm(text: str | None) -> int | None:
+    """2 of "2", 3 of "a100:2,h100:1", 0 of nothing; None of any other text."""
+    numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
     are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
-    return name, str(sum(map(int, numbers)) or 1) if are_whole else text
+    return sum(map(int, numbers)) if are_whole else None
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -177,24 +196,6 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def azure_batch(env: Mapping[str, str]) -> Hosts | None:
-    """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
-    source = "AZ_BATCH_HOST_LIST" if env.get("AZ_BATCH_HOST_LIST") else "AZ_BATCH_NODE_LIST"
-    rows = [[name.strip()] for name in re.split("[,;]", env.get(source, "")) if name.strip()]
-    if not rows:
-        raise UserError(
-            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
-            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
-        )
-    hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
-    if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
-        raise UserError(
-            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
-            "ranks of all nodes. Write it in the application command of the task."
-        )
-    return hosts
-
-
 def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
     """A reader that refuses a job of several hosts, whose names no variable has.
 
@@ -238,7 +239,7 @@ def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Host
             f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
             f"allocation's environment. {NAME_THEM}"
         )
-    found = read_hostfile(path, keep_fqdn=True)
+    found = read_hostfile(path)
     # Without the positions in a file that the user has not written.
     return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
 
@@ -294,11 +295,6 @@ SCHEDULERS = (
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
     Scheduler(
-        "Azure Batch",
-        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
-        azure_batch,
-    ),
-    Scheduler(
         "Kubeflow",
         ("PET_NNODES",),
         unread(
@@ -345,3 +341,123 @@ def grants_hosts(env: Mapping[str, str]) -> bool:
 def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the schedulers whose variables in `env` an mpirun would follow."""
     return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply.
+
+    Raises:
+        ValueError: any other text, or more than MAX_HOSTS hosts.
+    """
+    names: list[str] = []
+    for pattern in _patterns(nodelist):
+        names += _expand_pattern(pattern, MAX_HOSTS - len(names))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)!r} is not the name of a host")
+    return names
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """node1, node2, node3, login → "node[1-3],login": each name once, in the order of their first name."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(names):
+        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 stay as they are.
+        found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
+        key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
+        groups.setdefault(key, []).append(number)
+    texts = []
+    for (before, after), numbers in groups.items():
+        ranges: list[list[str]] = []
+        for number in sorted(numbers, key=lambda text: (len(text), text)):
+            last = ranges[-1][-1] if ranges else ""
+            follows = last and number == str(int(last) + 1).zfill(len(last))
+            ranges[-1].append(number) if follows else ranges.append([number])
+        inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
+        one = len(numbers) == 1
+        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
+    return ",".join(texts)
+
+
+def _patterns(nodelist: str) -> Iterator[list[str]]:
+    """Split at the commas outside of brackets. Each odd item of a pattern is the text of its brackets."""
+    pieces = re.split(r"([\[\]])", nodelist)
+    brackets = "".join(pieces[1::2])
+    if brackets != "[]" * (len(brackets) // 2):
+        raise ValueError("the brackets do not match")
+    pattern: list[str] = []
+    for index, text in enumerate(pieces[::2]):
+        first, *others = [text] if index % 2 else text.split(",")
+        pattern.append(first)
+        for other in others:
+            yield pattern
+            pattern = [other]
+    yield pattern
+
+
+def _expand_pattern(pattern: list[str], most: int) -> list[str]:
+    names = [pattern[0]]
+    for ranges, tail in zip(pattern[1::2], pattern[2::2], strict=True):
+        numbers = _numbers(ranges, most // max(1, len(names)))
+        names = [name + number + tail for name in names for number in numbers]
+    if len(names) > most:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
+    return names
+
+
+def _numbers(ranges: str, most: int) -> list[str]:
+    """`07-09,12` → 07, 08, 09, 12."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if len(first) > _MOST_DIGITS:
+            raise ValueError(f"{shown(first)!r} has more than {_MOST_DIGITS} digits")
+        try:
+            low = parse_whole(first)
+            high = parse_whole(last, low) if dash else low
+        except ValueError:
+            raise ValueError(f"{shown(item)!r} is not a range such as 07-09") from None
+        if high - low >= most - len(numbers):
+            raise ValueError(f"more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return numbers
+
+
+def expand_counts(counts: str) -> list[int]:
+    """`2(x3),1` → 2, 2, 2, 1.
+
+    Raises:
+        ValueError: any other text, or more than MAX_HOSTS counts.
+    """
+    expanded: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise ValueError(f"{shown(part)!r} is not a count such as 2 or 2(x3)")
+        count, times = parse_whole(match[1]), parse_whole(match[2] or "1", 1)
+        if len(expanded) + times > MAX_HOSTS:
+            raise ValueError(f"{shown(part)!r} is more than Slurm starts")
+        expanded += [count] * times
+    return expanded
+
+
+def in_slurm_terminal(env: Mapping[str, str]) -> bool:
+    """Whether Slurm's task with these variables is the shell of `srun --pty`, which may launch.
+
+    That is task 0 of its step, and the only one with a terminal.
+
+    SLURM_PTY_PORT alone does not prove it: an srun in that shell passes it on to all of its tasks. Those have
+    no terminal. The task is asked for it, and not this process, because a notebook's kernel has none either.
+    """
+    if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
+        return False
+    return _has_terminal(env.get("SLURM_TASK_PID") or "self")
+
+
+def _has_terminal(process: str) -> bool:
+    try:
+        stat = Path("/proc", process, "stat").read_bytes()
+    except OSError:  # a container, in which the task has another pid
+        return process != "self" and _has_terminal("self")
+    # "pid (name) state ppid pgrp session tty_nr …". The name may contain any bytes, including parentheses.
+    return stat.rpartition(b")")[2].split()[4] != b"0"
