@@ -34,6 +34,7 @@ _LONGEST_TRACEBACK = 2000  # lines, with those of other ranks between
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
+_GOES_ON_AFTER_VERDICT = 10  # lines: nothing but sentences of mpiddp follows the last one of these
 _END_BYTES = 4096  # of a log, in which it may say that it ended well
 
 # What launchers write before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
@@ -48,7 +49,13 @@ _CHAINED = (
     "The above exception was the dir",
     "Original Traceb",
 )
-_FRAME = re.compile(r"\s+File \"")
+_FRAME = re.compile(r"\s+File \".*, in (\S+)")
+_ENTRIES = (
+    "<module>",
+    "_run_module_as_main",
+    "_bootstrap",
+    "_bootstrap_inner",
+)  # of an uncaught exception
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 # Such an exception may have its cause in another rank, or in what a library has printed before.
 _OF_A_LIBRARY = re.compile(r"torch\.distributed\.|\w+: (NCCL|CUDA|\[.*gloo)")
@@ -140,7 +147,7 @@ class _Traceback:
 
     rank: str
     lines_left: int = _LONGEST_TRACEBACK
-    has_frames: bool = False
+    entry: str = ""  # the function of its first frame
     number: int = 0
     raised: str = ""  # the line of the exception
     row: Failure | None = None
@@ -214,8 +221,13 @@ class _Scan:
         if _WELL.search(self._end):
             return "the log ends well"
         signs = [each for each in self._rows.values() if each.failure.weight != Weight.EXCEPTION]
-        if self._last_sentence and self._verdict is None and not signs:
-            return "no sentence of mpiddp says that a rank failed"
+        if self._verdict is not None and self._lines_after >= _GOES_ON_AFTER_VERDICT:
+            return f"the log goes on for {self._lines_after} lines after it"
+        if self._verdict is None and not signs:
+            if self._last_sentence:
+                return "no sentence of mpiddp says that a rank failed"
+            if not any(each.entry in _ENTRIES for each in self._tracebacks):
+                return "the job has caught it and printed it itself"
         return ""
 
     def _by_verdict(self) -> tuple[int, Explanation] | None:
@@ -268,8 +280,8 @@ class _Scan:
             self._last_sentence = text
             if verdict := _VERDICT.fullmatch(text):
                 self._verdict = self._number, verdict
-            elif text.startswith(f'{_OURS}"'):  # it quotes a line that is in the log
-                return False
+            elif self._verdict is not None or text.startswith(f'{_OURS}"'):
+                return self._verdict is not None  # one in quotes names a line that is in the log
         if text.startswith(_CHAINED):
             own = [each for each in self._tracebacks if each.rank == rank]
             if own:
@@ -286,7 +298,7 @@ class _Scan:
         found = _shown_by(text)
         last, self._last = self._last, self._last if not found else None
         is_message = last is not None and last.rank == rank and last.row is _EXCEPTION
-        is_near = self._lines_after <= _LONGEST_MESSAGE
+        is_near = self._lines_after <= _LONGEST_MESSAGE and not self._steps_after
         if last and is_message and is_near and found and found[0].weight == Weight.CAUSE:
             last.number, last.raised, last.row = self._number, text, found[0]
             return True
@@ -296,9 +308,9 @@ class _Scan:
 
     def _continue(self, traceback: _Traceback, text: str) -> bool:
         """Take a line of a traceback's rank. A line of its stdout may stand between."""
-        if _FRAME.match(text):
-            traceback.has_frames = True
-        if not traceback.has_frames or not _RAISED.fullmatch(text):
+        if frame := _FRAME.match(text):
+            traceback.entry = traceback.entry or frame[1]
+        if not traceback.entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[traceback.rank]
         traceback.number, traceback.raised = self._number, text
@@ -307,6 +319,8 @@ class _Scan:
         traceback.row = own[0] if own else _EXCEPTION
         if inner is not None and inner in self._tracebacks:
             self._tracebacks.remove(inner)
+            if inner.entry in _ENTRIES:
+                traceback.entry = inner.entry
             if not own and inner.row is not _EXCEPTION:  # the table knows what has led to it
                 traceback.number, traceback.raised, traceback.row = (
                     inner.number,

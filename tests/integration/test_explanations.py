@@ -105,6 +105,15 @@ def test_the_last_failure_decides_and_a_survived_one_is_none(name: str, command:
         assert "nothing failed" in out or "no known failure" in out
 
 
+def test_an_exception_that_the_job_has_logged_itself_is_no_failure() -> None:
+    """The traceback of an uncaught one begins in the script, not in the function that catches it."""
+    caught = ["skipped one", "Traceback (most recent call last):", '  File "a.py", line 3, in load']
+    assert found_in([*caught, "    raise ValueError", "ValueError: bad image"]) == []
+    caught[2] = '  File "a.py", line 3, in <module>'
+    (found,) = found_in([*caught, "    raise ValueError", "ValueError: bad image"])
+    assert (found.failure.id, found.number) == ("python-exception", 5)
+
+
 def test_one_warning_in_a_long_good_log_is_no_failure() -> None:
     steps = [f"step {number} loss 0.5" for number in range(100_000)]
     warning = "ssh: connect to host node2 port 22: Connection refused"
@@ -329,6 +338,7 @@ def test_the_output_of_a_healthy_program_is_no_failure(
 def test_the_projects_own_pages_of_good_runs_are_no_failure() -> None:
     for page in (
         "README.md",
+        "docs/launch.md",
         "docs/evidence/output.md",
         "docs/evidence/benchmarks.md",
     ):

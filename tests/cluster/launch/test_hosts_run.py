@@ -1,6 +1,6 @@
 """`mpiddp hosts run`, on hosts whose file systems are apart: outputs, exit codes, and its end everywhere.
 
-Tests mpiddp/hosts/cluster/run.py and run_agent.py.
+Tests mpiddp/hosts/run.py.
 python -m pytest tests/cluster/launch/test_hosts_run.py
 """
 

@@ -1,6 +1,6 @@
 """A job on hosts that have nothing but sshd and python3: `mpiddp launch --push`.
 
-Tests mpiddp/launch/main.py and mpiddp/hosts/cluster/.
+Tests mpiddp/launch/main.py and mpiddp/hosts/push.py.
 python -m pytest tests/cluster/launch/test_launch_push.py
 """
 
@@ -51,8 +51,11 @@ def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) 
 
     # The environment leads to the repository (an editable install) and to its interpreter.
     leave_out = [option for name in LEFT_OUT for option in ("--leave-out", name)]
-    push = [*MPIDDP, "hosts", "push", str(file), "--with-python", *leave_out]
-    done = node0.run([*push, str(project), str(ROOT)], cwd=project)
+    folders = [str(project), str(ROOT)]
+    if not node1.path(Path(sys.executable).resolve()).exists():
+        folders.append(sys.base_prefix)
+    push = [*MPIDDP, "hosts", "push", str(file), *leave_out]
+    done = node0.run([*push, *folders], cwd=project)
     assert done.returncode == 0, done.stderr
 
     done = node0.run([*launch, *train], cwd=project)
@@ -69,15 +72,13 @@ def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) 
 def test_launch_pushes_first(hosts: Cluster) -> None:
     """A host that cannot take the folder ends the launch with code 2, before anything has started."""
     folder = Path("/run/project")
-    for host in hosts.hosts:
-        host.run(["mkdir", "-p", str(folder)], check=True)
+    hosts["node0"].run(["mkdir", "-p", str(folder)], check=True)
     hosts["node0"].path(folder / "job.py").write_text("print('started')\n")
-    hosts["node1"].path(folder / "other.py").write_text("print('another project')\n")
+    hosts["node1"].path(folder).write_text("a file")
     launch = [*MPIDDP, "launch", "-H", "node0:1,node1:1", "--push"]
     done = hosts["node0"].run([*launch, "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    foreign = error("To overwrite", f"node1: {folder} ", "other.py", ": --force")
-    assert re.fullmatch(f"{foreign}\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"mpiddp: node1: {folder}: File exists\.\n", done.stderr), done.stderr
     done = hosts["node0"].run([*launch, "--wait-for-hosts", "1m", "job.py"], cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     waits = error("--push does", "--push ", "--wait-for-hosts")
