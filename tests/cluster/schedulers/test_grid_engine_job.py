@@ -1,6 +1,6 @@
 """Jobs of a real Grid Engine over two hosts without sshd: `qrsh -inherit` alone reaches the other host.
 
-Tests mpiddp/hosts/transport.py, mpiddp/hosts/schedulers.py, mpiddp/launch/starters/.
+Tests mpiddp/hosts/transport.py, mpiddp/hosts/allocations.py, mpiddp/launch/starters/.
 python -m pytest tests/cluster/schedulers/test_grid_engine_job.py
 """
 

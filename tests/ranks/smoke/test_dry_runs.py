@@ -1,6 +1,6 @@
 """Dry runs in the allocation of each scheduler name its hosts, and a launcher never starts silently alone.
 
-Tests mpiddp/hosts/schedulers.py, mpiddp/hosts/hostfile.py.
+Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/ranks/smoke/test_dry_runs.py
 """
 

@@ -1,7 +1,7 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
 test_slurm_job.py and test_grid_engine_job.py of tests/cluster/schedulers have real ones.
-Tests mpiddp/hosts/schedulers.py, mpiddp/hosts/hostfile.py.
+Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/unit/hosts/test_allocations.py
 """
 
@@ -40,6 +40,8 @@ SLURM_HETEROGENEOUS = SLURM | {
     "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
 }
+
+AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
 # Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
 # https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
@@ -106,6 +108,8 @@ HINT = ("--hostfile", "-H", "--local")  # the ways out, in the order of the sent
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
         ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
          "the SkyPilot task", IPS, [4, 4]),
+        (AZURE, "the Azure Batch task", IPS, [None, None]),
+        (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
     ],
 )  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
@@ -233,6 +237,16 @@ def test_no_allocation(env: Env) -> None:
             SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
             '" is not',
             ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
+        ),
+        (
+            AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
+            "the primary",
+            ["mpiddp launch"],
+        ),
+        (
+            {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+            "AZ_BATCH_MASTER_NODE is",
+            ["AZ_BATCH_MASTER_NODE ", "AZ_BATCH_HOST_LIST ", "AZ_BATCH_NODE_LIST", *HINT],
         ),
         (
             TRAIN_JOB,

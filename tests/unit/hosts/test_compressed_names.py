@@ -1,6 +1,6 @@
 """Names of hosts as Slurm writes them: node[1-3].
 
-Tests mpiddp/hosts/slurm.py.
+Tests mpiddp/hosts/allocations.py.
 python -m pytest tests/unit/hosts/test_compressed_names.py
 """
 
