@@ -17,6 +17,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.hostfile import read_hostfile
 from tests.support.allocations import (
+    AZURE,
     DRY_RUNS,
     FLUX,
     GRID_ENGINE,
