@@ -179,7 +179,7 @@ set_up() {
 # In the job of a scheduler, the launcher takes the hosts of the job, or refuses those that it cannot read.
 in_a_job() {
   "$venv/bin/python" -c 'import os, sys
-from mpiddp.hosts.schedulers import grants_hosts
+from mpiddp.hosts.allocations import grants_hosts
 sys.exit(not grants_hosts(os.environ))'
 }
 

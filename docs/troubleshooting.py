@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mpiddp.doctor.explanations import explain_file
-from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
+from mpiddp.explain.explain import explain_file
+from mpiddp.explain.failures import FAILURES, PROGRAMS, Failure
 
 PAGE = Path(__file__).with_suffix(".md")
 _TESTS = Path(__file__).parent.parent / "tests"
@@ -37,7 +37,7 @@ MOST_SEARCHED = (
 _HEAD = """\
 # Troubleshooting, by message
 
-<!-- Written by `python -m docs.troubleshooting` from mpiddp/doctor/failures. Change it there. -->
+<!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
 A job failed, and you have its log, of mpiddp, mpirun, torchrun or Slurm:
 
@@ -46,11 +46,12 @@ $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
 $ mpiddp explain train.log
 train.log:1: ssh node2: Permission denied (publickey,password).
 ssh: The host does not accept this user's key.
-Mend it: ssh-copy-id NODE on the host that runs mpirun. Check the user's name; ssh -v NODE shows the keys.
-More:    docs/troubleshooting.md#ssh-key-refused
+Fix:  ssh-copy-id NODE on the host that runs mpirun. Check the user's name; ssh -v NODE shows the keys.
+More: docs/troubleshooting.md#ssh-key-refused
 ```
 
-It names the root cause before its consequences, what mends it, and the entry below. `-` reads stdin.
+It names the root cause, what fixes it, and the entry below. `-` reads stdin. The exit code is 0 if a failure
+is explained, and 1 if nothing failed or nothing is known.
 What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours.
 
 | you have | look at |
@@ -81,7 +82,7 @@ def text() -> str:
         for failure in sorted(ours, key=lambda each: each.id):
             parts.append(
                 f"\n### {failure.id}\n\n```text\n{_looks_like(failure)}\n```\n\n"
-                f"{failure.cause}\n\n**Mend it:** {failure.mend}"
+                f"{failure.cause}\n\n**Fix:** {failure.fix}"
             )
     return "\n".join(parts) + "\n"
 
@@ -102,7 +103,7 @@ def _looks_like(failure: Failure) -> str:
     """The line of the real program's text that the row finds."""
     names = sorted(_TEXTS.glob(f"{failure.id}.*"), key=lambda path: len(path.name))
     with names[0].open("rb") as file:  # its own text, or else a variant's
-        return next(each.line for each in explain_file(file) if each.failure == failure)
+        return next(each.line for each in explain_file(file).found if each.failure == failure)
 
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ def _whole_number(name: str, text: str) -> int:
 
 def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
     """This node's count in Slurm's compressed list ("2(x3),1" is 2, 2, 2, 1)."""
-    from mpiddp.hosts.slurm import expand_counts  # the other rows need none of it
+    from mpiddp.hosts.allocations import expand_counts  # the other rows need none of it
 
     name, text = launcher.local_world_size, env[launcher.local_world_size]
     try:

@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # others have finished.
 LONGEST_FIRST = """
     training start checkpoints stop failures allocations output python restarts variables hosts doctor hangs
-    run_sh cifar10_fetch supervision silent_ends without_launcher rendezvous gpu random_faults resume training_input divergence determinism shown_output
-    saver control_channel
+    run_sh cifar10_fetch supervision silent_ends without_launcher rendezvous gpu random_faults resume
+    training_input divergence determinism reference_benchmark shown_output saver control_channel
 """
 
 

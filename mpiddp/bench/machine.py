@@ -8,8 +8,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpiddp.hosts.facts import package_version
 from mpiddp.hosts.gpus import gpu_names
-from mpiddp.hosts.probe import package_version
 
 
 @dataclass(frozen=True)

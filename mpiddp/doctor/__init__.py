@@ -1,1 +1,1 @@
-"""Explain what broke: a table of known failures, and `mpiddp explain LOGFILE`."""
+"""`mpiddp doctor`: what will break on these hosts, before a job does."""

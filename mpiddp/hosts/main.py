@@ -1,6 +1,6 @@
 """`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two; work on its hosts.
 
-    mpiddp hosts check hostfiles/two_nodes --mpi openmpi
+    mpiddp hosts check hostfiles/two_nodes
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
     mpiddp hosts keys hostfiles/two_nodes
@@ -9,22 +9,27 @@
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
     mpiddp hosts history hostfiles/two_nodes
 
-The verbs of `OVER_SSH` and `check --network` connect to the hosts; the others do not.
+keys, push, pull, run and `check --network` connect to the hosts; the others do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import json
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import UserError
-from mpiddp.hosts import history_verbs
-from mpiddp.hosts.cluster import keys, network, pull, push, run
-from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
+from mpiddp.errors import DONE, FAILED
+from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
+from mpiddp.hosts.allocations import compress_names
+from mpiddp.hosts.formats import diff, render
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
-from mpiddp.text import align_columns, counted
+from mpiddp.hosts.names import resolve_all
+from mpiddp.hosts.remote import program_with
+from mpiddp.hosts.ssh import did_not_run, login_failed, run_on_hosts
+from mpiddp.text import align_columns, counted, escaped, names_by_value
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
@@ -33,6 +38,8 @@ OVER_SSH = {
     "pull": (pull, "Bring the folder of a run home from every host"),
     "run": (run, "Run a command on every host"),
 }
+_ANSWER_S = 30.0
+_PROOF = "mpiddp-network"  # begins the line of facts
 
 
 def main(argv: list[str]) -> int:
@@ -43,24 +50,29 @@ def main(argv: list[str]) -> int:
     """
     options = _parse(argv)
     if options.verb in OVER_SSH:
-        code: int = OVER_SSH[options.verb][0].main(options, _read(options, options.file))
+        code: int = OVER_SSH[options.verb][0].main(options, read_hostfile(options.file))
         return code
-    if options.verb in history_verbs.VERBS:
-        return history_verbs.main(options)
+    if options.verb in history.VERBS:
+        return history.main(options)
+    if options.verb == "diff":
+        differences = diff(read_hostfile(options.a), read_hostfile(options.b))
+        print("".join(f"{line}\n" for line in differences), end="")
+        return FAILED if differences else DONE
+    hosts = read_hostfile(options.file)
     if options.verb == "check":
-        return _check(_read(options, options.file), options.mpi, with_network=options.network)
-    if options.verb == "convert":
-        return _convert(_read(options, options.file), options.to)
-    return _diff(_read(options, options.a), _read(options, options.b))
+        print(table(hosts))
+        return _check_network(hosts.hosts) if options.network else DONE
+    print(render(hosts, options.to), end="")
+    for host in hosts.without_slots:
+        print(
+            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
+            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
+            file=sys.stderr,
+        )
+    return DONE
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    keep = OneSentenceParser(add_help=False, allow_abbrev=False)
-    keep.add_argument(
-        "--keep-fqdn",
-        action="store_true",
-        help="accept names that differ only after their first dot, where Open MPI cuts them",
-    )
     parser = OneSentenceParser(
         prog="mpiddp hosts",
         allow_abbrev=False,
@@ -70,7 +82,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     def verb(name: str, purpose: str, more: str = "") -> OneSentenceParser:
         return verbs.add_parser(
-            name, help=purpose, description=f"{purpose}. {more}", parents=[keep], allow_abbrev=False
+            name, help=purpose, description=f"{purpose}. {more}", allow_abbrev=False
         )
 
     check = verb(
@@ -80,14 +92,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     check.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
     check.add_argument(
-        "--mpi",
-        choices=list(MPI_NAMES),
-        help="also reject lines that this MPI's own mpirun cannot read",
-    )
-    check.add_argument(
-        "--network",
-        action="store_true",
-        help="also print each host's links, what NCCL and gloo would use of them, and what differs",
+        "--network", action="store_true", help="also print each host's links and what differs"
     )
     convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
     convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
@@ -106,8 +111,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("b", help="the second hostfile")
     for name, (module, purpose) in OVER_SSH.items():
         module.add_arguments(verb(name, purpose))
-    for name, purpose in history_verbs.VERBS.items():
-        history_verbs.add_arguments(verb(name, purpose))
+    for name, purpose in history.VERBS.items():
+        history.add_arguments(verb(name, purpose))
     own, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
@@ -115,75 +120,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         known = argparse.Namespace(verb=own[0], command=command)
         return verbs.choices[own[0]].parse_intermixed_args(own[1:], known)
     return parser.parse_args(argv)
-
-
-def _read(options: argparse.Namespace, file: str) -> Hosts:
-    return read_hostfile(file, keep_fqdn=options.keep_fqdn)
-
-
-def _check(hosts: Hosts, mpi: MpiName | None, *, with_network: bool) -> int:
-    if mpi is not None:
-        for host in hosts.hosts:
-            refuse_foreign_syntax(hosts, host, mpi)
-    print(table(hosts))
-    if with_network:
-        print(network.report(network.ask(hosts.hosts)))
-    return 0
-
-
-def _convert(hosts: Hosts, form: Form) -> int:
-    print(render(hosts, form), end="")
-    for host in hosts.without_slots:
-        print(
-            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
-            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
-            file=sys.stderr,
-        )
-    return 0
-
-
-def _diff(a: Hosts, b: Hosts) -> int:
-    differences = diff(a, b)
-    for line in differences:
-        print(line)
-    return 1 if differences else 0
-
-
-def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
-    """Raise UserError for a line that `mpiddp launch` accepts but this MPI's own mpirun cannot parse."""
-    right = render_host(hosts, host, mpi)
-    if host.gpus is not None:
-        raise UserError(
-            f"{hosts.where(host)}: gpus= is read by mpiddp launch alone, and {MPI_NAMES[mpi]}'s mpirun "
-            f"has no key for it. Write: {right}"
-        )
-    if host.text.endswith("\r"):
-        raise UserError(
-            f"{hosts.where(host)}: Windows line endings, which {MPI_NAMES[mpi]}'s mpirun cannot parse. "
-            rf"Run: sed -i 's/\r$//' {shlex.quote(hosts.source)}"
-        )
-    written, comment, _ = host.text.partition("#")
-    first, *rest = written.split()
-    if any("@" in token for token in rest):
-        theirs, foreign = "Grid Engine", rest[1:2]
-    elif mpi == "openmpi":
-        theirs = "MPICH"
-        with_count = first.count(":") == 1 or "[" in first
-        foreign = [first] if with_count else [token for token in rest if token.startswith("user")]
-    else:
-        theirs = "Open MPI"
-        foreign = [first] if "@" in first else []
-        foreign += [token for token in rest if not token.startswith("user")]
-    if foreign:
-        raise UserError(
-            f'{hosts.where(host)}: "{foreign[0]}" is {theirs}\'s syntax and mpirun here is '
-            f"{MPI_NAMES[mpi]}. Write: {right}"
-        )
-    if mpi == "mpich" and comment and written[-1].isspace():
-        raise UserError(
-            f"{hosts.where(host)}: a comment after a host, which MPICH cannot parse. "
-            "Give it a line of its own."
-        )
 
 
 def table(hosts: Hosts) -> str:
@@ -195,13 +131,64 @@ def table(hosts: Hosts) -> str:
         if host.gpus is not None:
             port = f"{port:<5}  GPUs {', '.join(map(str, host.gpus))}"
         rows.append((host.name, slots, host.user or "-", port))
-    return f"{align_columns(rows, right=(1,))}\n{_totals(hosts)}"
-
-
-def _totals(hosts: Hosts) -> str:
-    slots = sum(host.slots or 0 for host in hosts.hosts)
-    total = f"{counted(len(hosts.hosts), 'host')}, {counted(slots, 'slot')}"
+    count = sum(host.slots or 0 for host in hosts.hosts)
+    total = f"{counted(len(hosts.hosts), 'host')}, {counted(count, 'slot')}"
     if hosts.without_slots:
         names = ", ".join(host.name for host in hosts.without_slots)
         total += f", and one per GPU of {names} (1 on a CPU host)"
-    return total
+    return f"{align_columns(rows, right=(1,))}\n{total}"
+
+
+def _check_network(hosts: Sequence[Host]) -> int:
+    """Print the links of each host that answers, and a sentence for each that does not."""
+    resolve_all([host.name for host in hosts])
+    program = program_with(
+        (interfaces, gpus, facts),
+        f"import json; print({_PROOF!r} + json.dumps(sys.modules[{facts.__name__!r}].network_facts()))",
+        first=facts.CHECK_PYTHON,
+    )
+    found: dict[str, Mapping[str, Any]] = {}
+    failures = []
+    for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_ANSWER_S).items():
+        _, proof, text = answer.stdout.partition(_PROOF)
+        if proof and answer.exit_code == 0:
+            found[host.name] = json.loads(text)
+            continue
+        missing = f"{host.name}: python3 is missing there."
+        code, said = answer.exit_code, answer.stderr
+        if answer.has_begun and code == 1:
+            failures.append(did_not_run(host, "python3", answer))
+        else:
+            failures.append(login_failed(host, code, said, limit_s=_ANSWER_S, missing=missing))
+    print(escaped(network_table(found), keep="\n"))
+    for sentence in failures:
+        print(sentence, file=sys.stderr)
+    return FAILED if failures else DONE
+
+
+def network_table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The links and RDMA devices of each host, and a line for each property that differs."""
+    rows = [("host", "link", "address", "speed", "MTU", "state")]
+    values: dict[str, dict[str, str]] = {}
+    for host, each in found.items():
+        for link in each["links"]:
+            speed = f"{link['speed'] / 1000:g} Gbit/s" if link["speed"] else "-"
+            mtu, state = str(link["mtu"] or "-"), link["state"] or "-"
+            rows.append((host, link["name"], link["address"] or "-", speed, mtu, state))
+            if not interfaces.Interface(link["name"], "", "").is_virtual:
+                for what, value in (("speed", speed), ("MTU", mtu), ("state", state)):
+                    values.setdefault(f"{link['name']}, {what}", {})[host] = value
+        for port in each["devices"]:
+            rate, state = port["rate"] or "-", f"{port['state'] or '-'}, {port['kind']}"
+            rows.append((host, port["name"], port["interface"] or "-", rate, "-", state))
+            for what, value in (("rate", rate), ("state", state)):
+                values.setdefault(f"{port['name']}, {what}", {})[host] = value
+    lines = []
+    for name, by_host in values.items():
+        # The state says on which hosts the link is missing.
+        hosts = found if name.endswith("state") else by_host
+        groups = names_by_value({host: by_host.get(host, "missing") for host in hosts})
+        if len(groups) > 1:
+            texts = [f"{value} on {compress_names(names)}" for value, names in groups.items()]
+            lines.append(f"differs: {name}: {', '.join(texts)}")
+    return "\n".join([align_columns(rows), *(lines or ["nothing differs between the hosts"])])

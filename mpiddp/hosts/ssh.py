@@ -1,17 +1,24 @@
 """Run one program on many hosts at once over ssh, or another transport, and collect each host's output.
 
-ssh never prompts the user. Its host key checks stay as the user configured them.
+ssh never prompts the user. Its host key checks stay as the user configured them. What ssh itself complains
+about becomes a sentence with the command that fixes it.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import selectors
 import shlex
+import signal
+import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from mpiddp.hosts.hostfile import Host
@@ -22,17 +29,24 @@ from mpiddp.hosts.transport import SSH, Transport
 CONNECT_TIMEOUT_S = 5
 ALIVE_INTERVAL_S = 15  # ssh ends after three of them without a sign of the host
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
+# sshd drops some of more than ten logins that have not ended (MaxStartups 10:30:100). All logins through a
+# jump host meet at its sshd.
+MOST_LOGINS, MOST_BEHIND_JUMP = 32, 8
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
 _FILES_TO_START = 12  # while a process starts
+_CONFIG_S = 5.0
+_END_S = 4.0  # for a program on this machine to end
+_TOGETHER_S = 1.0  # answers that come within this time are told together
 
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
 # daemon starts in the same kind of shell: not a login shell, not interactive, no activated environment.
 # The program starts in the root folder, because Python imports modules from its working folder.
+_LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
 _SHELL_LINE = (
-    "IFS= read -r program; "
+    f"echo {_LOGIN}; IFS= read -r program; "
     f'command -v "$program" >/dev/null 2>&1 || exit {NO_PROGRAM}; cd / && exec "$program"'
 )
 
@@ -42,12 +56,13 @@ class Answer:
     """The output of a program on a host, and its exit code.
 
     `exit_code` is None if the program did not end in time, `NO_PROGRAM` if the host does not have the
-    program, and 255 if ssh itself failed.
+    program, and 255 if ssh itself failed. `has_begun` is whether the login succeeded.
     """
 
     exit_code: int | None
     stdout: str
     stderr: str
+    has_begun: bool = True
 
 
 def run_on_hosts(
@@ -59,17 +74,21 @@ def run_on_hosts(
     work_s: float = 0.0,
     transport: Transport = SSH,
     most_at_once: int | None = None,
+    on_answers: Callable[[dict[Host, Answer]], None] | None = None,
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
-    Where this process may not open enough files (`ulimit -n`), it runs on as many hosts at a time as it may.
-    This machine runs it directly. A process that still runs at the deadline is killed on this side.
+    So many logins as sshd accepts go on at once, and where this process may not open enough files
+    (`ulimit -n`), it runs on as many hosts at a time as it may. This machine runs it directly. A process
+    that still runs at its deadline is killed on this side.
 
     Args:
         program: a path or a name, without arguments.
-        timeout_s: the time for all hosts together, or for those on which it runs at a time.
-        work_s: more time for each host from which something has arrived: the login is done.
+        timeout_s: the time for each host.
+        work_s: more time for a host whose login is done.
         most_at_once: the number of hosts on which it runs at a time.
+        on_answers: called with the hosts whose programs have ended, each once. Those that end within a
+            second come together, in the order of `hosts`.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -77,44 +96,86 @@ def run_on_hosts(
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
-    answers: dict[Host, Answer] = {}
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
     at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
-    for first in range(0, len(hosts), at_once):
-        running: list[_Running] = []
-        deadline = time.monotonic() + timeout_s
-        try:
-            for host in hosts[first : first + at_once]:
-                running.append(_Running(host, stdin, transport, deadline))
-            _collect(running, work_s)
-            answers |= {each.host: each.answer() for each in running}
-        finally:
-            for each in running:
-                each.close()
-    return answers
+    logins = logins_at_once(hosts, transport)
+    waiting, running = list(reversed(hosts)), set[_Running]()
+    answers: dict[Host, Answer] = {}
+    told, tell_at = 0, math.inf  # answers, and when to tell the others
+
+    def tell() -> None:
+        nonlocal told, tell_at
+        if on_answers is not None and len(answers) > told:
+            new = dict(islice(answers.items(), told, None))
+            on_answers({host: new[host] for host in hosts if host in new})
+        told, tell_at = len(answers), math.inf
+
+    try:
+        with selectors.DefaultSelector() as selector:
+            while waiting or running:
+                pending = sum(not each.has_begun for each in running)
+                while waiting and len(running) < at_once and pending < logins:
+                    each = _Running(waiting.pop(), stdin, transport, time.monotonic() + timeout_s)
+                    running.add(each)
+                    selector.register(each.stdout, selectors.EVENT_READ, each)
+                    pending += 1
+                for each in _ended(selector, running, work_s, tell_at):
+                    selector.unregister(each.stdout)
+                    running.remove(each)
+                    answers[each.host] = each.answer()
+                    each.close()
+                    tell_at = min(tell_at, time.monotonic() + _TOGETHER_S)
+                if time.monotonic() >= tell_at:
+                    tell()
+        tell()
+    finally:
+        for each in running:
+            each.close()
+    return {host: answers[host] for host in hosts}
 
 
-def shell_command(
-    host: Host, line: str, transport: Transport = SSH, *, batch: bool = True
-) -> list[str]:
-    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline.
+def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
+    """How many logins may go on at once. The first and the last host tell whether a jump host is between."""
+    if len(hosts) <= MOST_BEHIND_JUMP or not transport.is_ssh:
+        return MOST_LOGINS
+    ends = [host for host in (hosts[0], hosts[-1]) if not is_this_host(host.name)]
+    return MOST_BEHIND_JUMP if any(map(_is_behind_jump, ends)) else MOST_LOGINS
 
-    Args:
-        batch: ssh asks the user nothing.
-    """
+
+def _is_behind_jump(host: Host) -> bool:
+    try:
+        config = subprocess.run(
+            ["ssh", "-G", "--", host.ssh_target],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_CONFIG_S,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    found = re.findall(r"^proxy(?:jump|command) (.+)$", config, re.MULTILINE)
+    return any(value != "none" for value in found)
+
+
+def shell_command(host: Host, line: str, transport: Transport = SSH) -> list[str]:
+    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline."""
     if is_this_host(host.name):
         return ["sh", "-c", line]
     # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
     line = f"exec sh -c {shlex.quote(line)}"
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]
-    options = ["-o", "BatchMode=yes"] if batch else []
-    options += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
-    options += ["-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"]
-    port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return ["ssh", *options, *port, "--", host.ssh_target, line]
+    return [*ssh_options(host), "-T", "--", host.ssh_target, line]
+
+
+def ssh_options(host: Host) -> list[str]:
+    """ssh with the options that all connections to a host have."""
+    options = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
+    options += ["-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"]
+    return [*options, *(["-p", str(host.port)] if host.port else [])]
 
 
 class _Running:
@@ -123,7 +184,8 @@ class _Running:
     def __init__(self, host: Host, stdin: bytes, transport: Transport, deadline: float) -> None:
         self.host = host
         self.deadline = deadline
-        self.stdout = b""
+        self.output = bytearray()
+        self.has_begun = False
         # stdin is a file in memory: a user with many pipes gets pipes that are smaller than a program.
         # stderr is a file too: a connection that ssh keeps for later (ControlPersist) may hold it open
         # long after the program's end.
@@ -137,42 +199,137 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
             )
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+
+    def read(self, work_s: float) -> bool:
+        """Read what has arrived. Returns whether more may come."""
+        chunk = os.read(self.stdout.fileno(), 65536)
+        self.output += chunk
+        if not self.has_begun and f"{_LOGIN}\n".encode() in self.output:
+            self.has_begun = True
+            self.deadline += work_s
+        return bool(chunk)
 
     def answer(self) -> Answer:
         try:
             exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             exit_code = None
-        size = os.fstat(self._stderr).st_size
-        stderr = os.pread(self._stderr, size, 0)
-        return Answer(
-            exit_code, self.stdout.decode(errors="replace"), stderr.decode(errors="replace")
-        )
+        stderr = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0)
+        _, _, stdout = self.output.decode(errors="replace").partition(f"{_LOGIN}\n")
+        return Answer(exit_code, stdout, stderr.decode(errors="replace"), self.has_begun)
 
     def close(self) -> None:
+        self.stdout.close()
+        if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
         os.close(self._stderr)
 
 
-def _collect(running: Sequence[_Running], work_s: float) -> None:
-    """Read every program's stdout to its end, or until its deadline."""
-    with selectors.DefaultSelector() as selector:
-        for each in running:
-            assert each.process.stdout is not None
-            selector.register(each.process.stdout, selectors.EVENT_READ, each)
-        while keys := list(selector.get_map().values()):
-            now = time.monotonic()
-            for key in keys:
-                if key.data.deadline <= now:
-                    selector.unregister(key.fileobj)
-            first = min(key.data.deadline for key in keys)
-            for key, _ in selector.select(min(max(0.0, first - now), _LONGEST_WAIT_S)):
-                chunk = os.read(key.fd, 65536)
-                if not key.data.stdout:
-                    key.data.deadline += work_s
-                key.data.stdout += chunk
-                if not chunk:
-                    selector.unregister(key.fileobj)
+def _ended(
+    selector: selectors.BaseSelector, running: set[_Running], work_s: float, until: float
+) -> list[_Running]:
+    """Wait for output, a deadline or `until`. Returns those whose output has ended, or whose time is up."""
+    now = time.monotonic()
+    first = min(until, *(each.deadline for each in running))
+    ended = []
+    for key, _ in selector.select(min(max(0.0, first - now), _LONGEST_WAIT_S)):
+        if not key.data.read(work_s):
+            ended.append(key.data)
+    now = time.monotonic()
+    return ended + [each for each in running if each.deadline <= now and each not in ended]
+
+
+# What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
+# the host behind it is not reached, ssh says "stdio forwarding failed" before.
+_JUMP_FAILED = (
+    r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
+    r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
+)
+# What the sshd of a jump host answers where it cannot, or may not, reach the host behind it.
+_NOT_BEHIND = (
+    r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
+    r"(.+?)\.?$"
+)
+_GONE = "Check that the host is on and the network is up."
+# A pattern of ssh's output, and the sentence for it. The first row that matches counts.
+_COMPLAINTS = (
+    (_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true"),
+    (_NOT_BEHIND, "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true"),
+    (
+        "Could not resolve hostname",
+        "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
+    ),
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "ssh {name}: its host key has changed. Check that it is the same host, then run: "
+        "ssh-keygen -R {name}",
+    ),
+    (
+        "Host key verification failed",
+        "ssh {name}: its host key is unknown. Check it, then: ssh-keyscan {port}{name} >> "
+        "~/.ssh/known_hosts",
+    ),
+    (
+        r"Permission denied \(([^)]*)\)",
+        "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
+    ),
+    (
+        "Connection refused",
+        "ssh {name}: connection refused. Start sshd there, or give its port in the hostfile: "
+        "{name} port=N",
+    ),
+    (
+        "No route to host|Network is unreachable",
+        f"ssh {{name}}: no route from {{here}}. {_GONE}",
+    ),
+    ("timed out", f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}"),
+)
+
+
+def ssh_complaint(host: Host, errors: str) -> str:
+    """The sentence for ssh's own error, with the command that fixes it."""
+    lines = errors.strip().splitlines() or ["no output"]
+    words = {
+        "name": host.name,
+        "here": socket.gethostname(),
+        "target": host.ssh_target,
+        "port": f"-p {host.port} " if host.port else "",
+        "ssh": ssh_line(host),
+    }
+    for pattern, sentence in _COMPLAINTS:
+        if found := re.search(pattern, "\n".join(lines)):
+            return sentence.format(*found.groups(), **words)
+    return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
+
+
+def login_failed(
+    host: Host, exit_code: int | None, errors: str, *, limit_s: float, missing: str
+) -> str:
+    """The sentence for a program that did not begin on a host.
+
+    Args:
+        exit_code: of ssh; None, or that of SIGKILL, if it was ended after `limit_s`.
+        errors: what it printed on stderr.
+        missing: the sentence for a host that does not have the program.
+    """
+    if exit_code == NO_PROGRAM:
+        return missing
+    if exit_code in (None, -signal.SIGKILL):
+        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
+    return ssh_complaint(host, errors)
+
+
+def did_not_run(host: Host, program: str, answer: Answer) -> str:
+    """The sentence for a program that has begun on a host and failed before its work: a Python too old."""
+    last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
+    return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
+
+
+def ssh_line(host: Host) -> str:
+    """The command that a person types to log in."""
+    return f"ssh {f'-p {host.port} ' if host.port else ''}{host.ssh_target}"

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.hostfile import Hosts
-from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.streams.output import open_closed_streams
@@ -79,18 +79,19 @@ def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
         UserError: a host cannot take them.
         JobFailed: too few hosts have got them.
     """
-    from mpiddp.hosts.cluster import push
+    from mpiddp.hosts import push
 
     if not hosts.transport.is_ssh:
         raise UserError(
             f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
         )
     least = options.min_hosts or len(hosts.usable) - options.spares
-    wanted = push.Options(tuple(push.default_folders(folder)), min_hosts=max(1, least))
-    pushed = push.push(hosts.usable, wanted)
+    pushed = push.push(hosts.usable, push.default_folders(folder), min_hosts=max(1, least))
     for host, failure in pushed.failures.items():
         log.error(f"not pushed to {host.name}: {failure}")
-    if pushed.sent:
+    for note in pushed.notes:
+        log.info(note)
+    if any(pushed.sent.values()):
         log.info("; ".join(push.summary(pushed, dry_run=False)))
 
 

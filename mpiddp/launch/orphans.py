@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
-from mpiddp.hosts.sources import program_with
+from mpiddp.hosts.remote import program_with
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.launch import log
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
@@ -134,7 +134,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
         is_file = os.path.isfile(options.hostfile)  # noqa: PTH113 - False for any error
         read = read_hostfile if is_file else _read_once
-        hosts = read(options.hostfile, keep_fqdn=True)
+        hosts = read(options.hostfile)
     elif options.host_list is not None:
         hosts = parse_host_list(options.host_list)
     elif granted := find_allocation(env):

@@ -13,25 +13,25 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from platform import python_version
 from types import ModuleType
 
-from mpiddp.hosts import gpus, interfaces, names, probe
+from mpiddp.hosts import facts, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.sources import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
-from mpiddp.hosts.ssh_complaints import login_failed
+from mpiddp.hosts.remote import program_with
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, did_not_run, login_failed, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, counted, duration, listed, names_by_value
 
-LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
+LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
 
 # The modules that are sent to the hosts, each after those that it imports.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, probe)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """The probe's result for one host, see `mpiddp.hosts.probe.host_info`."""
+    """The probe's result for one host, see `mpiddp.hosts.facts.host_info`."""
 
     host: Host
     has_folder: bool
@@ -61,6 +61,7 @@ class HostInfo:
     mpi4py: str | None
     gpus: int | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
+    python: str = ""  # its version
 
 
 Complaints = dict[Host, str]  # a sentence for each host that cannot be used
@@ -87,7 +88,7 @@ def preflight(
             needs.python,
             probe_program(needs),
             timeout_s=login_s,
-            work_s=probe.LONGEST_S,
+            work_s=facts.LONGEST_S,
             transport=transport,
         )
         waiting = []
@@ -101,7 +102,7 @@ def preflight(
                 complaints[host] = complaint
             if info:
                 infos[host] = info
-            if info or answer.exit_code == NO_PROGRAM:
+            if info or answer.exit_code == NO_PROGRAM or _has_failed_there(answer):
                 answered.add(host)
             elif "Host key verification failed" not in answer.stderr:  # only people change a key
                 waiting.append(host)
@@ -130,9 +131,13 @@ def preflight(
 
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    begin = f"import json; print(json.dumps(sys.modules[{probe.__name__!r}].host_info({asdict(needs)!a})))"
-    proof = 'print("login", flush=True)'  # of the login
-    return program_with(TRAVELLING, begin, first=proof)
+    begin = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].host_info({asdict(needs)!a})))"
+    return program_with(TRAVELLING, begin, first=facts.CHECK_PYTHON)
+
+
+def _has_failed_there(answer: Answer) -> bool:
+    """Whether the login succeeded and the interpreter did not: it is too old, or does not start."""
+    return answer.has_begun and answer.exit_code not in (None, 255)
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:
@@ -149,6 +154,12 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
 def _complaint(info: HostInfo, needs: Needs) -> str | None:
     """The problem of this host alone, as one sentence; None if it has none."""
     name = info.host.name
+    here, there = (".".join(each.split(".")[:2]) for each in (python_version(), info.python))
+    if there and there != here:
+        return (
+            f"{name}: {needs.python} is Python {there} there, {here} here. "
+            "Install the same Python at the same path on every host."
+        )
     if not info.has_folder:
         return (
             f"{name}: the working folder {needs.folder} is missing. "
@@ -179,6 +190,8 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
 
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
+    if answer.exit_code != NO_PROGRAM and _has_failed_there(answer):
+        return f"{did_not_run(host, needs.python, answer)} Install the same Python there as here."
     if not transport.is_ssh and answer.exit_code != NO_PROGRAM:
         unsaid = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")

@@ -13,7 +13,7 @@ from mpiddp.errors import DONE, FAILED, STOPPED
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.usable import history_files
+from mpiddp.launch.usable import history_file
 
 if TYPE_CHECKING:
     from mpiddp.hosts.history import Event
@@ -36,9 +36,9 @@ class Ended(NamedTuple):
 
 def note_silent(options: LaunchOptions, named: Hosts, silent: Mapping[Host, str]) -> None:
     """Write down the hosts that did not answer the preflight."""
-    files = history_files(options, named)
-    if files is not None:
-        files.append(_event((), {host.key: why for host, why in silent.items()}))
+    file = history_file(options, named)
+    if file is not None:
+        file.append(_event((), {host.key: why for host, why in silent.items()}))
 
 
 def note_attempt(options: LaunchOptions, named: Hosts, placed: Hosts, ended: Ended) -> None:
@@ -47,40 +47,15 @@ def note_attempt(options: LaunchOptions, named: Hosts, placed: Hosts, ended: End
     Args:
         placed: the hosts of its ranks, under the names that mpirun got.
     """
-    files = history_files(options, named) if ended.code in (DONE, FAILED, STOPPED) else None
-    if files is None:
+    file = history_file(options, named) if ended.code in (DONE, FAILED, STOPPED) else None
+    if file is None:
         return
     from mpiddp.hosts.history import STEPS
 
     used = tuple(key_of(each.name, named) for each in placed.hosts)
     failed = {key_of(ended.host, named): ended.reason} if ended.host else {}
     slow = {key_of(name, named): {STEPS: part} for name, part in ended.slow.items()}
-    files.append(replace(_event(used, failed), slow=slow))
-
-
-def note_figures(
-    options: LaunchOptions,
-    named: Hosts,
-    figures: Mapping[str, Mapping[str, float]],
-    slow: Mapping[tuple[str, str], float],
-) -> None:
-    """Write down what was measured of the hosts.
-
-    Args:
-        figures: by a host's name and what they are of.
-        slow: the part of the others' speed, by host and what it is slow at.
-    """
-    files = history_files(options, named) if figures else None
-    if files is None:
-        return
-    from mpiddp.hosts.history import Event
-
-    keys = {name: key_of(name, named) for name in figures}
-    found: dict[str, dict[str, float]] = {}
-    for (name, what), part in slow.items():
-        found.setdefault(keys[name], {})[what] = part
-    measured = {keys[name]: each for name, each in figures.items()}
-    files.append(Event(time.time(), slow=found, figures=measured))
+    file.append(replace(_event(used, failed), slow=slow))
 
 
 def key_of(name: str, named: Hosts) -> str:

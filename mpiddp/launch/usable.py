@@ -21,7 +21,7 @@ from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed
 
 if TYPE_CHECKING:
-    from mpiddp.hosts.history import Files
+    from mpiddp.hosts.history import File
     from mpiddp.launch.preflight import HostInfo
 
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
@@ -151,13 +151,10 @@ def _say_doubts(used: Hosts, past: Past) -> None:
 
 def of_earlier_jobs(options: LaunchOptions, named: Hosts) -> Past:
     """What the history says of the hosts."""
-    files = history_files(options, named)
-    if files is None or not files.existing:
+    file = history_file(options, named)
+    if file is None:
         return Past()
-    history = files.read()
-    if history.broken:
-        more = f" (and {len(history.broken) - 1} more)" if len(history.broken) > 1 else ""
-        log.info(f"{history.broken[0]}{more} is no line of a history, and is skipped.")
+    history = file.read()
     records = {host: history.record(host.key) for host in named.usable}
     flaky = {
         host.key: f"{host.name} {record.doubt}" for host, record in records.items() if record.doubt
@@ -165,10 +162,10 @@ def of_earlier_jobs(options: LaunchOptions, named: Hosts) -> Past:
     return Past(flaky)
 
 
-def history_files(options: LaunchOptions, named: Hosts) -> Files | None:
+def history_file(options: LaunchOptions, named: Hosts) -> File | None:
     """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
     if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
         return None
-    from mpiddp.hosts.history import Files  # only jobs over several hosts pay for it
+    from mpiddp.hosts.history import File  # only jobs over several hosts pay for it
 
-    return Files.of(options.hostfile, os.environ)
+    return File.of(options.hostfile)

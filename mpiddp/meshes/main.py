@@ -14,8 +14,8 @@ import os
 
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import MAX_SLOTS, parse_host_list, read_hostfile, slots_of
-from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
@@ -120,8 +120,7 @@ def _hosts(options: argparse.Namespace) -> list[str]:
     if options.host_list is not None:
         named = parse_host_list(options.host_list)
     elif options.hostfile is not None:
-        # Nothing starts there, so names that Open MPI would confuse do no harm.
-        named = read_hostfile(options.hostfile, keep_fqdn=True)
+        named = read_hostfile(options.hostfile)
     elif granted := find_allocation(os.environ):
         named = granted
     else:

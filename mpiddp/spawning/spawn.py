@@ -22,7 +22,7 @@ from mpiddp.errors import (
     RankFailed,
     UserError,
 )
-from mpiddp.hosts.slurm import in_slurm_terminal
+from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.protocol.payload import Payload
 from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options

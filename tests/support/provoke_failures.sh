@@ -152,6 +152,13 @@ python-file-missing() { one "open('data/train.bin')"; }
 python-exception() { two <<< "$INIT
 if rank == 1: raise ValueError('the images have 3 channels, the model expects 1')
 dist.barrier()"; }
+# a script of two ranks of mpiddp launch, with arguments
+launched() { printf '%s\n' "$1" > "$SCRATCH/train.py"; (cd "$SCRATCH" && python -m mpiddp launch -n 2 --hang-timeout 8 train.py "${@:2}"); }
+python-exit() { launched "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('config.yaml: no key \"lr\"'); time.sleep(9)"; }
+python-usage() { launched "import argparse; argparse.ArgumentParser().parse_args()" --foo; }
+python-syntax() { launched "def f(:"; }
+python-interrupted() { launched "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 2); time.sleep(9)"; }
+python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); dist.barrier()"; }
 python-start-method() { one "
 import multiprocessing
 multiprocessing.get_context('spawn').Process(target=print).start()"; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import PurePath
 
-from mpiddp.hosts.schedulers import leading_schedulers
+from mpiddp.hosts.allocations import leading_schedulers
 from mpiddp.launch.starters.command import (
     BINDINGS,
     DETECTION,

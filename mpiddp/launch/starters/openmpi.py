@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from mpiddp.hosts.schedulers import SCHEDULERS, leading_schedulers
+from mpiddp.hosts.allocations import SCHEDULERS, leading_schedulers
 from mpiddp.launch.starters.command import (
     BINDINGS,
     DETECTION,

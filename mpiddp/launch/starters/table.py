@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.probe import VERSION_S, program_version
+from mpiddp.hosts.facts import VERSION_S, program_version
 from mpiddp.launch.starters.command import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
 from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5

@@ -14,7 +14,7 @@ from mpiddp.hosts import processes
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.processes import OomKills, kills_in
-from mpiddp.hosts.sources import program_with
+from mpiddp.hosts.remote import program_with
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.launch.supervise.verdict import History, killed_first
 from mpiddp.text import size_text

@@ -1,6 +1,6 @@
 """The known cause of a failed job, by what its ranks and mpirun have printed on stderr.
 
-Only a failure needs the table of `mpiddp.doctor`, which takes some 50 ms to load.
+Only a failure needs the table of `mpiddp.explain`, which takes some 50 ms to load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiddp.launch.supervise.verdict import (
 )
 
 if TYPE_CHECKING:
-    from mpiddp.doctor.explanations import Explanation
+    from mpiddp.explain.explain import Explanation
 
 # Rows whose cause is the host of the rank that failed first, whatever its script does.
 OF_THE_HOST = ("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed")
@@ -42,7 +42,7 @@ def look_into(history: History, found: Verdict, tail: Tail, kill: str = "") -> t
     if row.id in OF_THE_HOST and found.first:
         host = history.ranks.hosts[found.first.rank]
     sentence = (
-        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.mend} '
+        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.fix} '
         f"More: docs/troubleshooting.md#{row.id}"
     )
     return sentence, host
@@ -55,8 +55,8 @@ def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
     row knows is its cause: then whatever the others have printed is none.
     """
     try:
-        from mpiddp.doctor.explanations import explain
-        from mpiddp.doctor.failures import Weight
+        from mpiddp.explain.explain import explain
+        from mpiddp.explain.failures import Weight
     except (ImportError, OSError):  # no files left, or the installation has changed
         return None
     lines = tail.by_rank()

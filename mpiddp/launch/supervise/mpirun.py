@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.probe import with_own_folder
+from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.processes import (
     adopt_orphans,
     descendants,

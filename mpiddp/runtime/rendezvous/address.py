@@ -144,7 +144,7 @@ def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     if not nodelist:
         raise UserError("SLURM_STEP_NODELIST names no host. Set MASTER_ADDR.")
     try:
-        from mpiddp.hosts.slurm import expand_nodelist  # few ranks need it
+        from mpiddp.hosts.allocations import expand_nodelist  # few ranks need it
 
         return expand_nodelist(nodelist)[0], port
     except ValueError as error:

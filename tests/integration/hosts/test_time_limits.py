@@ -1,6 +1,6 @@
 """Programs that do not end in time, on hosts that are this machine: they are ended, and what they said stays.
 
-Tests mpiddp/hosts/ssh.py, cluster/{run,run_agent,keys}.py.
+Tests mpiddp/hosts/ssh.py, run.py.
 python -m pytest tests/integration/hosts/test_time_limits.py
 """
 
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.cluster import keys
-from mpiddp.hosts.cluster.run import Outcome, run
+from mpiddp.hosts import main
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import run_on_hosts
 
@@ -34,18 +33,14 @@ def test_a_program_that_does_not_end_is_killed() -> None:
     assert 0.1 <= time.monotonic() - began < 60
 
 
-def test_a_command_that_does_not_end(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=1.0)
-    assert outcomes[HERE] == Outcome("", "", "no end in 1 s; stopped")
+def test_a_command_that_does_not_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It ends with all that it has started, on this machine too."""
+    file, hosts = tmp_path / "pid", tmp_path / "hosts"
+    hosts.write_text("localhost\n")
+    shell = ["sh", "-c", f"echo $$ > {file}; sleep 1000"]
+    assert main.main(["run", str(hosts), "--timeout", "1s", "--", *shell]) == 1
+    assert capfd.readouterr() == ("", "localhost: no end in 1 s; stopped\n")
     deadline = time.monotonic() + 60
     while file.exists() and Path("/proc", file.read_text().strip()).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_what_was_printed_before_the_time_was_over() -> None:
-    """It may be no UTF-8, such as the banner of a host."""
-    for end in ("sleep 1000", "exit 1"):
-        done = keys._run(["sh", "-c", f"printf 'caf\\351\\n'; {end}"], limit_s=1.0)
-        assert (done.returncode, done.stdout) == (1, "caf\N{REPLACEMENT CHARACTER}\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.slurm import expand_nodelist
+from mpiddp.hosts.allocations import expand_nodelist
 from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.session import Session

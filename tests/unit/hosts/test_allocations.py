@@ -1,7 +1,7 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
 test_slurm_job.py and test_grid_engine_job.py of tests/cluster/schedulers have real ones.
-Tests mpiddp/hosts/schedulers.py, mpiddp/hosts/hostfile.py.
+Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/unit/hosts/test_allocations.py
 """
 
@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.formats import MPI_NAMES, MpiName
+from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.hostfile import read_hostfile
-from mpiddp.hosts.main import main as hosts_main
-from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
-from mpiddp.hosts.slurm import expand_nodelist
 from tests.support.allocations import (
     AZURE,
     DRY_RUNS,
@@ -114,8 +111,6 @@ HINT = ("--hostfile", "-H", "-H localhost")  # the ways out, in the order of the
          "the SkyPilot task", IPS, [4, 4]),
         (AZURE, "the Azure Batch task", IPS, [None, None]),
         (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
-        ({**AZURE_ML, "AZ_BATCH_NODE_LIST": "node-0;node-1;"}, "the Azure Batch task",
-         ["node-0", "node-1"], [None, None]),
     ],
 )  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
@@ -162,19 +157,7 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(
     assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
 
 
-@pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
-def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
-    sentence = error(
-        "s syntax",
-        'pe_hostfile:1: "all.q@n1"',
-        *("Grid Engine", MPI_NAMES[mpi], f"Write: {right}"),
-    )
-    said = refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi]))
-    assert re.fullmatch(sentence, said)
-
-
 def test_hosts_whose_names_differ_only_after_the_first_dot(in_folder: Path) -> None:
-    """A hostfile of a user's own is refused then: Open MPI cuts names there."""
     (in_folder / "node_file").write_text("n1.one\nn1.two\n")
     assert found(PBS)[1] == ["n1.one", "n1.two"]
 
@@ -342,11 +325,26 @@ def test_the_page_has_the_dry_run_of_each_environment() -> None:
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
 
 
-@pytest.mark.parametrize("length", [253, 254])
-def test_a_name_of_slurm_is_no_longer_than_a_host_can_have(length: int) -> None:
-    name = "n" * length
-    if length == 253:
-        assert expand_nodelist(f"{name}[1-2]") == [f"{name}1", f"{name}2"]
-        return
-    with pytest.raises(ValueError, match=r"^a name of more than 253 characters$"):
-        expand_nodelist(f"{name}[1-2]")
+UNEVEN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"}
+
+
+@pytest.mark.parametrize(
+    ("env", "slots"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, [4, 2]),
+        ({"SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "n2"}, [4, 2]),
+        ({"SLURM_GPUS_ON_NODE": "3"}, [3, 3]),
+        ({"SLURM_GPUS_PER_NODE": "3"}, [3, 3]),
+    ],
+)
+def test_gpus_that_slurm_has_divided_unevenly(env: Env, slots: list[int]) -> None:
+    """SLURM_GPUS_ON_NODE is of the script's own host alone."""
+    hosts = find_allocation({**UNEVEN, **env})
+    assert hosts is not None
+    assert [host.slots for host in hosts.hosts] == slots
+
+
+def test_gpus_of_three_hosts_that_nobody_knows() -> None:
+    env = {**UNEVEN, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
+    with pytest.raises(UserError, match=error("does not fit", "SLURM_GPUS=6 ", "3 hosts", "-H")):
+        find_allocation(env)

@@ -1,6 +1,6 @@
 """Names of hosts as Slurm writes them: node[1-3].
 
-Tests mpiddp/hosts/slurm.py.
+Tests mpiddp/hosts/allocations.py.
 python -m pytest tests/unit/hosts/test_compressed_names.py
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.hosts.slurm import compress_names, expand_nodelist
+from mpiddp.hosts.allocations import compress_names, expand_nodelist
 
 
 @pytest.mark.parametrize(

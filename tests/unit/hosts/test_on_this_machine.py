@@ -1,6 +1,6 @@
 """Programs on hosts, where each host is this machine: no ssh is between.
 
-Tests mpiddp/hosts/{ssh,processes,fabric}.py, cluster/{run,keys}.py, and mpiddp/launch/{preflight,orphans}.py.
+Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,orphans}.py.
 python -m pytest tests/unit/hosts/test_on_this_machine.py
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,13 +18,11 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import fabric, main
-from mpiddp.hosts.cluster import keys, run_agent
-from mpiddp.hosts.cluster.run import _outcome
+from mpiddp.hosts import main, run
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, shell_command
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, Transport
 from mpiddp.launch.orphans import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
@@ -119,6 +116,26 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
     assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
     no_python = error("Install it at", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
     assert re.fullmatch(no_python, complaints[a])
+
+
+def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path: Path) -> None:
+    """It has answered: the history does not hold it against the host."""
+    old, broken, other = (tmp_path / name for name in ("old", "broken", "other"))
+    old.write_text("#!/bin/sh\necho 'it is Python 3.6, and 3.8 or newer is needed' >&2; exit 1\n")
+    broken.write_text("#!/bin/sh\necho 'libpython3.so: cannot open' >&2; exit 127\n")
+    lines = "import platform; platform.python_version = lambda: '3.99.1'"
+    other.write_text(f'#!/bin/sh\n(echo "{lines}"; cat) | {sys.executable} -\n')
+    a = Host("a.invalid")
+    for python, said in (
+        (old, "it is Python 3.6, and 3.8 or newer is needed"),
+        (broken, "libpython3.so: cannot open"),
+        (other, "is Python 3.99 there, 3."),
+    ):
+        python.chmod(0o755)
+        _, complaints, silent = preflight([a], needs(tmp_path, python=str(python)), SHELL)
+        assert silent == {}
+        assert complaints[a].startswith(f"a.invalid: {python} ")
+        assert said in complaints[a]
 
 
 def test_a_host_is_asked_until_it_answers(
@@ -266,15 +283,56 @@ def test_a_command_on_every_host(
         verb(tmp_path, "run")
 
 
-def test_the_links_of_every_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert verb(tmp_path, "check", "--network") == 0
-    out = capfd.readouterr().out
-    assert out.startswith("host")
-    assert "\nlocalhost: NCCL would take " in out
-    assert out.endswith("\nnothing differs between the hosts\n")
+def test_answers_are_printed_as_they_come(tmp_path: Path) -> None:
+    """A host that does not end hides no other one's answer, and --timeout ends it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    came: list[list[Host]] = []
+
+    def on_answers(answers: dict[Host, Answer]) -> None:
+        came.append([*answers])
+        if len(came) == 1:  # only now the other one ends
+            pipe.write_text("go")
+
+    script = f'case $0 in slow*) cat {pipe} > /dev/null ;; esac; eval "$1"'
+    shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
+    quick, slow = Host("quick.invalid"), Host("slow.invalid")
+    run_on_hosts(
+        [slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell, on_answers=on_answers
+    )
+    assert came == [[quick], [slow]]
 
 
-AGENT = Path(run_agent.__file__)
+def test_a_large_output_costs_no_more_than_its_size() -> None:
+    """32 MB took 3 s of processor time when each piece was added to a string."""
+    program = "import sys; [sys.stdout.write('x' * 65536) for _ in range(512)]"
+    began = time.process_time()
+    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=PATIENCE_S)[HERE]
+    assert len(answer.stdout) == 32 << 20
+    assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize("has_jump", [False, True])
+def test_logins_are_bounded(
+    tmp_path: Path, has_jump: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each login waits until as many are open as may be: one more would be counted."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"""#!/bin/sh
+        case $1 in -G) echo {"proxyjump login" if has_jump else "port 22"}; exit ;; esac
+        touch {tmp_path}/login.$$
+        ls {tmp_path} | grep -c '^login' >> {tmp_path}/counts
+        sleep 0.05
+        rm {tmp_path}/login.$$
+        while [ "$1" != -- ]; do shift; done; shift 2; eval "$1" """)
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = [Host(f"n{number}.invalid") for number in range(40)]
+    answers = run_on_hosts(hosts, "true", "", timeout_s=PATIENCE_S)
+    assert [answer.exit_code for answer in answers.values()] == [0] * 40
+    most = max(map(int, (tmp_path / "counts").read_text().split()))
+    assert most <= (8 if has_jump else 32)
+    assert logins_at_once(hosts[:8]) == 32
 
 
 @pytest.mark.parametrize(
@@ -286,187 +344,39 @@ AGENT = Path(run_agent.__file__)
         (["./no-such-program"], "", "./no-such-program: No such file or directory\n", 127),
     ],
 )
+@pytest.mark.parametrize("has_home", [True, False])
 def test_a_command_in_the_home_folder(
-    tmp_path: Path, command: list[str], stdout: str, stderr: str, code: int
+    tmp_path: Path, has_home: bool, command: list[str], stdout: str, stderr: str, code: int
 ) -> None:
     """Of a host that lacks the folder. The program is what `mpiddp hosts run` sends."""
-    call = f"main('proof', {str(tmp_path / 'none')!r}, {command!r})\n"
+    values = {"FOLDER": str(tmp_path / "none"), "COMMAND": command, "ENDED": "ended "}
+    home = tmp_path if has_home else tmp_path / "no home"
     done = subprocess.run(
         [sys.executable, "-"],
-        input=AGENT.read_text() + call,
-        env={**os.environ, "HOME": str(tmp_path)},
+        input="".join(f"{name} = {value!r}\n" for name, value in values.items()) + run._AGENT,
+        env={**os.environ, "HOME": str(home)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
-    assert done.stdout == "proof\n" + stdout.format(home=tmp_path)
-    assert (done.stderr, done.returncode) == (stderr, code)
+    assert done.stdout == stdout.format(home=home if has_home else "/")
+    assert (done.stderr, done.returncode) == (f"{stderr}ended {code}\n", code)
 
 
-def test_a_command_of_a_user_without_a_home(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=AGENT.read_text() + f"main('proof', {str(tmp_path / 'none')!r}, ['pwd'])\n",
-        env={**os.environ, "HOME": str(tmp_path / "no home")},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("proof\n/\n", "", 0)
-
-
-PROOF = "welcome\nmpiddp-hosts-run\n"
+ENDED = "mpiddp-hosts-run ended: "
 
 
 @pytest.mark.parametrize(
-    ("answer", "timeout_s", "outcome"),
+    ("answer", "timeout_s", "failure"),
     [
-        (Answer(0, f"{PROOF}out", "err"), None, ("out", "err", "")),
-        (Answer(2, f"{PROOF}out", ""), 5.0, ("out", "", "exit code 2")),
-        (Answer(None, f"{PROOF}out", ""), 5.0, ("out", "", "no end in 5 s; stopped")),
-        (Answer(255, PROOF, "Connection closed"), None,
-         ("", "Connection closed", "the connection was lost")),
-        (Answer(255, PROOF, "mine"), None, ("", "mine", "exit code 255")),
-        (Answer(NO_PROGRAM, "", ""), None, ("", "", error("mpiddp needs", "python3 "))),
+        (Answer(0, "out", f"err{ENDED}0\n"), None, ""),
+        (Answer(2, "out", f"{ENDED}2\n"), 5.0, "exit code 2"),
+        (Answer(None, "out", ""), 5.0, "no end in 5 s; stopped"),
+        (Answer(255, "", "Connection closed"), None, "the connection was lost"),
+        # ssh to another host is a command too
+        (Answer(255, "", f"Connection refused\n{ENDED}255\n"), None, "exit code 255"),
+        (Answer(NO_PROGRAM, "", ""), None, error("mpiddp needs", "python3 ")),
     ],
 )  # fmt: skip
-def test_what_a_command_did(
-    answer: Answer, timeout_s: float | None, outcome: tuple[str, str, str]
-) -> None:
-    stdout, stderr, failure = _outcome(HERE, answer, timeout_s)
-    assert (stdout, stderr) == outcome[:2]
-    assert re.fullmatch(outcome[2], failure)
-
-
-# --- mpiddp hosts keys ---
-
-
-@pytest.mark.parametrize(
-    ("reached", "lines"),
-    [
-        ({"n1": ["n2"], "n2": ["n1"]}, ["n[1-2]: reaches every other host"]),
-        ({"n1": ["n2"], "n2": []},
-         ["n1: reaches every other host", "n2: reaches no other host"]),
-        ({"n1": ["n2"], "n2": ["n1", "n3"], "n3": ["n1", "n2"]},
-         ["n1: reaches n2, not n3", "n[2-3]: reaches every other host"]),
-        ({"n1": []}, ["n1: reaches every other host"]),
-    ],
-)  # fmt: skip
-def test_who_reaches_whom(reached: dict[str, list[str]], lines: list[str]) -> None:
-    assert keys.summary(reached) == lines
-
-
-@pytest.mark.parametrize(
-    ("found", "unknown", "text"),
-    [
-        ([], ["n2", "n3"], "which other hosts it reaches is not known"),
-        (["n2"], ["n3"], "reaches n2; not known: n3"),
-        ([], ["n3"], "does not reach n2; not known: n3"),
-    ],
-)
-def test_what_was_not_answered_is_not_known(
-    found: list[str], unknown: list[str], text: str
-) -> None:
-    others = {"n2": ["n1", "n3"], "n3": ["n1", "n2"]}
-    lines = keys.summary({"n1": found, **others}, {"n1": unknown})
-    assert lines == [f"n1: {text}", "n[2-3]: reaches every other host"]
-
-
-def test_this_machine_reaches_all() -> None:
-    found, unknown = keys.reached([HERE, Host("127.0.0.1")], None)
-    assert found == {"localhost": ["127.0.0.1"], "127.0.0.1": ["localhost"]}
-    assert unknown == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "jump", "written"),
-    [
-        ("login", Host("login"), "login"),
-        ("me@login:2222", Host("login", user="me", port=2222), "me@login:2222"),
-        ("me@10.0.0.1", Host("10.0.0.1", user="me"), "me@10.0.0.1"),
-        ("2001:db8::1", Host("2001:db8::1"), "[2001:db8::1]"),
-        ("me@[2001:db8::1]", Host("2001:db8::1", user="me"), "me@[2001:db8::1]"),
-        ("[2001:db8::1]:2222", Host("2001:db8::1", port=2222), "[2001:db8::1]:2222"),
-    ],
-)
-def test_a_jump_host(text: str, jump: Host, written: str) -> None:
-    found = keys.parse_jump(text)
-    assert found == jump
-    assert keys._by_jump(["ssh", "--", "x"], found) == ["ssh", "-J", written, "--", "x"]
-    assert keys._by_jump(["ssh"], None) == ["ssh"]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", error("--jump: expected", "--jump: ", "--jump me@login.example.org")),
-        ("a b", error("--jump: expected", "--jump: ", "--jump me@login.example.org")),
-        ("a:x", error("--jump: expected", "--jump: ", "name[:port]", "me@login.example.org:2222")),
-        ("a:123456", error("--jump: expected", "--jump: ")),
-        ("-o", error("and would", '--jump: host "-o"')),
-    ],
-)
-def test_no_jump_host(text: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"^{sentence}$"):
-        keys.parse_jump(text)
-
-
-@pytest.mark.parametrize(
-    ("said", "jump", "sentence"),
-    [
-        (
-            "me@a: Permission denied (publickey).",
-            None,
-            error("key opens", "a: ", "run: ssh-add "),
-        ),
-        (
-            "channel 0: open failed: connect failed: No route",
-            Host("j"),
-            error("not reach it", "a: j ", "(connect failed: No route)"),
-        ),
-    ],
-)
-def test_hosts_that_ssh_does_not_reach(said: str, jump: Host | None, sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"^{sentence}$"):
-        keys._refuse({Host("a"): said}, jump)
-    keys._refuse({}, jump)
-
-
-def test_unknown_hosts_are_not_those_with_another_key() -> None:
-    assert keys._is_unknown("Host key verification failed.")
-    assert not keys._is_unknown("IDENTIFICATION HAS CHANGED!\nHost key verification failed.")
-    assert not keys._is_unknown("Connection refused")
-
-
-def test_a_key_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shell of a host starts in the home folder."""
-    monkeypatch.chdir(tmp_path)
-    for key in ("ssh-ed25519 AAAA me@here", "ssh-ed25519 BBBB me@here", "ssh-ed25519 AAAA other"):
-        keys._add_key(HERE, key, None)
-    file = tmp_path / ".ssh" / "authorized_keys"
-    lines = ["ssh-ed25519 AAAA me@here", "ssh-ed25519 BBBB me@here"]
-    assert file.read_text().splitlines() == lines
-    assert file.stat().st_mode & 0o777 == 0o600
-    file.write_text("old, without an end")
-    keys._add_key(HERE, "ssh-rsa CCCC me", None)
-    assert file.read_text().splitlines() == ["old, without an end", "ssh-rsa CCCC me"]
-    file.unlink()
-    file.mkdir()
-    not_copied = error("Add this", "localhost: ", "~/.ssh/authorized_keys", ": ssh-rsa C me ")
-    with pytest.raises(UserError, match=rf"^{not_copied}$"):
-        keys._add_key(HERE, "ssh-rsa C me", None)
-
-
-# --- the links of this machine ---
-
-
-def test_the_facts_of_this_machine() -> None:
-    found = fabric.facts([socket.gethostname(), "far.invalid"])
-    assert found.keys() == {"links", "devices", "nccl", "gloo", "mpiddp"}
-    assert "lo" not in [each["name"] for each in found["links"]]
-    own = Interface("lo", "127.0.0.1", "127.0.0.0/8")
-    assert fabric.leading_to(["127.0.0.1", "far.invalid"], [own]) == "nothing"
-    assert fabric.gloo_choice([]) == "lo"
-    addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), 0)}
-    named = [Interface(f"if-{each}", str(each), "") for each in addresses]
-    assert fabric.gloo_choice(named).startswith("if-")
+def test_what_a_command_did(answer: Answer, timeout_s: float | None, failure: str) -> None:
+    assert re.fullmatch(failure, run._failure(HERE, answer, timeout_s))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from mpiddp.hosts.slurm import in_slurm_terminal
+from mpiddp.hosts.allocations import in_slurm_terminal
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -18,7 +18,7 @@ from tests.support.ranks import ROOT
 def test_in_a_container_the_process_itself_is_asked() -> None:
     """The task may have another pid there. No process has this one: Linux counts to 2**22."""
     task = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(2**22 + 1)}
-    text = f"import mpiddp.hosts.slurm as s; print(s.in_slurm_terminal({task}))"
+    text = f"import mpiddp.hosts.allocations as s; print(s.in_slurm_terminal({task}))"
     without = [sys.executable, "-c", text]
     on_terminal = [sys.executable, "-c", f"import pty; pty.spawn({without})"]
     for command, answer in ((on_terminal, "True"), (without, "False")):

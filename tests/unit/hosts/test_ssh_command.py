@@ -12,14 +12,15 @@ from mpiddp.hosts.transport import QRSH, SSH
 
 
 def test_the_command_for_a_host() -> None:
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-T"]
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
     options += ["-o", "ServerAliveInterval=15"]
     *command, line = shell_command(Host("192.0.2.7", user="ann", port=2222), "date", SSH)
-    assert command == ["ssh", *options, "-p", "2222", "--", "ann@192.0.2.7"]
+    assert command == ["ssh", *options, "-p", "2222", "-T", "--", "ann@192.0.2.7"]
     assert line == "exec sh -c date"
     assert shell_command(Host("192.0.2.7"), "date", SSH)[:-1] == [
         "ssh",
         *options,
+        "-T",
         "--",
         "192.0.2.7",
     ]

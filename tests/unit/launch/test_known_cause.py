@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.doctor.failures import FAILURES
+from mpiddp.explain.failures import FAILURES
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.processes import OomKills
 from mpiddp.hosts.transport import Transport

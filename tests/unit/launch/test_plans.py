@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts.history import Event, Files
+from mpiddp.hosts.history import Event, File
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import remembered
 from mpiddp.launch.main import main
@@ -175,8 +175,7 @@ def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchO
 
 
 def events(where: LaunchOptions) -> list[Event]:
-    files = Files.of(where.hostfile, os.environ)
-    return list(files.read().events) if files.existing else []
+    return list(File.of(where.hostfile).read().events)
 
 
 def test_attempts_are_written_down(listed: tuple[LaunchOptions, Hosts]) -> None:

@@ -164,7 +164,9 @@ def test_a_tool_of_gpus_that_does_not_answer() -> None:
 )
 def test_what_mends_an_error_of_ssh(errors: str, sentence: str) -> None:
     host = replace(A, user="u", port=22022)
-    assert re.fullmatch(sentence, _no_answer(host, Answer(255, "", errors), NEEDS, SSH))
+    assert re.fullmatch(
+        sentence, _no_answer(host, Answer(255, "", errors, has_begun=False), NEEDS, SSH)
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_what_mends_an_error_of_ssh(errors: str, sentence: str) -> None:
 def test_a_host_that_gives_no_answer(
     code: int | None, errors: str, transport: object, sentence: str
 ) -> None:
-    said = _no_answer(A, Answer(code, "", errors), NEEDS, transport)  # type: ignore[arg-type]
+    said = _no_answer(A, Answer(code, "", errors, has_begun=False), NEEDS, transport)  # type: ignore[arg-type]
     assert re.fullmatch(sentence, said)
 
 

@@ -104,25 +104,20 @@ def test_an_avoided_host_is_left_out_or_placed_last(
 
 
 def test_a_host_that_held_a_job_up_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "hosts"
+    file.touch()
     named = Hosts("list", (Host("gpu16.invalid"), Host("GPU17.invalid"), Host("gpu18.invalid")))
     ended = Ended(DONE, slow={"gpu17.invalid": 0.86})
-    remembered.note_attempt(where("-H", "x"), named, named, ended)
+    remembered.note_attempt(where("--hostfile", str(file)), named, named, ended)
     known = "GPU17.invalid is 14 % slower than the others"
     for options, hint in (((), "--exclude HOST does without it"),):
-        chosen = where("-H", "x", *options)
+        chosen = where("--hostfile", str(file), *options)
         past = of_earlier_jobs(chosen, named)
         kept = keep_usable(named, Checked(), chosen, past)
         assert kept.hosts[-1].name == ("GPU17.invalid" if options else "gpu18.invalid")
         assert capfd.readouterr().err == f"mpiddp: {known}: {hint}.\n"
-    figures = {host.name: {"steps": 1.0, "disk": 1e8} for host in named.hosts}
-    remembered.note_figures(where("-H", "x"), named, figures, {("gpu16.invalid", "disk"): 0.25})
-    assert of_earlier_jobs(where("-H", "x"), named).flaky == {
-        "gpu16.invalid": "gpu16.invalid is 75 % slower than the others (disk)",
-        "gpu17.invalid": known,
-    }
 
 
 def test_fewer_ranks_may_start_where_a_host_is_missing() -> None:
@@ -224,22 +219,6 @@ def test_what_is_known_of_several_hosts_is_one_line(capfd: pytest.CaptureFixture
     ):  # fmt: skip
         keep_usable(ALL, Checked(), where(), Past(known))
         assert capfd.readouterr().err == (f"mpiddp: {said}\n" if said else "")
-
-
-@pytest.mark.parametrize(("broken", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
-def test_lines_that_are_no_history_are_skipped(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], broken: int, more: str
-) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("a.invalid\nb.invalid\n")
-    named = read_hosts(where("--hostfile", str(file)), {})
-    remembered.note_silent(where("--hostfile", str(file)), named, {named.hosts[0]: "a: silent."})
-    (history,) = [path for path in tmp_path.iterdir() if path != file]
-    with history.open("a") as lines:
-        lines.write("no line\n" * broken)
-    assert of_earlier_jobs(where("--hostfile", str(file)), named).avoided == {}
-    err = capfd.readouterr().err
-    assert err == f"mpiddp: {history}:2{more} is no line of a history, and is skipped.\n"
 
 
 def test_hosts_without_a_complaint() -> None:

@@ -1,1 +1,0 @@
-"""`mpiddp doctor`: what will break on these hosts, before a job does."""

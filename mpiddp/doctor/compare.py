@@ -1,0 +1,307 @@
+"""From what the hosts say of themselves to lines: pure functions of a value for each host's name.
+
+What differs is named against the majority; a value that cannot be read is "unknown", never "ok".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from ipaddress import ip_address
+from statistics import median, median_low
+from typing import Any
+
+from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
+from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
+from mpiddp.launch.preflight import by_value
+from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
+
+Facts = Mapping[str, Mapping[str, Any]]
+
+LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
+LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
+LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint, few checkpoints
+MOST_SKEW_S = 2.0
+_PUSH = "copy it again: mpiddp hosts push"
+
+
+def differences(what: str, values: Mapping[str, Any]) -> str:
+    """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
+    texts = {name: str(value) for name, value in values.items()}
+    groups = names_by_value(texts)
+    most = max(map(len, groups.values()), default=0)
+    if len(groups) < 2:
+        return ""
+    if 2 * most <= len(values):  # no majority
+        return f"{what} differs: {by_value(texts)}"
+    odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
+    (usual,) = [value for value, names in groups.items() if len(names) == most]
+    return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
+
+
+def shells(printed_before: Mapping[str, str]) -> list[Line]:
+    """Whether the shell of each host starts without output, which other programs over ssh cannot bear."""
+    printed = {name: text.strip().partition("\n")[0] for name, text in printed_before.items()}
+    fix = "print only in interactive shells: begin ~/.bashrc there with [[ $- == *i* ]] || return"
+    found = [
+        (WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', fix)
+        for name, text in printed.items()
+        if text
+    ]
+    return lines("ssh", found, "every host runs python3 from a shell that is not interactive")
+
+
+def names(facts: Facts) -> list[Line]:
+    """Whether every host resolves every other name to an address of that host, and its own to a real one."""
+    return lines("names", _names(facts), "every host resolves every name to the same host")
+
+
+def _names(facts: Facts) -> Iterator[Found]:
+    for name, named in facts.items():
+        answers = {here: found["names"].get(name, []) for here, found in facts.items()}
+        if unresolved := [here for here, addresses in answers.items() if not addresses]:
+            fix = f"add {name} to DNS, or to /etc/hosts there"
+            yield WARN, f"{name} cannot be resolved from {all_of(unresolved)}", fix
+        for here, addresses in answers.items():
+            if here != name and addresses and not {*addresses} & {*named["addresses"]}:
+                fact = f"{name} resolves to {all_of(addresses)} on {here}, which is no address of {name}"
+                yield WARN, fact, f"correct {name} in DNS or in /etc/hosts of {here}"
+        own = [each.partition("%")[0] for each in named["names"].get(named["hostname"], [])]
+        if len(facts) > 1 and (loops := [each for each in own if ip_address(each).is_loopback]):
+            fact = f"{name}'s own name resolves to {loops[0]} there, which no other host can reach"
+            yield WARN, fact, f"give it its real address in /etc/hosts of {name}"
+
+
+def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) -> list[Line]:
+    """Whether the interpreter of the ranks loads the same on all hosts. `already`: what was compared."""
+    same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
+    same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
+    ok_text = f"the same on every host: {', '.join(sorted(same))}"
+    return lines("versions", _stacks(found, already), ok_text)
+
+
+def _stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str]) -> Iterator[Found]:
+    for what in dict.fromkeys(what for each in found.values() for what in each):
+        # A package that is missing or broken on a host tells nothing of its library there.
+        values = {name: each[what] for name, each in found.items() if what in each}
+        broken = {name: value for name, value in values.items() if value.startswith("broken: ")}
+        for name, value in broken.items():
+            fact = f"{what} does not load on {name}: {value.removeprefix('broken: ')}"
+            yield FAIL, fact, f"install {what} there as on the other hosts"
+        values = {name: value for name, value in values.items() if name not in broken}
+        if what not in already and (fact := differences(what, values)):
+            fix = "install the same version on every host, or copy it: mpiddp hosts push"
+            yield WARN if what.startswith("lib") else FAIL, fact, fix
+        elif {*values.values()} == {"missing"}:
+            yield WARN, f"{what} is missing on every host", ""
+
+
+def gpus(facts: Facts) -> list[Line]:
+    """GPUs of NVIDIA: count, model, memory, driver, clocks; who uses them; errors of memory."""
+    if all(found["gpus"] == {} for found in facts.values()):
+        return [Line("GPUs", OK, "no host has nvidia-smi")]
+    return lines("GPUs", _gpus(facts), "the same on every host, unused and without errors")
+
+
+def _gpus(facts: Facts) -> Iterator[Found]:
+    known = {name: found["gpus"] for name, found in facts.items() if found["gpus"] is not None}
+    for name in facts.keys() - known.keys():
+        yield FAIL, f"nvidia-smi does not answer on {name}", "repair the driver there"
+    each = {name: found.get("each", []) for name, found in known.items()}
+    if fact := differences("the number of GPUs", {name: len(rows) for name, rows in each.items()}):
+        yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
+    each = {name: rows for name, rows in each.items() if rows}
+    for field in ("name", "memory.total", "driver_version", "clocks.max.sm"):
+        values = {name: all_of(sorted({row[field] for row in rows})) for name, rows in each.items()}
+        if fact := differences(f"{field} of the GPUs", values):
+            is_driver = field == "driver_version"
+            yield FAIL if is_driver else WARN, fact, "install the same driver" if is_driver else ""
+    for name, rows in each.items():
+        if users := known[name]["users"]:
+            fact = f"the GPUs of {name} are in use (pid, MiB): {listed(users, most=4)}"
+            yield WARN, fact, "wait for these processes, or end them there"
+        errors = {row["index"]: row["ecc.errors.uncorrected.volatile.total"] for row in rows}
+        if bad := [f"GPU {index}: {n}" for index, n in errors.items() if n.isdigit() and int(n)]:
+            fact = f"uncorrected memory errors on {name}: {listed(bad)}"
+            yield FAIL, fact, "reset or replace the GPU"
+        if not all(count.isdigit() for count in errors.values()):
+            yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
+
+
+def processes(facts: Facts, where: str) -> list[Line]:
+    """Limits, cores and shared memory of a process on each host. `where` says what kind of process."""
+    ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
+    return lines("limits", _processes(facts, where), ok_text)
+
+
+def _processes(facts: Facts, where: str) -> Iterator[Found]:
+    for kind in ("open files", "locked memory", "processes"):
+        values = {name: found["limits"][kind] for name, found in facts.items()}
+        if kind == "open files":
+            few = {name: count for name, count in values.items() if 0 <= count < LEAST_FILES}
+            for name in few:
+                fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
+                yield FAIL, f"a process may open {values.pop(name)} files on {name} ({where})", fix
+        texts = {name: "unlimited" if n == -1 else str(n) for name, n in values.items()}
+        if fact := differences(f"the limit of {kind}", texts):
+            yield WARN, f"{fact} ({where})", "set it alike in /etc/security/limits.conf"
+    for name, found in facts.items():
+        if found["infiniband"] and found["limits"]["locked memory"] != -1:
+            fact = f"locked memory is limited on {name}, which InfiniBand needs ({where})"
+            yield FAIL, fact, "set memlock to unlimited there, for sshd too"
+        if found["shm"] < LEAST_SHM:
+            fact = f"/dev/shm holds {size_text(found['shm'])} on {name}"
+            yield WARN, fact, "mount -o remount,size=8G /dev/shm there; in Docker: --shm-size 8g"
+    for what in ("cores", "cores for a process"):
+        if fact := differences(f"the number of {what}", {n: f[what] for n, f in facts.items()}):
+            yield WARN, f"{fact} ({where})", ""
+
+
+def folders(facts: Facts) -> list[Line]:
+    """Whether each folder can be used."""
+    return lines("folders", _folders(facts), "present, readable and with space")
+
+
+def _folders(facts: Facts) -> Iterator[Found]:
+    for label in dict.fromkeys(label for found in facts.values() for label in found["folders"]):
+        values = {name: found["folders"][label] for name, found in facts.items()}
+        has = [name for name, each in values.items() if not each["error"]]
+        for name, folder in values.items():
+            path = folder["path"]
+            if folder["error"]:
+                fact = f"the {label} folder {path} cannot be used on {name}: {folder['error']}"
+                others = f"; {all_of(has)} can" if has else ""
+                yield FAIL, fact + others, f"copy or mount it there, or allow it: ls -ld {path}"
+            elif folder["is_written"] and folder["free"] < LITTLE_FREE:
+                fact = f"the {label} folder {path} has {size_text(folder['free'])} left on {name}"
+                status = FAIL if folder["free"] < LEAST_FREE else WARN
+                yield status, fact, f"free space there: df -h {path}"
+
+
+def files(facts: Facts) -> list[Line]:
+    """Whether the files of the job are the same, by their SHA-256."""
+    paths = list(dict.fromkeys(path for found in facts.values() for path in found["files"]))
+    ok_text = f"{counted(len(paths), 'file')} of the script, the same on every host"
+    rows = [(FAIL, fact, _PUSH) for path in paths for fact in _file(facts, path)]
+    return lines("files", rows, ok_text)
+
+
+def _file(facts: Facts, path: str) -> Iterator[str]:
+    """What is wrong with one of the files."""
+    each = {name: found["files"][path] for name, found in facts.items()}
+    errors = {name: file["error"] for name, file in each.items() if file["error"]}
+    for error, hosts in names_by_value(errors).items():
+        yield f"{path} {error} on {all_of(hosts)}"
+    hashes = {name: file["hash"] for name, file in each.items() if not file["error"]}
+    if fact := differences(path, hashes):
+        yield fact
+
+
+def clocks(skews: Mapping[str, float]) -> list[Line]:
+    """Whether the clocks agree; if not, which differ from that of most hosts."""
+    return lines("clock", _clocks(skews), f"all within {MOST_SKEW_S:g} s")
+
+
+def _clocks(skews: Mapping[str, float]) -> Iterator[Found]:
+    in_order = sorted(skews, key=lambda name: skews[name])
+    apart = skews[in_order[-1]] - skews[in_order[0]] if skews else 0.0
+    if apart <= MOST_SKEW_S:
+        return
+    usual = median_low(skews.values())
+    off = {name: skew - usual for name, skew in skews.items() if abs(skew - usual) > MOST_SKEW_S}
+    if len(skews) < LEAST_COMPARED or not off:
+        fact = f"the clocks of {in_order[0]} and {in_order[-1]} are {apart:.1f} s apart"
+        yield WARN, fact, "start a time service on both: sudo timedatectl set-ntp true"
+        return
+    for name, skew in off.items():
+        fact = f"the clock of {name} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
+        yield WARN, fact, f"start a time service: ssh {name} sudo timedatectl set-ntp true"
+
+
+def speeds(found: Mapping[str, float]) -> list[Line]:
+    """Which hosts multiply matrices slowly, of the products a second of each rank's device."""
+    if len(found) < LEAST_COMPARED:
+        return []
+    usual = median(found.values())
+    slow: list[Found] = [
+        (
+            WARN,
+            f"{name} is slow: {100 * speed / usual:.0f} % of the others' speed",
+            f"ssh {name} top",
+        )
+        for name, speed in found.items()
+        if speed < LEAST_SPEED * usual
+    ]
+    return lines("speed", slow, "every rank's device multiplies matrices as fast as the others")
+
+
+def links(facts: Facts, addresses: Mapping[str, str]) -> list[Line]:
+    """Whether the links of the job's network have the same speed and MTU. `addresses`: of each host there."""
+    own = {
+        name: each
+        for name, address in addresses.items()
+        for each in facts[name]["links"]
+        if each["address"] == address
+    }
+    if not own:
+        return [Line("network", UNKNOWN, "no host told of its link")]
+    fix = "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
+    mtu = differences("the MTU", {name: each["mtu"] for name, each in own.items()})
+    rates = {
+        name: f"{each['speed'] / 1000:g} Gbit/s" for name, each in own.items() if each["speed"]
+    }
+    speed = differences("the speed of the link", rates)
+    found: list[Found] = [(WARN, mtu, fix)] if mtu else []
+    found += [(WARN, speed, "see the cable and the switch: ethtool INTERFACE")] if speed else []
+    first = next(iter(own.values()))
+    return lines(
+        "network", found, f"{', '.join([*dict.fromkeys(rates.values()), ''])}MTU {first['mtu']}"
+    )
+
+
+def reach(
+    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], facts: Facts
+) -> list[Line]:
+    """Whether each host reaches each other on the job's network, in each direction, with large packets."""
+    taken = {here: {answer["source"] for answer in each.values()} for here, each in found.items()}
+    over = {
+        each["name"]
+        for here, sources in taken.items()
+        for each in facts[here]["links"]
+        if each["address"] in sources
+    }
+    count = sum(len(each) for each in found.values())
+    if not count:
+        return [Line("network", UNKNOWN, "no direction between the hosts was tried")]
+    return lines("network", _reach(found, addresses), f"all {count} directions open{_over(over)}")
+
+
+def _over(interfaces: Collection[str]) -> str:
+    return f", over {all_of(sorted(interfaces))}" if interfaces else ""
+
+
+def _reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) -> Iterator[Found]:
+    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    unreached = {
+        name
+        for name in found
+        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+    }
+    for name in sorted(unreached):
+        (error, *_) = [error for pair, error in errors.items() if pair[1] == name]
+        fact = f"no other host reaches {name} ({addresses.get(name)}): {error}"
+        yield FAIL, fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
+    for (here, there), error in errors.items():
+        answer = found[here][there]
+        if error and there not in unreached:
+            way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
+            fact = f"{here} → {there} ({addresses.get(there)}) fails: {error}{way}"
+            fix = (
+                f"allow TCP from {here} on {there}; see: ssh {here} ip route get {addresses[there]}"
+            )
+            yield FAIL, fact, fix
+        elif answer["large"]:
+            fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
+            yield FAIL, fact, "set the same MTU on the hosts and the switch"
+        elif not error and answer["source"] != addresses.get(here):
+            fact = f"{here} → {there} takes {answer['source']}, not the job's {addresses.get(here)}"
+            yield WARN, fact, f"see: ssh {here} ip route"

@@ -1,0 +1,1 @@
+"""Explain what broke: a table of known failures, and `mpiddp explain LOGFILE`."""

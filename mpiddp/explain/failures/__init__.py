@@ -1,0 +1,79 @@
+"""The table of known failures: one section of an .ini file each. docs/troubleshooting.md shows it to users.
+
+    [gloo-timeout]                        its id: stable, beginning with a key of PROGRAMS
+    says = operation to complete | …      texts that the program prints, each within one line
+    pattern = Timed out waiting \\d+ms     what the line has to match as well, if good runs print the text too
+    weight = symptom                      how near it is to the root cause: see Weight; without it, cause
+    cause = A rank waited for another …   one or two sentences; what is only likely is called usual
+    fix = Look at what the other …        what to do, with the command where there is one
+
+Each has a text of the real program in tests/data/failures/. `python -m docs.troubleshooting` writes the page.
+"""
+
+from __future__ import annotations
+
+from configparser import RawConfigParser
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+# The first word of an id, and how a page names the program. Sorted as the page is.
+PROGRAMS = {
+    "torch": "torch",
+    "gloo": "gloo",
+    "nccl": "NCCL",
+    "cuda": "CUDA",
+    "mpi": "Any MPI",
+    "openmpi": "Open MPI",
+    "ssh": "ssh",
+    "slurm": "Slurm",
+    "python": "Python",
+    "system": "The system",
+}
+
+
+class Weight(IntEnum):
+    """How near a message is to the root cause. The nearest in a log explains it; of equals, the first."""
+
+    CAUSE = 0  # it says what is wrong
+    SYMPTOM = 1  # something did not work; the cause may stand elsewhere in the log
+    EXCEPTION = 2  # a script's own error, which counts only where the job failed as well
+    CONSEQUENCE = 3  # another rank or host had failed before
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row of the table. Its id is also the anchor in docs/troubleshooting.md."""
+
+    id: str
+    says: tuple[str, ...]
+    cause: str
+    fix: str
+    pattern: str
+    weight: Weight
+
+    @property
+    def program(self) -> str:
+        """The program that prints the message."""
+        return PROGRAMS[self.id.partition("-")[0]]
+
+
+def _read(path: Path) -> list[Failure]:
+    parser = RawConfigParser(delimiters="=", comment_prefixes=";")
+    parser.read_string(path.read_text(encoding="utf-8"))
+    return [
+        Failure(
+            id=name,
+            says=tuple(text.strip() for text in parser[name]["says"].split(" |")),
+            cause=" ".join(parser[name]["cause"].split()),
+            fix=" ".join(parser[name]["fix"].split()),
+            pattern="".join(parser[name].get("pattern", "").split("\n")),
+            weight=Weight[parser[name].get("weight", "cause").upper()],
+        )
+        for name in parser.sections()
+    ]
+
+
+FAILURES = tuple(
+    failure for path in sorted(Path(__file__).parent.glob("*.ini")) for failure in _read(path)
+)

@@ -1,0 +1,486 @@
+"""The table of schedulers, and the hosts that they grant, for a launch without --hostfile and -H.
+
+    salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
+
+A row's reader returns None if the job has no other host: then it is no allocation. A UserError says what is
+missing, because a job must never start on one host of several in silence. docs/clusters.md has the
+variables of each scheduler, with their sources.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
+from mpiddp.text import parse_whole, shown
+
+# Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
+MPIJOB_HOSTFILES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+    "PRTE_MCA_prte_default_hostfile",
+)
+NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
+_FLUX_TIMEOUT_S = 20.0
+MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
+
+_MOST_DIGITS = 9
+_LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def slurm(env: Mapping[str, str]) -> Hosts | None:
+    """The hosts of the Slurm job of this shell or sbatch script.
+
+    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
+    they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
+
+    Raises:
+        UserError: Slurm's variables are incomplete, or the job is heterogeneous.
+    """
+    job = env["SLURM_JOB_ID"]
+    if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
+        raise UserError(
+            f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
+            f"components are not read. {NAME_THEM}"
+        )
+    nodelist = env.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise UserError(
+            f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
+            "allocation's environment. Name the hosts with --hostfile or -H, or unset "
+            "SLURM_JOB_ID."
+        )
+    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
+    counts_name, counts = _gpus_of_slurm(env, names)
+    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
+        counts_name = "SLURM_TASKS_PER_NODE"
+        counts = env.get(counts_name, f"1(x{len(names)})")
+    slots = _parsed(env, counts_name, counts, expand_counts)
+    if len(slots) != len(names):
+        raise UserError(
+            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
+            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
+        )
+    hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
+    return Hosts(f"Slurm job {job}", tuple(hosts))
+
+
+def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, str]:
+    """The variable that has the GPUs of each host, and the counts in it, 1 on CPU hosts: "4,2", "8(x2)".
+
+    Batch scripts have the first one, of their own host; the shell of salloc has only what was asked for: "2",
+    or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
+    """
+    on_node, per_node, total = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"
+    name = on_node if env.get(on_node) else per_node
+    count, asked = _sum_of_slurm(env.get(name)), _sum_of_slurm(env.get(total))
+    if count is None:
+        return name, f"{env[name]}(x{len(names)})"
+    if not asked or env.get(per_node) or asked == count * len(names) or name == per_node:
+        return name, f"{count or 1}(x{len(names)})"
+    if len(names) != 2 or count >= asked:
+        return total, env[total]  # nobody knows which host has how many
+    counts = [count, asked - count]
+    return total, ",".join(
+        map(str, counts[::-1] if env.get("SLURMD_NODENAME") == names[1] else counts)
+    )
+
+
+def _sum_of_slurm(text: str | None) -> int | None:
+    """2 of "2", 3 of "a100:2,h100:1", 0 of nothing; None of any other text."""
+    numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
+    are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
+    return sum(map(int, numbers)) if are_whole else None
+
+
+def pbs(env: Mapping[str, str]) -> Hosts | None:
+    """PBS Pro, OpenPBS and Torque: PBS_NODEFILE has a line for each slot.
+
+    If it lists each host once, the slots are the GPUs of each host, or 1 on a CPU host.
+    """
+    source = f"PBS job {env.get('PBS_JOBID', '')}".rstrip()
+    return _of_file(env, "PBS_NODEFILE", source, "PBS_JOBID")
+
+
+def lsf(env: Mapping[str, str]) -> Hosts | None:
+    """LSF: LSB_MCPU_HOSTS has each host with its slots. LSB_DJOB_HOSTFILE has a line for each slot."""
+    source = f"LSF job {env.get('LSB_JOBID', '')}".rstrip()
+    name = "LSB_MCPU_HOSTS"
+    if not env.get(name):
+        return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
+    names, counts = env[name].split()[::2], env[name].split()[1::2]
+    wrong = [count for count in counts if not re.fullmatch("[0-9]{1,6}", count)]
+    if not names or len(names) != len(counts) or wrong:
+        reason = "it does not have a number after each host"
+        if wrong:
+            reason = f"{shown(wrong[0])!r} is not a number of slots"
+        raise UserError(f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM}')
+    rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
+    return replace(granted_hosts(rows, name), source=source)
+
+
+def grid_engine(env: Mapping[str, str]) -> Hosts | None:
+    """Grid Engine: PE_HOSTFILE has a line for each host, or for each of its queues, with the slots."""
+    if not env.get("PE_HOSTFILE") and env.get("NHOSTS", "1") in ("", "1"):
+        return None  # a job without a parallel environment
+    return _of_file(
+        env, "PE_HOSTFILE", f"Grid Engine job {env.get('JOB_ID', '')}".rstrip(), "NHOSTS"
+    )
+
+
+def flux(env: Mapping[str, str]) -> Hosts | None:
+    """Flux: the `flux` program knows the hosts of the instance that FLUX_URI names."""
+    command = ["flux", "getattr", "hostlist"]
+    try:
+        answer = subprocess.run(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_FLUX_TIMEOUT_S,
+            check=True,
+        )
+        names = expand_nodelist(answer.stdout.strip())
+    except subprocess.CalledProcessError as error:
+        said = shown((error.stderr.strip().splitlines() or ["no reason"])[-1])
+        raise UserError(
+            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM}"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise UserError(
+            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
+        ) from None
+    # An instance may have several brokers on a host.
+    rows = [[name] for name in dict.fromkeys(names)]
+    return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
+
+
+def mpijob(env: Mapping[str, str]) -> Hosts | None:
+    """Kubeflow's MPIJob: the launcher pod has a hostfile, which a variable of the MPI names."""
+    if env.get("K_MPI_JOB_ROLE") == "worker":
+        raise UserError(
+            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
+            "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
+        )
+    named = [name for name in MPIJOB_HOSTFILES if env.get(name)]
+    if not named:
+        raise UserError(
+            "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
+            f"Expected one of {', '.join(MPIJOB_HOSTFILES)}. {NAME_THEM}"
+        )
+    return _of_file(env, named[0], f"the hostfile of {named[0]}", named[0])
+
+
+def skypilot(env: Mapping[str, str]) -> Hosts | None:
+    """SkyPilot: SKYPILOT_NODE_IPS has a line for each host. The task's commands run on every host."""
+    name = "SKYPILOT_NODE_IPS"
+    hosts = granted_hosts([[address] for address in env[name].split()], name)
+    if len(hosts.hosts) > 1 and env.get("SKYPILOT_NODE_RANK", "0") != "0":
+        raise UserError(
+            f"this is node {shown(env['SKYPILOT_NODE_RANK'])} of a SkyPilot task, and mpiddp launch on "
+            'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
+            "launch …; fi"
+        )
+    slots = _count_in(env, "SKYPILOT_NUM_GPUS_PER_NODE")
+    return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
+
+
+def azure_batch(env: Mapping[str, str]) -> Hosts | None:
+    """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
+    source = "AZ_BATCH_HOST_LIST" if env.get("AZ_BATCH_HOST_LIST") else "AZ_BATCH_NODE_LIST"
+    rows = [[name.strip()] for name in re.split("[,;]", env.get(source, "")) if name.strip()]
+    if not rows:
+        raise UserError(
+            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
+            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
+        )
+    hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
+    if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
+        raise UserError(
+            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
+            "ranks of all nodes. Write it in the application command of the task."
+        )
+    return hosts
+
+
+def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
+    """A reader that refuses a job of several hosts, whose names no variable has.
+
+    Args:
+        count: the variable with the number of hosts.
+        instead: a sentence with the right way to start.
+    """
+
+    def read(env: Mapping[str, str]) -> Hosts | None:
+        if env[count].strip() in ("", "1"):
+            return None
+        raise UserError(
+            f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
+            f"does not list them. {instead} {NAME_THEM}"
+        )
+
+    return read
+
+
+_Parsed = TypeVar("_Parsed")
+
+
+def _parsed(
+    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
+) -> _Parsed:
+    """`text`, made from Slurm's variable `name`, as `parse` reads it."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(
+            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        ) from None
+
+
+def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
+    """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
+    path = env.get(name)
+    if not path:
+        raise UserError(
+            f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
+            f"allocation's environment. {NAME_THEM}"
+        )
+    found = read_hostfile(path)
+    # Without the positions in a file that the user has not written.
+    return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
+
+
+def _count_in(env: Mapping[str, str], name: str) -> int | None:
+    """A number of GPUs; None if it is not set or 0."""
+    try:
+        return parse_whole(env.get(name) or "0", high=1000) or None
+    except ValueError as error:
+        raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
+
+
+class Scheduler(NamedTuple):
+    """One scheduler as data. It is present if a variable of `proof` has a value.
+
+    `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
+    The program `starter` starts the ranks there. `followed_by` are the components of Open MPI 4 and of 5 that
+    would follow the scheduler's variables; None if no mpirun does.
+    """
+
+    name: str
+    proof: tuple[str, ...]
+    read: Callable[[Mapping[str, str]], Hosts | None]
+    transport: Transport = SSH
+    starter: str = "mpirun"
+    followed_by: tuple[str, str] | None = None
+
+    def is_present(self, env: Mapping[str, str]) -> bool:
+        return any(env.get(name) for name in self.proof)
+
+
+# The first row that has other hosts counts. Flux and SkyPilot start their jobs inside those of other
+# schedulers; a variable of an MPIJob may also be the user's own setting inside a job of Slurm.
+# KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
+SCHEDULERS = (
+    Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), skypilot),
+    Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, starter="srun", followed_by=("slurm", "slurm")),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, SSH_IN_PBS, followed_by=("tm", "pbs")),
+    Scheduler(
+        "LSF",
+        ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
+        lsf,
+        BLAUNCH,
+        followed_by=("lsf", "lsf"),
+    ),
+    Scheduler(
+        "Grid Engine",
+        ("PE_HOSTFILE", "SGE_TASK_ID"),
+        grid_engine,
+        QRSH,
+        followed_by=("gridengine", "gridengine"),
+    ),
+    Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
+    Scheduler(
+        "Azure Batch",
+        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
+        azure_batch,
+    ),
+    Scheduler(
+        "Kubeflow",
+        ("PET_NNODES",),
+        unread(
+            "a PyTorchJob or TrainJob",
+            "PET_NNODES",
+            "Start the script with torchrun, or use an MPIJob.",
+        ),
+    ),
+    Scheduler(
+        "AWS Batch",
+        ("AWS_BATCH_JOB_NUM_NODES",),
+        unread(
+            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
+        ),
+    ),
+)
+
+
+def find_allocation(env: Mapping[str, str]) -> Hosts | None:
+    """The hosts of the allocation that this process runs in, None outside of any.
+
+    Its own transport reaches them, or ssh where that is not installed.
+
+    Raises:
+        UserError: the variables or files of the scheduler are incomplete.
+        JobFailed: a machine failed.
+    """
+    for row in SCHEDULERS:
+        if row.is_present(env) and (hosts := row.read(env)):
+            uses_own = row.transport.is_ssh or row.transport.is_installed
+            transport = row.transport if uses_own else SSH
+            return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
+    return None
+
+
+def grants_hosts(env: Mapping[str, str]) -> bool:
+    """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
+    try:
+        return find_allocation(env) is not None
+    except (UserError, JobFailed):
+        return True
+
+
+def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the schedulers whose variables in `env` an mpirun would follow."""
+    return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply.
+
+    Raises:
+        ValueError: any other text, or more than MAX_HOSTS hosts.
+    """
+    names: list[str] = []
+    for pattern in _patterns(nodelist):
+        names += _expand_pattern(pattern, MAX_HOSTS - len(names))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)!r} is not the name of a host")
+    return names
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """node1, node2, node3, login → "node[1-3],login": each name once, in the order of their first name."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(names):
+        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 stay as they are.
+        found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
+        key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
+        groups.setdefault(key, []).append(number)
+    texts = []
+    for (before, after), numbers in groups.items():
+        ranges: list[list[str]] = []
+        for number in sorted(numbers, key=lambda text: (len(text), text)):
+            last = ranges[-1][-1] if ranges else ""
+            follows = last and number == str(int(last) + 1).zfill(len(last))
+            ranges[-1].append(number) if follows else ranges.append([number])
+        inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
+        one = len(numbers) == 1
+        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
+    return ",".join(texts)
+
+
+def _patterns(nodelist: str) -> Iterator[list[str]]:
+    """Split at the commas outside of brackets. Each odd item of a pattern is the text of its brackets."""
+    pieces = re.split(r"([\[\]])", nodelist)
+    brackets = "".join(pieces[1::2])
+    if brackets != "[]" * (len(brackets) // 2):
+        raise ValueError("the brackets do not match")
+    pattern: list[str] = []
+    for index, text in enumerate(pieces[::2]):
+        first, *others = [text] if index % 2 else text.split(",")
+        pattern.append(first)
+        for other in others:
+            yield pattern
+            pattern = [other]
+    yield pattern
+
+
+def _expand_pattern(pattern: list[str], most: int) -> list[str]:
+    names = [pattern[0]]
+    for ranges, tail in zip(pattern[1::2], pattern[2::2], strict=True):
+        numbers = _numbers(ranges, most // max(1, len(names)))
+        names = [name + number + tail for name in names for number in numbers]
+    if len(names) > most:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
+    return names
+
+
+def _numbers(ranges: str, most: int) -> list[str]:
+    """`07-09,12` → 07, 08, 09, 12."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if len(first) > _MOST_DIGITS:
+            raise ValueError(f"{shown(first)!r} has more than {_MOST_DIGITS} digits")
+        try:
+            low = parse_whole(first)
+            high = parse_whole(last, low) if dash else low
+        except ValueError:
+            raise ValueError(f"{shown(item)!r} is not a range such as 07-09") from None
+        if high - low >= most - len(numbers):
+            raise ValueError(f"more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return numbers
+
+
+def expand_counts(counts: str) -> list[int]:
+    """`2(x3),1` → 2, 2, 2, 1.
+
+    Raises:
+        ValueError: any other text, or more than MAX_HOSTS counts.
+    """
+    expanded: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise ValueError(f"{shown(part)!r} is not a count such as 2 or 2(x3)")
+        count, times = parse_whole(match[1]), parse_whole(match[2] or "1", 1)
+        if len(expanded) + times > MAX_HOSTS:
+            raise ValueError(f"{shown(part)!r} is more than Slurm starts")
+        expanded += [count] * times
+    return expanded
+
+
+def in_slurm_terminal(env: Mapping[str, str]) -> bool:
+    """Whether Slurm's task with these variables is the shell of `srun --pty`, which may launch.
+
+    That is task 0 of its step, and the only one with a terminal.
+
+    SLURM_PTY_PORT alone does not prove it: an srun in that shell passes it on to all of its tasks. Those have
+    no terminal. The task is asked for it, and not this process, because a notebook's kernel has none either.
+    """
+    if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
+        return False
+    return _has_terminal(env.get("SLURM_TASK_PID") or "self")
+
+
+def _has_terminal(process: str) -> bool:
+    try:
+        stat = Path("/proc", process, "stat").read_bytes()
+    except OSError:  # a container, in which the task has another pid
+        return process != "self" and _has_terminal("self")
+    # "pid (name) state ppid pgrp session tty_nr …". The name may contain any bytes, including parentheses.
+    return stat.rpartition(b")")[2].split()[4] != b"0"

@@ -1,0 +1,277 @@
+"""What a host says of itself: the one program that the preflight, `mpiddp doctor` and `hosts check` ask.
+
+Its source travels to the hosts, with those of interfaces.py and gpus.py. It needs Python 3.8 and the standard
+library. What a host cannot tell is None.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import select
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mpiddp.hosts.gpus import TIMEOUT_S, answer, gpu_names
+from mpiddp.hosts.interfaces import interfaces, own_addresses
+
+VERSION_S, _VERSION_BYTES = 10.0, 1 << 16  # of an mpirun --version
+LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
+OLDEST_PYTHON, _OLDEST = (3, 8), "3.8"
+# The first lines of a program that asks for facts.
+CHECK_PYTHON = f"""
+import sys
+if sys.version_info < {OLDEST_PYTHON}:
+    sys.exit("it is Python %d.%d, and {_OLDEST} or newer is needed" % sys.version_info[:2])
+"""
+LIMITS = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
+GPU_FIELDS = (
+    *("index", "name", "memory.total", "memory.used", "driver_version"),
+    *("clocks.max.sm", "ecc.errors.uncorrected.volatile.total"),
+)
+_RESOLVERS = 64
+
+
+def host_info(needs: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` is its Needs as JSON.
+
+    "mpirun" is the first line of its --version output, None if it cannot run. "gpus" is None if the
+    vendor's tool does not answer.
+    """
+    path = f"{needs['path']}:{os.environ.get('PATH', os.defpath)}"
+    names = gpu_names(path)
+    version = program_version(needs["mpirun"], os.environ)
+    return {
+        "has_folder": os.path.isdir(needs["folder"]),
+        "has_program": _has_program(needs),
+        "has_daemon": os.access(needs["daemon"], os.X_OK),
+        "mpirun": None if version is None else version.partition("\n")[0][:500],
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "mpi4py": package_version("mpi4py"),
+        "gpus": None if names is None else len(names),
+        "interfaces": [asdict(interface) for interface in interfaces()],
+    }
+
+
+def network_facts() -> dict[str, Any]:
+    """The links of this host and its RDMA devices."""
+    return {"links": links(), "devices": devices()}
+
+
+def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
+    """What `mpiddp doctor` compares. `wanted` has names of hosts, folders, files and a PATH."""
+    names = {*wanted["names"], socket.gethostname()}
+    with ThreadPoolExecutor(_RESOLVERS) as threads:
+        resolved = dict(zip(names, threads.map(_resolve, names)))
+    return {
+        "hostname": socket.gethostname(),
+        "addresses": list(own_addresses()),
+        "interfaces": [asdict(each) for each in interfaces()],
+        **network_facts(),
+        "names": resolved,
+        **process_facts(),
+        "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
+        "files": {path: _file(path) for path in wanted["files"]},
+        "gpus": _gpus(wanted["path"]),
+    }
+
+
+def process_facts() -> dict[str, Any]:
+    """The limits of this process, its cores, and the shared memory that it sees."""
+    limits = {}
+    for name, kind in LIMITS.items():
+        value = resource.getrlimit(getattr(resource, f"RLIMIT_{kind}"))[1]
+        limits[name] = -1 if value == resource.RLIM_INFINITY else value
+    try:
+        shared = os.statvfs("/dev/shm")
+        shm = shared.f_blocks * shared.f_frsize
+    except OSError:
+        shm = 0
+    return {
+        "limits": limits,
+        "cores": os.cpu_count(),
+        "cores for a process": len(os.sched_getaffinity(0)),
+        "shm": shm,
+        "infiniband": os.path.isdir("/sys/class/infiniband"),
+    }
+
+
+def links(root: str = "/sys") -> list[dict[str, Any]]:
+    """Each interface but the loopback: its address, Mbit/s, MTU and state."""
+    addresses = {each.name: each.address for each in interfaces()}
+    folder = os.path.join(root, "class", "net")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [
+        {
+            "name": name,
+            "address": addresses.get(name),
+            "speed": _number(os.path.join(folder, name, "speed")),
+            "mtu": _number(os.path.join(folder, name, "mtu")),
+            "state": _text(os.path.join(folder, name, "operstate")),
+        }
+        for name in names
+        if name != "lo" and os.path.isdir(os.path.join(folder, name))
+    ]
+
+
+def devices(root: str = "/sys") -> list[dict[str, Any]]:
+    """Each port of an RDMA device. Its kind is InfiniBand, or RoCE where its link is Ethernet."""
+    folder = os.path.join(root, "class", "infiniband")
+    found = []
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        ports = os.path.join(folder, name, "ports")
+        for port in sorted(os.listdir(ports)) if os.path.isdir(ports) else []:
+            path = os.path.join(ports, port)
+            layer = _text(os.path.join(path, "link_layer"))
+            found.append(
+                {
+                    "name": f"{name}:{port}",
+                    "kind": "RoCE" if layer == "Ethernet" else "InfiniBand",
+                    "rate": _text(os.path.join(path, "rate")),
+                    "state": _text(os.path.join(path, "state")).rpartition(" ")[2],  # "4: ACTIVE"
+                    "interface": _text(os.path.join(path, "gid_attrs", "ndevs", "0")),
+                }
+            )
+    return found
+
+
+def package_version(package: str) -> str | None:
+    """The version in the package's metadata, None if it is not installed.
+
+    Importing torch to read its version would take seconds.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def program_version(program: str, env: Mapping[str, str]) -> str | None:
+    """What `program --version` prints first; None if it cannot run, or prints nothing within VERSION_S.
+
+    A program that is no mpirun may print without end, and what a shell script has started may hold the pipe.
+    """
+    try:
+        running = subprocess.Popen(
+            [program, "--version"],
+            env=with_own_folder(Path(program), env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except OSError:
+        return None
+    assert running.stdout is not None
+    text, ended = b"", False
+    deadline = time.monotonic() + VERSION_S
+    with running.stdout as stdout:
+        while not ended and len(text) < _VERSION_BYTES:
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                break
+            chunk = os.read(stdout.fileno(), _VERSION_BYTES)
+            text += chunk
+            ended = not chunk
+    running.kill()
+    running.wait()
+    return text.decode(errors="replace") if text or ended else None
+
+
+def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with the program's folder on PATH, where Intel's mpirun looks for its other programs."""
+    folders = env.get("PATH", os.defpath).split(os.pathsep)
+    own = str(program.parent)
+    return {**env, "PATH": os.pathsep.join(folders if own in folders else [*folders, own])}
+
+
+def _has_program(needs: dict[str, Any]) -> bool:
+    program = needs["program"]
+    if program is None:
+        return True
+    if os.sep in program:  # relative to the working folder
+        program = str(Path(needs["folder"], program))
+    return shutil.which(program, path=needs["path"]) is not None
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def _folder(path: str, label: str) -> dict[str, Any]:
+    """Whether a folder can be used. That of a run need not exist yet: then it is that above it."""
+    is_written = label == "run"
+    while is_written and not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    found = {"path": path, "is_written": is_written, "error": "", "free": 0}
+    try:
+        os.listdir(path)
+        space = os.statvfs(path)
+        found["free"] = space.f_bavail * space.f_frsize
+        if is_written and space.f_flag & os.ST_RDONLY:
+            found["error"] = "Read-only file system"
+        elif is_written and not os.access(path, os.W_OK):
+            found["error"] = "Permission denied"
+    except OSError as error:
+        found["error"] = str(error.strerror)
+    return found
+
+
+def _file(path: str) -> dict[str, str]:
+    """The hash of a file, or why it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return {"hash": sha256(file.read()).hexdigest()[:12], "error": ""}
+    except FileNotFoundError:
+        return {"hash": "", "error": "is missing"}
+    except OSError as error:
+        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
+
+
+def _gpus(path: str) -> dict[str, Any] | None:
+    """What nvidia-smi says; {} without it, None if it does not answer."""
+    if shutil.which("nvidia-smi", path=path) is None:
+        return {}
+    form = "--format=csv,noheader,nounits"
+    listing, users = (
+        answer("nvidia-smi", (query, form), path, TIMEOUT_S)
+        for query in (
+            f"--query-gpu={','.join(GPU_FIELDS)}",
+            "--query-compute-apps=pid,used_memory",
+        )
+    )
+    if listing is None or users is None:
+        return None
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    return {
+        "each": [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)],
+        "users": [line.strip() for line in users.splitlines() if line.strip()],
+    }
+
+
+def _text(path: str) -> str:
+    """The line of a file of sysfs, "" where it cannot be read: the speed of a link that is down."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read(4096).strip()
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int | None:
+    text = _text(path)
+    return int(text) if text.isdigit() else None  # -1: not known

@@ -1,0 +1,79 @@
+"""`mpiddp hosts keys`: make ssh reach every host without a question.
+
+    mpiddp hosts keys hostfiles/two_nodes
+
+For each host that ssh does not reach, ssh itself shows the host's key and asks, and ssh-copy-id copies the
+user's key. Hosts behind another one need ProxyJump in ~/.ssh/config first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import DONE, UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host, resolve_all
+from mpiddp.hosts.ssh import Answer, run_on_hosts, ssh_complaint
+from mpiddp.hosts.transport import SSH
+
+_ANSWER_S = 30.0
+_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
+
+
+def add_arguments(parser: OneSentenceParser) -> None:
+    parser.add_argument("file", help="the hostfile")
+
+
+def main(options: argparse.Namespace, hosts: Hosts) -> int:
+    """Make a key where the user has none, and copy it to each host that ssh does not reach.
+
+    Raises:
+        UserError: a host that does not answer, or accepts no login.
+    """
+    SSH.check_installed()
+    resolve_all([host.name for host in hosts.hosts])
+    others = [host for host in hosts.hosts if not is_this_host(host.name)]
+    closed = _closed(others)
+    asked = [host for host, answer in closed.items() if _can_be_asked(answer)]
+    if asked:
+        key = _key()
+        for host in asked:  # one after the other: ssh asks for a yes and a password
+            port = ["-p", str(host.port)] if host.port else []
+            subprocess.run(["ssh-copy-id", "-i", str(key), *port, "--", host.ssh_target])
+        closed = _closed(others)
+    if closed:
+        raise UserError("\n".join(ssh_complaint(h, each.stderr) for h, each in closed.items()))
+    print(
+        f"ssh reaches {', '.join(host.name for host in others) or 'every host'} without a question"
+    )
+    return DONE
+
+
+def _closed(hosts: Sequence[Host]) -> dict[Host, Answer]:
+    """The hosts to which ssh cannot log in without a question."""
+    answers = run_on_hosts(hosts, "true", "", timeout_s=_ANSWER_S)
+    return {host: answer for host, answer in answers.items() if not answer.has_begun}
+
+
+def _can_be_asked(answer: Answer) -> bool:
+    """Whether a yes or a password opens the login."""
+    is_unknown = "Host key verification failed" in answer.stderr
+    is_unknown &= "IDENTIFICATION HAS CHANGED" not in answer.stderr
+    return is_unknown or "Permission denied" in answer.stderr
+
+
+def _key() -> Path:
+    """The user's public key."""
+    folder = Path.home() / ".ssh"
+    for name in _KEYS:
+        if (folder / f"{name}.pub").exists():
+            return folder / f"{name}.pub"
+    key = folder / _KEYS[0]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    print(f"{key}: a new key without a passphrase", flush=True)
+    return key.with_suffix(".pub")

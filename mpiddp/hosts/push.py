@@ -1,0 +1,366 @@
+"""`mpiddp hosts push`: this folder, and the environment that runs this, to the same path on every host.
+
+    mpiddp hosts push hostfiles/two_nodes
+    mpiddp hosts push hostfiles/two_nodes --dry-run ~/project ~/miniconda3/envs/project
+
+One rsync a host. It sends what has changed, and all changes appear at the end, by renames. What it replaces
+or deletes is kept in .mpiddp-replaced of the folder. What only a host has in the folder itself stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError
+from mpiddp.hosts.allocations import compress_names
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host, resolve_all
+from mpiddp.hosts.ssh import (
+    NO_PROGRAM,
+    did_not_run,
+    login_failed,
+    run_on_hosts,
+    shell_command,
+    ssh_options,
+)
+from mpiddp.paths import cause_of
+from mpiddp.text import counted, names_by_value, shown, size_text
+
+LEFT_OUT = (".git", "runs", "data", ".venv.lock")
+_PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
+_EXCLUDED = ("__pycache__", "*.history.jsonl")  # each host has its own
+_AT_ONCE = 8  # rsync processes
+_LOGIN_S, _PYTHON_S = 15.0, 15.0
+_VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
+
+# Makes the folders on a host, and says what is there.
+_PREPARE = """
+import json, os, shutil
+found = {{"rsync": shutil.which("rsync") is not None, "missing": [], "error": ""}}
+for folder in {folders!a}:
+    try:
+        if not os.path.isdir(folder):
+            found["missing"].append(folder)
+            {dry_run} or os.makedirs(folder)
+    except OSError as error:
+        found["error"] = "%s: %s." % (folder, error.strerror)
+print("mpiddp-push" + json.dumps(found))
+"""
+# Takes a tar archive on stdin, after the folder's name, which no shell interprets.
+_UNPACK = (
+    f'IFS= read -r folder; cd -- "$folder" && rm -rf {_NEW} && mkdir -p {_NEW} {_REPLACED} && '
+    f"tar -x -C {_NEW} && for each in {_NEW}/* {_NEW}/.[!.]*; do name=${{each##*/}}; "
+    f'if [ -e "$each" ] || [ -h "$each" ]; then rm -rf -- "{_REPLACED}/$name"; '
+    f'if [ -e "$name" ] || [ -h "$name" ]; then mv -- "$name" {_REPLACED}/; fi; '
+    f'mv -- "$each" . || exit 1; fi; done; rmdir {_NEW}'
+)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The result: the bytes that each host lacked (0: nothing has changed), and why some did not get them.
+
+    `notes` are sentences about hosts that have got everything.
+    """
+
+    sent: Mapping[Host, int] = field(default_factory=dict)
+    failures: Mapping[Host, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    exit_code: int = DONE  # FAILED where a host failed while the folders were sent
+
+
+def add_arguments(parser: OneSentenceParser) -> None:
+    parser.add_argument("file", help="the hostfile")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help="the folders to push (default: this one, and the environment that runs this command)",
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        type=_entry,
+        default=[],
+        metavar="NAME",
+        help=f"leave out this entry of a folder, as {', '.join(LEFT_OUT[:3])} (repeatable)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what each host lacks; send nothing"
+    )
+    parser.add_argument(
+        "--min-hosts",
+        type=whole(1),
+        metavar="H",
+        help="go on without hosts that cannot take it, as long as H hosts remain",
+    )
+
+
+def _entry(text: str) -> str:
+    """The name of an entry of a folder. A shell completes it with a slash."""
+    name = text.rstrip("/")
+    if not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
+    return name
+
+
+def main(options: argparse.Namespace, hosts: Hosts) -> int:
+    """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0.
+
+    Raises:
+        UserError: bad input, or a host cannot take the folders. Nothing was sent.
+        JobFailed: too few hosts have got them.
+    """
+    pushed = push(
+        hosts.hosts,
+        [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
+        or default_folders(str(Path.cwd())),
+        left_out=(*LEFT_OUT, *options.leave_out),
+        dry_run=options.dry_run,
+        min_hosts=options.min_hosts,
+    )
+    for line in [*(f"{h.name}: {text}" for h, text in pushed.failures.items()), *pushed.notes]:
+        print(line, file=sys.stderr)
+    for line in summary(pushed, options.dry_run):
+        print(line)
+    return pushed.exit_code
+
+
+def default_folders(here: str) -> list[str]:
+    """`here`, the environment of this Python, its interpreter if it is the user's, and mpiddp's checkout."""
+    found = [here]
+    if sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir():
+        found.append(sys.prefix)
+    if Path(sys.base_prefix).is_relative_to(Path.home()):  # uv's, pyenv's
+        found.append(sys.base_prefix)
+    package = Path(__file__).parents[2]
+    if "site-packages" not in package.parts:  # installed with pip install -e
+        found.append(str(package))
+    return [
+        each
+        for number, each in enumerate(found)
+        if not any(
+            Path(each).is_relative_to(other) and (each != other or at < number)
+            for at, other in enumerate(found)
+            if at != number
+        )
+    ]
+
+
+def summary(pushed: Pushed, dry_run: bool) -> list[str]:
+    """What each host lacked, the same amounts together."""
+    if not pushed.sent and not pushed.failures:
+        return ["there is no other host"]
+    verb = "would be sent" if dry_run else f"sent in {pushed.seconds:.1f} s"
+    texts = {
+        host.name: f"{size_text(count)} {verb}" if count else "nothing has changed"
+        for host, count in pushed.sent.items()
+    }
+    return [f"{compress_names(names)}: {text}" for text, names in names_by_value(texts).items()]
+
+
+def push(
+    hosts: Sequence[Host],
+    folders: Sequence[str],
+    *,
+    left_out: Sequence[str] = LEFT_OUT,
+    dry_run: bool = False,
+    min_hosts: int | None = None,
+) -> Pushed:
+    """Make the folders of all other hosts as they are here.
+
+    Raises:
+        UserError, JobFailed: as `main`.
+    """
+    began = time.monotonic()
+    least = len(hosts) if min_hosts is None else min_hosts
+    if least > len(hosts):
+        raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
+    names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
+    resolve_all([host.name for host in hosts])
+    others = [host for host in hosts if not is_this_host(host.name)]
+    prepared = _prepare(others, [*names], dry_run)
+    refusals = {host: each for host, each in prepared.items() if isinstance(each, str)}
+    if len(hosts) - len(refusals) < least:
+        raise UserError("\n".join(f"{host.name}: {text}" for host, text in refusals.items()))
+
+    def send(host: Host) -> int | str:
+        there = prepared[host]
+        assert not isinstance(there, str)
+        counts = []
+        for folder in names:
+            if dry_run and folder in there["missing"]:
+                sent: int | str = _size(folder, names[folder])
+            elif there["rsync"]:
+                sent = _rsync(host, folder, names[folder], dry_run)
+            else:
+                sent = (
+                    _size(folder, names[folder]) if dry_run else _tar(host, folder, names[folder])
+                )
+            if isinstance(sent, str):
+                return sent
+            counts.append(sent)
+        return sum(counts)
+
+    accepted = [host for host in others if host not in refusals]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        results = dict(zip(accepted, threads.map(send, accepted), strict=True))
+    failures = {host: each for host, each in results.items() if isinstance(each, str)}
+    sent = {host: each for host, each in results.items() if not isinstance(each, str)}
+    if len(hosts) - len(refusals) - len(failures) < least:
+        raise JobFailed("\n".join(f"{host.name}: {text}" for host, text in failures.items()))
+    notes = [
+        f"{host.name} has no rsync: all was sent. Install it there to send changes only."
+        for host in sent
+        if not prepared[host]["rsync"] and not dry_run  # type: ignore[index]
+    ]
+    if not dry_run and any(Path(sys.executable).is_relative_to(folder) for folder in names):
+        notes += _pythons([*sent])
+    seconds = time.monotonic() - began
+    return Pushed(sent, {**refusals, **failures}, notes, seconds, FAILED if failures else DONE)
+
+
+def _names(folder: str, left_out: Sequence[str]) -> list[str]:
+    """The entries of a folder to push. What else a host has beside them stays there."""
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
+    home = Path.home()
+    if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
+        raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
+    private = {*left_out, _PART, _REPLACED, _NEW, "__pycache__"}
+    try:
+        names = sorted({path.name for path in Path(folder).iterdir()} - private)
+    except OSError as error:
+        raise cause_of(error)(f"{error.filename}: {error.strerror}.") from None
+    if not names:
+        raise UserError(f"{folder} has nothing to push.")
+    return names
+
+
+def _prepare(
+    hosts: Sequence[Host], folders: Sequence[str], dry_run: bool
+) -> dict[Host, dict[str, list[str]] | str]:
+    """What each host has, with its folders made, or why it cannot take them."""
+    program = _PREPARE.format(folders=folders, dry_run=dry_run)
+    found: dict[Host, dict[str, list[str]] | str] = {}
+    for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_LOGIN_S).items():
+        _, proof, text = answer.stdout.partition("mpiddp-push")
+        if proof:
+            there = json.loads(text)
+            found[host] = there["error"] or there
+        elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
+            found[host] = without_name(host, did_not_run(host, "python3", answer))
+        else:
+            missing = "python3 is missing. Install it there: mpiddp needs no more"
+            code, said = answer.exit_code, answer.stderr
+            failed = login_failed(host, code, said, limit_s=_LOGIN_S, missing=missing)
+            found[host] = without_name(host, failed)
+    return found
+
+
+def without_name(host: Host, sentence: str) -> str:
+    return sentence.removeprefix(f"{host.name}: ")
+
+
+def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
+    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    target = f"{host.user}@{name}" if host.user else name
+    done = subprocess.run(
+        [
+            *("rsync", "-a", "--secluded-args", "--modify-window=-1", "--delete", "--delete-delay"),
+            *("--delay-updates", f"--partial-dir={_PART}"),
+            *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
+            *(f"--exclude={each}" for each in _EXCLUDED),
+            *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
+            *("-e", shlex.join(ssh_options(host))),
+            *("--", *(f"./{each}" for each in names), f"{target}:{folder}/"),
+        ],
+        cwd=folder,
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode not in (DONE, _VANISHED):
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        said = next((line for line in lines if line.startswith("rsync: ")), lines[-1])
+        return f"{shown(said.removeprefix('rsync: '))[:200]} (rsync's exit code {done.returncode})"
+    stats = dict(re.findall(r"^([A-Z][a-z ]+): ([\d,]+)", done.stdout, re.MULTILINE))
+    changed, created, deleted, size = (
+        int(stats.get(each, "0").replace(",", ""))
+        for each in (
+            "Number of regular files transferred",
+            "Number of created files",
+            "Number of deleted files",
+            "Total transferred file size",
+        )
+    )
+    return max(size, 1) if changed + created + deleted else 0
+
+
+def _tar(host: Host, folder: str, names: Sequence[str]) -> int | str:
+    """Send a folder as a tar archive to a host without rsync. Returns its bytes, or why it failed."""
+    tar = ["tar", "-c", *(f"--exclude={each}" for each in _EXCLUDED), "--", *names]
+    command = shell_command(host, _UNPACK)
+    with (
+        subprocess.Popen(tar, cwd=folder, stdout=subprocess.PIPE) as packing,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as unpacking,
+    ):
+        assert packing.stdout is not None
+        assert unpacking.stdin is not None
+        assert unpacking.stderr is not None
+        try:
+            unpacking.stdin.write(f"{folder}\n".encode())
+            shutil.copyfileobj(packing.stdout, unpacking.stdin, 1 << 20)
+            unpacking.stdin.close()
+        except BrokenPipeError:
+            packing.kill()
+        said = unpacking.stderr.read().decode(errors="replace").strip().splitlines()
+    if unpacking.returncode:
+        return f"{shown((said or ['no output'])[-1])} (tar's exit code {unpacking.returncode})"
+    return _size(folder, names)
+
+
+def _size(folder: str, names: Sequence[str]) -> int:
+    """The bytes of all files that a host without the folder gets."""
+    paths = [Path(folder, name) for name in names]
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            paths += [each for each in path.iterdir() if each.name != "__pycache__"]
+    return max(1, sum(path.lstat().st_size for path in paths if path.is_file()))
+
+
+def _pythons(hosts: Sequence[Host]) -> list[str]:
+    """A sentence for each host on which this environment's Python does not run, or is another version."""
+    here = "{}.{}".format(*sys.version_info[:2])
+    program = "import sys; print('mpiddp-python %d.%d' % sys.version_info[:2])\n"
+    found = []
+    for host, answer in run_on_hosts(hosts, sys.executable, program, timeout_s=_PYTHON_S).items():
+        _, proof, there = answer.stdout.partition("mpiddp-python ")
+        if not proof and answer.exit_code is not None:
+            found.append(
+                f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
+                f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
+            )
+        elif proof and there.strip() != here:
+            found.append(
+                f"{host.name}: {sys.executable} is Python {there.strip()} there, {here} here. "
+                "Install the same Python there."
+            )
+    return found

@@ -1,0 +1,153 @@
+"""`mpiddp hosts run`: one command on every host at once; equal outputs are printed once.
+
+mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
+
+The program below AGENT runs on each host. It needs Python 3.8 and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts.allocations import compress_names
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import resolve_all
+from mpiddp.hosts.push import without_name
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, ssh_complaint
+from mpiddp.text import duration as duration_text
+from mpiddp.text import escaped, names_by_value
+
+_ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
+# Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
+# the end of the connection tells it to end: then nobody reads its stdout, and it ends the command's group.
+_AGENT = r"""
+import os, select, signal, subprocess, sys, time
+GRACE_S = 2.0
+for folder in (FOLDER, os.path.expanduser("~"), "/"):
+    try:
+        os.chdir(folder)
+        break
+    except OSError:
+        pass
+ended, wake = os.pipe()
+os.set_blocking(ended, False)
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+signal.signal(signal.SIGCHLD, lambda *_: None)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it where its host is that of the terminal
+try:
+    running = subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+except OSError as error:
+    print("%s: %s" % (COMMAND[0], error.strerror), file=sys.stderr)
+    print(ENDED + "127", file=sys.stderr, flush=True)
+    sys.exit(127)
+poll = select.poll()
+poll.register(1, 0)  # errors and hang-ups are always reported
+poll.register(ended, select.POLLIN)
+while running.poll() is None:
+    ready = [file for file, _ in poll.poll()]
+    if ended in ready:
+        os.read(ended, 64)
+    if 1 in ready:
+        number, deadline = signal.SIGTERM, time.monotonic() + GRACE_S
+        try:
+            while True:
+                os.killpg(running.pid, number)
+                running.poll()
+                time.sleep(0.02)
+                number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 only asks
+        except OSError:  # all have ended
+            sys.exit(1)
+code = running.returncode
+code = code if code >= 0 else 128 - code
+print(ENDED + str(code), file=sys.stderr, flush=True)
+sys.exit(code)
+"""
+
+
+def add_arguments(parser: OneSentenceParser) -> None:
+    parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
+    parser.add_argument("file", help="the hostfile")
+    parser.add_argument(
+        "--parallel",
+        type=whole(1),
+        metavar="K",
+        help="run on K hosts at a time (default: on all at once)",
+    )
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=duration,
+        metavar="30s",
+        help="end the command after this time (default: wait for it)",
+    )
+
+
+def main(options: argparse.Namespace, hosts: Hosts) -> int:
+    """Run `options.command` on all hosts, and print what each one answers. Returns 1 if it failed on any.
+
+    Raises:
+        UserError: no command.
+    """
+    if not options.command:
+        raise UserError(
+            "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
+        )
+    resolve_all([host.name for host in hosts.hosts])
+    timeout_s, has_failed = options.timeout_s, False
+
+    def show(answers: Mapping[Host, Answer]) -> None:
+        nonlocal has_failed
+        failures = {host: _failure(host, each, timeout_s) for host, each in answers.items()}
+        has_failed |= any(failures.values())
+        for stream, texts in (
+            (sys.stdout, {host: each.stdout for host, each in answers.items()}),
+            (
+                sys.stderr,
+                {host: each.stderr.partition(_ENDED)[0] for host, each in answers.items()},
+            ),
+            (sys.stderr, failures),
+        ):
+            named = {host.name: text for host, text in texts.items()}
+            for text, names in names_by_value(named).items():
+                for line in text.splitlines():
+                    print(f"{compress_names(names)}: {escaped(line)}", file=stream)
+            stream.flush()
+
+    # The literals of Python are the only form in which the command travels: no shell reads it.
+    values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
+    program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
+    run_on_hosts(
+        hosts.hosts,
+        "python3",
+        program,
+        timeout_s=math.inf if timeout_s is None else timeout_s,
+        most_at_once=options.parallel,
+        on_answers=show,
+    )
+    return FAILED if has_failed else DONE
+
+
+def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
+    """Why the command did not end with exit code 0 on a host, "" if it did."""
+    code = answer.exit_code
+    if code is None and timeout_s is not None:
+        return f"no end in {duration_text(timeout_s)}; stopped"
+    if _ENDED in answer.stderr:
+        return f"exit code {code}" if code else ""
+    if code == NO_PROGRAM:
+        return "python3 is missing. Install it there: mpiddp needs no more"
+    if answer.has_begun:
+        return "the connection was lost"
+    return without_name(host, ssh_complaint(host, answer.stderr))

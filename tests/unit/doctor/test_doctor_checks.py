@@ -1,0 +1,327 @@
+"""The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
+
+Tests mpiddp/doctor/{compare,network,job,report}.py.
+python -m pytest tests/unit/doctor/test_doctor_checks.py
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.doctor import compare, network
+from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
+from mpiddp.errors import UserError
+from mpiddp.hosts import facts as hosts_facts
+from mpiddp.hosts import gpus, interfaces
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.remote import Connections, program_with
+from mpiddp.hosts.transport import SSH
+from tests.support.an_mpirun import an_mpirun
+from tests.support.errors import error
+from tests.support.patience import PATIENCE_S
+
+GPU = {
+    "index": "0",
+    "name": "NVIDIA H200",
+    "memory.total": "143771",
+    "memory.used": "0",
+    "driver_version": "570.1",
+    "clocks.max.sm": "1980",
+    "ecc.errors.uncorrected.volatile.total": "0",
+}
+HEALTHY = {
+    "hostname": "",
+    "addresses": [],
+    "links": [],
+    "names": {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.0.3"]},
+    "limits": {"open files": 65536, "locked memory": -1, "processes": 4096},
+    "cores": 8,
+    "cores for a process": 8,
+    "shm": 8_000_000_000,
+    "infiniband": False,
+    "folders": {"run": {"path": "/r", "is_written": True, "error": "", "free": 10**12}},
+    "files": {"/w/train.py": {"hash": "1f3a", "error": ""}},
+    "gpus": {"each": [GPU], "users": []},
+}
+
+
+@pytest.fixture
+def facts() -> dict[str, Any]:
+    """What three healthy hosts say."""
+    found = {name: deepcopy(HEALTHY) for name in "abc"}
+    for number, name in enumerate("abc", start=1):
+        address = f"10.0.0.{number}"
+        link = {"name": "eth0", "address": address, "speed": 100_000, "mtu": 9000, "state": "up"}
+        found[name] |= {"hostname": name, "addresses": [address], "links": [link]}
+    return found
+
+
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+
+
+def everything(facts: dict[str, Any]) -> list[Line]:
+    return [
+        *compare.names(facts),
+        *compare.gpus(facts),
+        *compare.processes(facts, "in a launched process"),
+        *compare.folders(facts),
+        *compare.files(facts),
+        *compare.links(facts, ADDRESSES),
+    ]
+
+
+def test_healthy_hosts_have_no_other_line_than_ok(facts: dict[str, Any]) -> None:
+    assert {line.status for line in everything(facts)} == {OK}
+    assert len(everything(facts)) == 6
+
+
+def the_one(facts: dict[str, Any]) -> Line:
+    """The only line that is not ok."""
+    (line,) = [line for line in everything(facts) if line.status != OK]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "status", "fact"),
+    [
+        (("names", "c"), [], WARN, "c cannot be resolved from b"),
+        (
+            ("names", "c"),
+            ["10.9.9.9"],
+            WARN,
+            "c resolves to 10.9.9.9 on b, which is no address of c",
+        ),
+        (("gpus", "each"), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
+        (("gpus", "users"), ["12, 900"], WARN, "the GPUs of b are in use (pid, MiB): 12, 900"),
+        (
+            ("cores",),
+            4,
+            WARN,
+            "the number of cores is 4 on b, 8 on the other 2 hosts (in a launched process)",
+        ),
+        (
+            ("limits", "open files"),
+            512,
+            FAIL,
+            "a process may open 512 files on b (in a launched process)",
+        ),
+        (("shm",), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
+        (
+            ("files", "/w/train.py", "hash"),
+            "9c2e",
+            FAIL,
+            "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts",
+        ),
+        (("folders", "run", "free"), 10e6, FAIL, "the run folder /r has 10.0 MB left on b"),
+        (
+            ("folders", "run", "error"),
+            "Permission denied",
+            FAIL,
+            "the run folder /r cannot be used on b: Permission denied; a and c can",
+        ),
+    ],
+)
+def test_the_odd_host_is_named(
+    facts: dict[str, Any], path: tuple[str, ...], value: object, status: str, fact: str
+) -> None:
+    inner = facts["b"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    assert (the_one(facts).status, the_one(facts).fact) == (status, fact)
+
+
+def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str, Any]) -> None:
+    for found in facts.values():
+        found["files"] = {
+            "/w/none.py": hosts_facts._file("/w/none.py"),
+            "/": hosts_facts._file("/"),
+        }
+    assert [(line.status, line.fact) for line in compare.files(facts)] == [
+        (FAIL, "/w/none.py is missing on a, b and c"),
+        (FAIL, "/ cannot be read (Is a directory) on a, b and c"),
+    ]
+
+
+def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
+    facts["b"]["names"]["b"] = ["127.0.1.1"]
+    assert (
+        the_one(facts).fact
+        == "b's own name resolves to 127.0.1.1 there, which no other host can reach"
+    )
+
+
+def test_gpus_that_do_not_answer_or_count_no_errors(facts: dict[str, Any]) -> None:
+    facts["b"]["gpus"] = None
+    assert the_one(facts).fact == "nvidia-smi does not answer on b"
+    facts["b"]["gpus"] = deepcopy(HEALTHY["gpus"])
+    facts["b"]["gpus"]["each"][0]["ecc.errors.uncorrected.volatile.total"] = "[N/A]"
+    assert the_one(facts).status == UNKNOWN
+    facts["b"]["gpus"]["each"][0]["ecc.errors.uncorrected.volatile.total"] = "2"
+    assert the_one(facts).fact == "uncorrected memory errors on b: GPU 0: 2"
+
+
+def test_infiniband_needs_unlimited_locked_memory(facts: dict[str, Any]) -> None:
+    for found in facts.values():
+        found["limits"]["locked memory"] = 65536
+    assert {line.status for line in everything(facts)} == {OK}
+    facts["b"]["infiniband"] = True
+    assert the_one(facts).fact.startswith("locked memory is limited on b, which InfiniBand needs")
+
+
+def test_without_a_majority_each_value_has_its_hosts() -> None:
+    assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
+    assert compare.differences("torch", {"a": 1, "b": 1, "c": 2}) == (
+        "torch is 2 on c, 1 on the other 2 hosts"
+    )
+    assert compare.differences("torch", {"a": 1, "b": 1}) == ""
+
+
+def test_a_package_that_does_not_load_hides_no_other() -> None:
+    well = {"python": "3.11.7", "torch": "2.13.0", "libnccl": "/v/libnccl.so.2", "mpi4py": "4.1"}
+    broken = {"python": "3.11.7", "torch": "broken: no libcudart", "mpi4py": "4.1"}
+    (line,) = compare.stacks({"a": well, "b": broken, "c": well})
+    assert (line.status, line.fact) == (FAIL, "torch does not load on b: no libcudart")
+    (line,) = compare.stacks({"a": well, "b": {**well, "libnccl": "/usr/libnccl.so.2"}, "c": well})
+    assert (line.status, line.fact) == (
+        WARN,
+        "libnccl is /usr/libnccl.so.2 on b, /v/libnccl.so.2 on the other 2 hosts",
+    )
+    (line,) = compare.stacks({"a": well, "b": {**well, "torch": "2.12.1"}}, already=("torch",))
+    assert line.status == OK
+
+
+def test_a_clock_that_is_wrong() -> None:
+    (line,) = compare.clocks({"a": 0.1, "b": -40.0, "c": 0.0})
+    assert line.fact == "the clock of b is 40.0 s behind"
+    (line,) = compare.clocks({"a": 0.1, "b": -0.4, "c": 0.0})
+    assert line.status == OK
+
+
+@pytest.mark.parametrize("others", [{}, {"c": 0.0}])
+def test_clocks_of_which_none_is_the_odd_one(others: dict[str, float]) -> None:
+    (line,) = compare.clocks({"a": 1.95, "b": -1.95, **others})
+    assert (line.status, line.fact) == (WARN, "the clocks of b and a are 3.9 s apart")
+    off = [line.fact for line in compare.clocks({"a": 0.0, "b": 0.0, "c": 9.0, "d": 9.0})]
+    assert off == ["the clock of c is 9.0 s ahead", "the clock of d is 9.0 s ahead"]
+
+
+def test_a_slow_device_is_named_from_three_hosts_on() -> None:
+    (line,) = compare.speeds({"a": 100.0, "b": 79.0, "c": 101.0})
+    assert (line.status, line.fact) == (WARN, "b is slow: 79 % of the others' speed")
+    (line,) = compare.speeds({"a": 100.0, "b": 85.0, "c": 120.0})
+    assert line.status == OK
+    assert compare.speeds({"a": 100.0, "b": 10.0}) == []
+
+
+def answers(**errors: str) -> dict[str, dict[str, Any]]:
+    """What each host says of each other. `errors`: "ab" is that from a to b."""
+    return {
+        here: {
+            there: {
+                "error": errors.get(here + there, ""),
+                "large": "",
+                "source": ADDRESSES[here],
+            }
+            for there in "abc"
+            if there != here
+        }
+        for here in "abc"
+    }
+
+
+def test_all_pairs_of_hosts(facts: dict[str, Any]) -> None:
+    def reach(found: dict[str, dict[str, Any]]) -> Line:
+        (line,) = compare.reach(found, ADDRESSES, facts)
+        return line
+
+    assert reach(answers()) == Line("network", OK, "all 6 directions open, over eth0")
+    line = reach(answers(ba="no answer in 3 s"))
+    assert line.fact == "b → a (10.0.0.1) fails: no answer in 3 s; a → b is open"
+    line = reach(answers(ab="refused", cb="refused"))
+    assert line.fact == "no other host reaches b (10.0.0.2): refused"
+    large, other = answers(), answers()
+    large["a"]["b"]["large"] = "no answer in 3 s"
+    other["a"]["b"]["source"] = "172.17.0.1"
+    line = reach(large)
+    assert line.fact == "a → b carries small messages but no large ones (no answer in 3 s)"
+    assert reach(other).fact == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
+
+
+def test_what_was_not_tried_is_unknown(facts: dict[str, Any]) -> None:
+    """As between hosts that did not answer in time."""
+    lines = [*compare.links(facts, {}), *compare.reach({}, {}, facts)]
+    assert [(line.status, line.fact) for line in lines] == [
+        (UNKNOWN, "no host told of its link"),
+        (UNKNOWN, "no direction between the hosts was tried"),
+    ]
+
+
+def test_another_mtu_and_a_slower_link(facts: dict[str, Any]) -> None:
+    assert everything(facts)[-1].fact == "100 Gbit/s, MTU 9000"
+    facts["b"]["links"][0]["mtu"] = 1500
+    assert the_one(facts).fact == "the MTU is 1500 on b, 9000 on the other 2 hosts"
+    facts["b"]["links"][0] |= {"mtu": 9000, "speed": 1000}
+    assert the_one(facts).fact == (
+        "the speed of the link is 1 Gbit/s on b, 100 Gbit/s on the other 2 hosts"
+    )
+
+
+def test_the_report_says_first_what_is_not_well() -> None:
+    lines = [
+        Line("names", OK, "all"),
+        Line("GPUs", UNKNOWN, "no answer"),
+        Line("ssh", FAIL, "a: \x1b[2J", "ssh-copy-id a"),
+        Line("clock", WARN, "b is late"),
+    ]
+    assert text(lines, 2, 1.25).splitlines() == [
+        "2 hosts, 1 fail, 1 warn, 1 unknown, 1 ok, in 1.2 s",
+        "fail     ssh    a: \\x1b[2J",
+        "                → ssh-copy-id a",
+        "warn     clock  b is late",
+        "unknown  GPUs   no answer",
+        "ok       names  all",
+    ]
+    assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
+
+
+def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path: Path) -> None:
+    begin = f"sys.modules[{network.__name__!r}].main()"
+    program = program_with((interfaces, gpus, hosts_facts, network), begin)
+    wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
+    with Connections([Host("localhost")], SSH, program) as connected:
+        assert connected.ask("nonsense", None, limit_s=PATIENCE_S) == {}
+        assert connected.refusals == [("nonsense", "localhost: nonsense: KeyError: 'nonsense'")]
+        (found,) = connected.ask("facts", wanted, limit_s=PATIENCE_S).values()
+    assert found["gpus"] == {}
+    assert found["names"]["localhost"]
+    assert found["limits"].keys() == hosts_facts.LIMITS.keys()
+    assert all(abs(skew) < PATIENCE_S for skew in connected.skews.values())
+
+
+def test_two_ends_of_a_connection() -> None:
+    secret = "00" * 32
+    port = network.listen({"address": "127.0.0.1", "secret": secret})
+    peers = [{"name": "a", "address": "127.0.0.1", "port": port}]
+    (answer,) = network.reach({"peers": peers, "secret": secret}).values()
+    assert answer == {"error": "", "large": "", "source": "127.0.0.1"}
+    (answer,) = network.reach({"peers": peers, "secret": "11" * 32}).values()
+    assert answer["error"]  # closed or reset, as the kernel likes
+
+
+def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
+    from mpiddp.doctor.main import main
+
+    usual = ["-H", "localhost", "--mpirun", an_mpirun(tmp_path)]
+    with pytest.raises(
+        UserError, match=error("--script", "--script nowhere.py ", f" {Path.cwd()})")
+    ):
+        main([*usual, "--script", "nowhere.py"])
+    long = f"/{'x' * 300}"
+    with pytest.raises(UserError, match=error(":", f"--script {long}: File name too long")):
+        main([*usual, "--script", long])

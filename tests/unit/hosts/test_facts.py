@@ -1,0 +1,209 @@
+"""What a host says of itself. Its program is sent as source, and needs only Python's standard library there.
+
+Tests mpiddp/hosts/facts.py, and what travels with it.
+python -m pytest tests/unit/hosts/test_facts.py
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mpiddp.doctor import job, network
+from mpiddp.hosts import facts, gpus, interfaces, main, pidfd, processes
+from mpiddp.hosts.facts import devices, host_info, links
+from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
+from tests.support.patience import PATIENCE_S
+
+SENT = (interfaces, gpus, facts, network, job, pidfd, processes)
+
+
+def run_bare(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program without site-packages, user folders and environment, in another folder."""
+    return subprocess.run(
+        [sys.executable, "-I", "-S"],
+        input=program,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_the_program_needs_only_the_standard_library(tmp_path: Path) -> None:
+    needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), path="")
+    done = run_bare(probe_program(needs), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    info = json.loads(done.stdout)
+    assert {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"} in info["interfaces"]
+    assert (info["has_folder"], info["has_daemon"], info["mpirun"]) == (True, True, None)
+    assert (info["torch"], info["mpi4py"]) == (None, None)  # they are in site-packages
+    assert "No module named 'mpiddp'" in run_bare("import mpiddp", tmp_path).stderr
+
+
+def test_a_python_that_is_too_old_says_so(tmp_path: Path) -> None:
+    program = f"import sys; sys.version_info = (3, 6, 9)\n{facts.CHECK_PYTHON}\nprint('more')"
+    done = run_bare(program, tmp_path)
+    sentence = "it is Python 3.6, and 3.8 or newer is needed\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+
+
+@pytest.mark.parametrize("module", SENT, ids=lambda module: module.__name__)
+def test_what_is_sent_runs_on_python_3_8(module: ModuleType) -> None:
+    """It imports the standard library and what travels with it, and evaluates no generic of Python 3.9."""
+    assert module.__file__ is not None
+    parsed = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
+    nodes = list(evaluated(parsed))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert "annotations" in {alias.name for node in imports for alias in node.names}
+    generics = {"list", "dict", "set", "frozenset", "tuple", "type"}
+    for node in imports:
+        if node.module in ("collections", "collections.abc"):
+            generics |= {alias.name for alias in node.names}
+    subscripted = [node.value for node in nodes if isinstance(node, ast.Subscript)]
+    names = {each.id for each in subscripted if isinstance(each, ast.Name)}
+    assert names & generics == set()
+    if module in TRAVELLING:
+        roots = {str(node.module).partition(".")[0] for node in imports}
+        assert roots <= {*sys.stdlib_module_names, "mpiddp"}
+
+
+def evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, without annotations: `from __future__ import annotations` keeps them text."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from evaluated(child)
+
+
+def program(path: Path, text: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("torch", "2.99"), ("mpi4py", "4.99")):
+        metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tools = tmp_path / "tools"
+    program(tools / "nvidia-smi", "echo 'GPU 0: X (UUID: GPU-1)'; echo 'GPU 1: X (UUID: GPU-2)'")
+    program(tools / "job", "")
+    needs = {
+        "mpirun": program(tmp_path / "mpi" / "mpirun", "echo mpirun 5.0; echo more"),
+        "daemon": program(tmp_path / "mpi" / "prted", ""),
+        "folder": str(tmp_path),
+        "path": str(tools),
+        "program": "job",
+    }
+    found = host_info(needs)
+    assert {name: value for name, value in found.items() if name != "interfaces"} == {
+        "has_folder": True,
+        "has_program": True,
+        "has_daemon": True,
+        "mpirun": "mpirun 5.0",
+        "python": "{}.{}.{}".format(*sys.version_info[:3]),
+        "torch": "2.99",
+        "mpi4py": "4.99",
+        "gpus": 2,
+    }
+    assert json.loads(json.dumps(found)) == found
+
+    program(tools / "nvidia-smi", "exec sleep 0")
+    gone = str(tmp_path / "no")
+    lacks = {"mpirun": f"{gone}/mpirun", "daemon": f"{gone}/prted", "folder": gone}
+    for name, expected in (("tools/job", False), ("gone", False), (None, True)):
+        found = host_info({**lacks, "path": str(tools), "program": name})
+        assert found["has_program"] is expected, name
+    names = ("has_folder", "has_daemon", "mpirun", "gpus")
+    assert [found[name] for name in names] == [False, False, None, 0]
+    assert host_info({**needs, "program": "tools/job"})["has_program"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/bin:/usr/bin", "/bin:/usr/bin:/opt/mpi"), ("/opt/mpi:/bin", "/opt/mpi:/bin"),
+     (None, f"{os.defpath}:/opt/mpi")],
+)  # fmt: skip
+def test_the_folder_of_mpirun_is_on_its_path(path: str | None, expected: str) -> None:
+    env = {"A": "1"} if path is None else {"A": "1", "PATH": path}
+    found = facts.with_own_folder(Path("/opt/mpi/mpirun"), env)
+    assert found == {"A": "1", "PATH": expected}
+
+
+# --- the network ---
+
+
+def put(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (root / "class" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "class" / name).write_text(f"{text}\n")
+    return str(root)
+
+
+def test_links_and_devices_of_a_host(tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        {
+            "net/bonding_masters": "",  # a file among the folders
+            "net/lo/mtu": "65536",
+            "net/mpiddp0/mtu": "9000",
+            "net/mpiddp0/speed": "25000",
+            "net/mpiddp0/operstate": "up",
+            "net/mpiddp1/speed": "-1",
+            "infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
+            "infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+            "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+            "infiniband/mlx5_1/ports/1/link_layer": "Ethernet",
+            "infiniband/mlx5_1/ports/1/gid_attrs/ndevs/0": "ens2",
+        },
+    )
+    one = {"name": "mpiddp0", "address": None, "speed": 25000, "mtu": 9000, "state": "up"}
+    two = {"name": "mpiddp1", "address": None, "speed": None, "mtu": None, "state": ""}
+    assert links(root) == [one, two]
+    ib, roce = devices(root)
+    assert (ib["name"], ib["kind"], ib["state"]) == ("mlx5_0:1", "InfiniBand", "ACTIVE")
+    assert (roce["kind"], roce["rate"], roce["interface"]) == ("RoCE", "", "ens2")
+    assert links(str(tmp_path / "none")) == devices(str(tmp_path / "none")) == []
+
+
+def link(name: str, mtu: int = 1500, speed: int | None = 10000) -> dict[str, object]:
+    return {"name": name, "address": "10.0.0.1", "speed": speed, "mtu": mtu, "state": "up"}
+
+
+def test_a_link_that_differs_is_named() -> None:
+    found = {
+        "n1": {"links": [link("eth0"), link("docker0", mtu=1)], "devices": []},
+        "n2": {"links": [link("eth0", mtu=9000), link("docker0", mtu=2)], "devices": []},
+        "n3": {"links": [], "devices": []},
+    }
+    lines = [" ".join(line.split()) for line in main.network_table(found).splitlines()]
+    assert lines[1] == "n1 eth0 10.0.0.1 10 Gbit/s 1500 up"
+    assert lines[-2:] == [
+        "differs: eth0, MTU: 1500 on n1, 9000 on n2",
+        "differs: eth0, state: up on n[1-2], missing on n3",
+    ]
+    del found["n2"], found["n3"]
+    assert main.network_table(found).endswith("\nnothing differs between the hosts")
+
+
+def test_a_dead_host_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("localhost\nnowhere.invalid\n")
+    assert main.main(["check", str(file), "--network"]) == 1
+    printed = capsys.readouterr()
+    assert "nothing differs" in printed.out
+    assert printed.err.startswith("nowhere.invalid: cannot be resolved from ")

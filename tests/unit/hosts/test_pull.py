@@ -1,0 +1,172 @@
+"""What a pull does with what has arrived. rsync brings it from another folder of this machine, without ssh.
+
+Tests mpiddp/hosts/pull.py. tests/promises/test_hosts.py has real hosts.
+python -m pytest tests/unit/hosts/test_pull.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts import main, pull
+from mpiddp.hosts.hostfile import Host
+from tests.support.errors import error
+from tests.support.patience import PATIENCE_S
+
+HOST = Host("n1")
+Pull = Callable[[], list[str]]
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run's folder on the other host. That of this one is `run` in the working folder."""
+    (tmp_path / "here" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "there").mkdir()
+    return tmp_path / "there"
+
+
+@pytest.fixture
+def bring(there: Path) -> Pull:
+    def bring() -> list[str]:
+        run = Path("run").absolute()
+        arrived = run / ".mpiddp-pull" / HOST.name
+        arrived.mkdir(parents=True)
+        command = pull._command(f"{there}/", run, arrived, ["ssh"])
+        subprocess.run(command, check=True, timeout=PATIENCE_S)
+        lines, problems = pull._place(run, HOST)
+        pull._remove_empty(run, was_here=True)
+        assert not (run / ".mpiddp-pull").exists()
+        return [*lines, *problems]
+
+    return bring
+
+
+def write(folder: Path, **files: str) -> None:
+    """`lib__a=...` is the file lib/a."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def checkpoint(folder: Path, *, index: str | None = None, **files: str) -> None:
+    """A complete checkpoint, or one part of a sharded one."""
+    all_files = files if index is None else {**files, "shards.json": index}
+    folder.mkdir(parents=True)
+    entries = {}
+    for name, text in all_files.items():
+        (folder / name).write_text(text)
+        entries[name] = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
+    manifest = json.dumps(entries)
+    (folder / "manifest.json").write_text(manifest)
+    (folder / "COMPLETE").write_text(sha256(manifest.encode()).hexdigest())
+
+
+def test_a_pull_brings_what_is_not_here_and_overwrites_nothing(there: Path, bring: Pull) -> None:
+    write(there, log="step 1\nstep 2\n", ranks__rank1="x", same="s", differs="theirs", cut="12")
+    write(there, **{"eval.n1000.json": "{}", ".hidden": "?"})
+    write(Path("run"), log="step 1\n", same="s", differs="mine!!", cut="12345", own="o")
+    assert bring() == ["4 files, 23 B; kept beside what differs here: differs.n1"]
+    expected = {
+        "log": "step 1\nstep 2\n", "ranks/rank1": "x", "same": "s", "own": "o", "cut": "12345",
+        "differs": "mine!!", "differs.n1": "theirs", "eval.n1000.json": "{}",
+    }  # fmt: skip
+    assert files_of(Path("run")) == dict(sorted(expected.items()))
+    assert bring() == ["nothing new"]
+    assert files_of(Path("run")) == dict(sorted(expected.items()))
+
+
+def test_a_file_called_complete_alone_is_no_sign_of_a_checkpoint(there: Path, bring: Pull) -> None:
+    write(there, COMPLETE="", part__COMPLETE="", web__manifest="{}")
+    assert bring() == ["3 files, 2 B"]
+    assert sorted(files_of(Path("run"))) == ["COMPLETE", "part/COMPLETE", "web/manifest"]
+
+
+def test_a_complete_checkpoint_comes_whole(there: Path, bring: Pull) -> None:
+    checkpoint(there / "step1", model="weights")
+    checkpoint(there / "step2", model="theirs")
+    checkpoint(Path("run") / "step2", model="mine")
+    (line,) = bring()
+    assert line.startswith("6 files, ")
+    assert line.endswith("differs here: step2.n1")
+    assert (Path("run") / "step1" / "model").read_text() == "weights"
+    assert (Path("run") / "step2" / "model").read_text() == "mine"
+    assert (Path("run") / "step2.n1" / "model").read_text() == "theirs"
+    assert bring() == ["nothing new"]
+
+
+def no_links(path: object, to: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_shards_of_two_hosts_become_one_checkpoint(
+    there: Path, bring: Pull, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """Also on a file system without hard links. A pull that was killed between two renames is mended."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    checkpoint(there / "step1", index="of both", shard1="1", shard2="22")
+    checkpoint(Path("run") / "step1", index="of both", shard0="0", shard2="22")
+    (Path("run") / "step1").rename(Path("run") / "step1.replaced")
+    bring()
+    here = Path("run") / "step1"
+    manifest = (here / "manifest.json").read_text()
+    assert sorted(json.loads(manifest)) == ["shard0", "shard1", "shard2", "shards.json"]
+    assert (here / "COMPLETE").read_text() == sha256(manifest.encode()).hexdigest()
+    assert [(here / f"shard{each}").read_text() for each in range(3)] == ["0", "1", "22"]
+    assert sorted(path.name for path in Path("run").iterdir()) == ["step1"]
+    assert bring() == ["nothing new"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("model", "damaged", "model does not match its SHA-256"),
+        ("COMPLETE", "0" * 64, "manifest.json does not match its SHA-256"),
+        ("model", None, "model is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_taken(
+    there: Path, bring: Pull, file: str, text: str | None, problem: str
+) -> None:
+    checkpoint(there / "step1", model="weights")
+    (there / "step1" / file).unlink()
+    if text is not None:
+        (there / "step1" / file).write_text(text)
+    assert bring() == ["nothing new", f"step1 is no complete checkpoint there: {problem}."]
+    assert not (Path("run") / "step1").exists()
+
+
+def test_bad_input_is_one_sentence(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("hosts").write_text("localhost\n")
+
+    def verb(*arguments: str) -> int:
+        return main.main(["pull", "hosts", *arguments])
+
+    with pytest.raises(UserError, match=error("is on no", "/here/none ")):
+        verb("none")
+    write(Path("run"), log="1")
+    assert verb("run") == 0
+    with pytest.raises(UserError, match=error("file; expected", "/run/log ")):
+        verb("run/log/deep")
+    with pytest.raises(UserError, match=error("--min-hosts", "--min-hosts 3: ", " 1 host ")):
+        verb("run", "--min-hosts", "3")
+    checkpoint(Path("run") / "step1", model="weights")
+    above = f": {Path.cwd()}/run."
+    with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
+        verb("run/step1")
