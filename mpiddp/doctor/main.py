@@ -74,9 +74,9 @@ def main(argv: list[str]) -> int:
     job = [*_where(options), "--npernode", "1", "--hang-timeout", str(_HANG_S)]
     job += ["-m", small_job.__name__]
     launch = parse_options(job)
-    hosts = plan.read_hosts(launch.where, os.environ)
+    hosts = plan.read_hosts(launch, os.environ)
     python = Path(sys.executable).absolute()
-    starter = find_starter(hosts.starter, launch.how.mpirun, python, os.environ)
+    starter = find_starter(hosts.starter, launch.mpirun, python, os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     checked = _preflight(launch, hosts, starter)
@@ -150,7 +150,7 @@ def _asked(
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
-    named = None if launch.how.mpirun else os.environ.get("MPI4PY_LIBMPI")
+    named = None if launch.mpirun else os.environ.get("MPI4PY_LIBMPI")
     library = named or str(starter.libmpi or "")
     wanted = {
         "names": [host.name for host in hosts.usable],
@@ -162,7 +162,7 @@ def _asked(
         "python": str(Path(sys.executable).absolute()),
         "env": {"MPI4PY_LIBMPI": library} if library else {},
     }
-    found = find_network(hosts, infos.values(), launch.how.interface, dry_run=True)
+    found = find_network(hosts, infos.values(), launch.interface, dry_run=True)
     return _Asked(wanted, stack, tuple(found.networks))
 
 

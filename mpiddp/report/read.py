@@ -21,9 +21,9 @@ from typing import Any
 
 from mpiddp.checkpoints.folder import list_steps, step_of
 from mpiddp.checkpoints.run import RunDir, is_locked
-from mpiddp.doctor.explanations import explain
-from mpiddp.doctor.failures import Weight
 from mpiddp.errors import UserError
+from mpiddp.explain.explain import explain
+from mpiddp.explain.failures import Weight
 from mpiddp.paths import read_limited
 from mpiddp.report.curves import Curve
 from mpiddp.text import counted

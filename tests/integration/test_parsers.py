@@ -27,16 +27,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
+from mpiddp.checkpoints.directory import BrokenCheckpoint
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.shards import read_index
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, history
+from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile
-from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation
-from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.protocol.messages import MESSAGES, is_valid

@@ -1,0 +1,525 @@
+"""Known failures are found in what the real programs print, the root cause first; good logs show none.
+
+Tests mpiddp/explain. tests/data/failures/ has the texts. tests/support/provoke_failures.sh provokes most of
+them again; sources.tsv says where the others come from.
+python -m pytest tests/integration/test_explanations.py
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from docs import troubleshooting
+from mpiddp import cli
+from mpiddp.arguments import VERBS
+from mpiddp.explain.explain import Explanation, explain, explain_file
+from mpiddp.explain.failures import FAILURES, PROGRAMS
+from mpiddp.hosts.processes import OomKills, group_of, kills_in
+from tests.support.errors import error
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, run_program
+
+TEXTS = ROOT / "tests" / "data" / "failures"
+NAMES = sorted(path.stem for path in TEXTS.glob("*.txt"))
+Command = Callable[[Path], tuple[int, str, str]]
+BY_ID = {failure.id: failure for failure in FAILURES}
+
+
+def found_in(lines: Iterable[str]) -> list[Explanation]:
+    """What is found in a log, [] if its job has survived it."""
+    findings = explain_file(io.BytesIO("\n".join(lines).encode("utf-8", "replace")))
+    return [] if findings.survived else findings.found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_the_real_program_is_explained(name: str) -> None:
+    with (TEXTS / f"{name}.txt").open("rb") as file:
+        findings = explain_file(file)
+    expected = BY_ID[name.partition(".")[0]]
+    assert not findings.survived
+    assert findings.found[0].failure.id == expected.id
+    lines = (TEXTS / f"{name}.txt").read_text(errors="replace").split("\n")
+    shown = lines[findings.found[0].number - 1]
+    assert any(text in shown for text in expected.says) or name.startswith("python-exception")
+
+
+# The root cause of each whole log in tests/data/logs and its line, behind what looks like one.
+LOGS = {
+    "coloured_oom": ("cuda-out-of-memory", 5),
+    "full_disk_in_save": ("system-disk-full", 6),
+    "gloo_then_value_error": ("python-exception", 8),
+    "mpiddp_argparse": ("python-usage", 4),
+    "mpiddp_custom": ("python-exception", 14),
+    "mpiddp_hang": ("python-hang", 7),
+    "mpiddp_interrupted": ("python-interrupted", 9),
+    "mpiddp_not_found": ("python-exception", 7),
+    "mpiddp_killed": ("system-killed", 2),
+    "mpiddp_syntax": ("python-syntax", 6),
+    "mpiddp_sys_exit": ("python-exit", 3),
+    "mpiddp_value_error": ("python-exception", 9),
+    "mpirun_value": ("python-exception", 5),
+    "nccl_duplicate": ("nccl-duplicate-gpu", 9),
+    "no_launcher_key_error": ("python-exception", 7),
+    "python_worker": ("python-exception", 73),
+    "slurm_oom_after_retries": ("slurm-out-of-memory", 8),
+    "torchrun_chain": ("python-file-missing", 21),
+    "torchrun_interrupted": ("python-interrupted", 11),
+    "warning_then_oom": ("cuda-out-of-memory", 13),
+    "healthy_mpiddp": ("", 0),
+    "healthy_restarted": ("", 0),
+    "healthy_retry": ("", 0),
+    "healthy_tip": ("", 0),
+    "healthy_warning": ("", 0),
+}
+
+
+def test_every_log_is_expected() -> None:
+    assert {path.stem for path in (ROOT / "tests" / "data" / "logs").iterdir()} == set(LOGS)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_last_failure_decides_and_a_survived_one_is_none(name: str, command: Command) -> None:
+    code, out, err = command(ROOT / "tests" / "data" / "logs" / f"{name}.log")
+    id, line = LOGS[name]
+    assert err == ""
+    if id:
+        assert code == 0
+        assert out.split(":")[1] == str(line)
+        assert f"#{id}\n" in out.partition("Also seen")[0]
+    else:
+        assert code == 1
+        assert "nothing failed" in out or "no known failure" in out
+
+
+def test_an_exception_that_the_job_has_logged_itself_is_no_failure() -> None:
+    """The traceback of an uncaught one begins in the script, not in the function that catches it."""
+    caught = ["skipped one", "Traceback (most recent call last):", '  File "a.py", line 3, in load']
+    assert found_in([*caught, "    raise ValueError", "ValueError: bad image"]) == []
+    caught[2] = '  File "a.py", line 3, in <module>'
+    (found,) = found_in([*caught, "    raise ValueError", "ValueError: bad image"])
+    assert (found.failure.id, found.number) == ("python-exception", 5)
+
+
+def test_one_warning_in_a_long_good_log_is_no_failure() -> None:
+    steps = [f"step {number} loss 0.5" for number in range(100_000)]
+    warning = "ssh: connect to host node2 port 22: Connection refused"
+    assert found_in([*steps, warning]) != []
+    assert found_in([*steps[:50_000], warning, *steps[50_000:]]) == []
+
+
+def test_every_row_has_such_a_text() -> None:
+    assert {name.partition(".")[0] for name in NAMES} == set(BY_ID)
+    assert len(BY_ID) == len(FAILURES) >= 60
+
+
+def test_every_text_is_provoked_here_or_has_a_source() -> None:
+    sources, provoked = troubleshooting.sources(), troubleshooting.provoked()
+    assert set(sources).isdisjoint(provoked)
+    assert set(NAMES) == set(sources) | provoked
+    assert {kind for kind, _ in sources.values()} <= {"source", "issue"}
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
+def test_a_row_is_complete(failure: object) -> None:
+    row = BY_ID[failure.id]  # type: ignore[attr-defined]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row.id)
+    assert row.program in PROGRAMS.values()
+    assert all(row.says)
+    assert "\n" not in "".join(row.says)
+    re.compile(row.pattern)
+    for sentence in (row.cause, row.fix):
+        assert sentence.strip()
+        assert len(sentence) < 260
+    assert row.cause.endswith(".")
+
+
+def test_the_commands_of_mpiddp_exist() -> None:
+    for failure in FAILURES:
+        for verb in re.findall(r"mpiddp ([a-z]+) (?=[-A-Za-z])", failure.fix):
+            assert verb in VERBS, failure.id
+
+
+def test_a_root_cause_comes_before_its_consequences() -> None:
+    log = [
+        "[rank0]: RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ]
+    found = found_in(log)
+    assert [each.failure.id for each in found] == [
+        "cuda-out-of-memory",
+        "gloo-peer-gone",
+        "system-rank-ended",
+    ]
+    assert [each.number for each in found] == [3, 1, 2]
+    alone = explain(log[:1])
+    assert alone is not None
+    assert "had ended before" in alone.failure.cause
+
+
+def test_of_a_symptom_and_an_exception_the_earlier_one_is_named() -> None:
+    raised = "[3 node1] ValueError: 3 channels"
+    waited = (
+        "[0 node0] RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+    )
+    for log, expected in ((raised, waited), "python-exception"), ((waited, raised), "gloo-timeout"):
+        first = explain(log)
+        assert first is not None
+        assert first.failure.id == expected
+
+
+def test_the_launchers_own_verdict_is_known() -> None:
+    killed = explain(
+        ["mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."]
+    )
+    assert killed is not None
+    assert killed.failure.id == "system-killed"
+    log = [
+        "ValueError: bad",
+        "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped.",
+    ]
+    assert [each.failure.id for each in found_in(log)] == ["python-exception"]
+
+
+def test_an_exception_alone_is_no_failed_job() -> None:
+    assert explain(["ValueError: bad image, skipped"]) is None
+    assert explain(["ValueError: bad image", "Process name: [1,0]"]) is None
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "[rank3]: ", "[1,0]<stderr>:", "[rank 3 node2] ", "3: ", "\x1b[31m", "100%|███| 9/9\r"],
+)
+def test_a_launchers_prefix_does_no_harm(prefix: str) -> None:
+    log = [f"{prefix}ValueError: 3 channels\n", f"{prefix}Killed\n"]
+    assert [each.failure.id for each in found_in(log)] == ["python-exception", "system-killed"]
+    shown = found_in(log)[0].line
+    assert shown == "ValueError: 3 channels"
+
+
+def test_a_line_is_shown_short_and_harmless() -> None:
+    found = explain(["x" * 3000 + " Host key verification failed\x1b[2J\x07 " + "y" * 3000])
+    assert found is not None
+    assert "Host key verification failed" in found.line
+    assert len(found.line) < 200
+    assert found.line.isprintable()
+
+
+@given(st.lists(st.binary(max_size=200), max_size=20))
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_any_bytes_are_searched(pieces: list[bytes]) -> None:
+    noise = b"".join(piece.replace(b"\n", b"") for piece in pieces)
+    log = noise + b"\n" + noise + b"\nHost key verification failed.\n" + noise
+    found = explain_file(io.BytesIO(log)).found
+    assert [each.number for each in found if each.failure.id == "ssh-host-key-unknown"] == [3]
+    text = log.decode("utf-8", "surrogateescape")
+    assert explain(text.split("\n")) is not None
+
+
+def test_a_large_log_is_searched_in_little_time_and_memory() -> None:
+    words = [
+        "loss",
+        "Epoch",
+        "Connected",
+        "NCCL",
+        "Timed",
+        "WARN",
+        "torch",
+        "failed:",
+        "0.125",
+        "Error",
+    ]
+    block = "\n".join(
+        " ".join(random.Random(number).choices(words, k=12)) for number in range(2000)
+    ).encode()
+
+    class Log(io.RawIOBase):
+        left = 120
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            if self.left == 0:
+                return 0
+            self.left -= 1
+            size = min(len(block), len(buffer))
+            buffer[:size] = block[:size]
+            return size
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    assert explain_file(io.BufferedReader(Log(), 1 << 18)).found == []
+    took = time.process_time() - began
+    size_mb = 120 * min(len(block), 1 << 18) / 1e6
+    assert size_mb > 12
+    assert took < 0.5 * size_mb, f"{size_mb:.0f} MB in {took:.1f} s"  # usually 0.04 s a MB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+@pytest.mark.parametrize(
+    "unit", ["Error: ", "[", "Killed ", "a.", "x: ", "\r", "\0", "ssh: connect to host "]
+)
+def test_a_hostile_line_takes_little_time(unit: str) -> None:
+    began = time.process_time()
+    explain([unit * 200_000])
+    assert time.process_time() - began < 20
+
+
+# ---- false alarms
+
+
+def test_scary_words_of_healthy_scripts_are_no_failure() -> None:
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logger = logging.Logger("training")
+    logger.addHandler(handler)
+    for raised in (
+        ValueError("bad image"),
+        TimeoutError("timed out"),
+        RuntimeError("retry: out of memory"),
+    ):
+        try:
+            raise raised
+        except Exception:
+            logger.exception("skipped one")
+    lines = log.getvalue().splitlines()
+    lines += [
+        "WARNING: killed 3 stale workers; error rate 0.01; failed: 0; aborted: 0",
+        "Testing that `Permission denied` is handled ... ok",
+        "epoch 3: error: 0.053, timeout=600 s, no errors, 0 segmentation faults",
+        "NCCL INFO Connected all rings; NCCL INFO Setting affinity; NCCL WARN nothing is wrong",
+        "checkpoint saved; 12 GB of 80 GB in use; disk not full; no space was wasted",
+        "node0:1:1 [0] NCCL INFO connect to 10.0.0.2<4711> returned Connection refused, retrying",
+        "[c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -9 - Family)",
+        "test_rank_killed PASSED; Killed by design: 0",
+        "User note: connection reset by peer is retried; broken pipe is ignored; Broken pipe",
+        "module foo: not found in cache; value: not found",
+        "Exited with exit code 0 would be good",
+        "job 12 was CANCELLED AT my request",
+        "Starting epoch 2 after Segmentation fault tests passed",
+    ]
+    assert found_in(lines) == []
+
+
+HEALTHY = [
+    ("import torch; print(torch.ones(2).sum())", ()),
+    ("import warnings; warnings.warn('Killed'); print('Error: none')", ()),
+    (
+        "import sys; sys.stderr.write('Traceback (most recent call last):\\nValueError: handled\\n')",
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "arguments"), HEALTHY)
+def test_the_output_of_a_healthy_program_is_no_failure(
+    text: str, arguments: tuple[str, ...]
+) -> None:
+    done = run_program(text, *arguments)
+    assert done.returncode == 0
+    assert found_in((done.stdout + done.stderr).splitlines()) == []
+
+
+def test_the_projects_own_pages_of_good_runs_are_no_failure() -> None:
+    for page in (
+        "README.md",
+        "docs/launch.md",
+        "docs/evidence/output.md",
+        "docs/evidence/benchmarks.md",
+    ):
+        assert found_in((ROOT / page).read_text().splitlines()) == [], page
+
+
+# ---- the kernel's kills
+
+
+def test_a_real_kill_in_a_group_with_little_memory_is_counted() -> None:
+    memory = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root and the memory controller of cgroup v1")
+    group = memory / f"mpiddp-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        program = (
+            "import os, sys\n"
+            f"open('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n"
+            "child = os.fork()\n"
+            "if child == 0: bytearray(1 << 28)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-S", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "-9\n"
+            assert group_of(process.pid) == group
+            assert kills_in(group) == OomKills(count=1, limit_bytes=64 << 20)
+            process.communicate(timeout=PATIENCE_S)
+    finally:
+        group.rmdir()
+
+
+@pytest.fixture
+def cgroup2(tmp_path: Path) -> Path:
+    """The files of cgroup v2 as a kernel 6.1 writes them, for process 42."""
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "cgroup").write_text("0::/user.slice/job-7.scope\n")
+    group = tmp_path / "user.slice" / "job-7.scope"
+    group.mkdir(parents=True)
+    (group / "memory.events").write_text(
+        "low 0\nhigh 0\nmax 3471\noom 2\noom_kill 2\noom_group_kill 0\n"
+    )
+    (group / "memory.max").write_text("34359738368\n")
+    return tmp_path
+
+
+def oom_kills(pid: int, files: Path) -> OomKills | None:
+    group = group_of(pid, proc=files, mount=files)
+    return None if group is None else kills_in(group)
+
+
+def test_cgroup_v2_counts_kills_and_has_a_limit(cgroup2: Path) -> None:
+    assert oom_kills(42, cgroup2) == OomKills(2, 32 << 30)
+    (cgroup2 / "user.slice" / "job-7.scope" / "memory.max").write_text("max\n")
+    assert oom_kills(42, cgroup2) == OomKills(2, None)
+    assert oom_kills(43, cgroup2) is None
+
+
+def test_a_group_without_counts_is_unknown(cgroup2: Path) -> None:
+    (cgroup2 / "user.slice" / "job-7.scope" / "memory.events").write_text("not these words\n")
+    assert oom_kills(42, cgroup2) is None
+
+
+# ---- the command
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`mpiddp explain LOG`: its exit code, stdout and stderr."""
+
+    def run(log: Path) -> tuple[int, str, str]:
+        code = cli.main(["explain", str(log)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_a_log_is_explained_with_its_line_its_mend_and_a_link(
+    tmp_path: Path, command: Command
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "step 1\nHost key verification failed.\nORTE was unable to reliably start one or more daemons.\n"
+    )
+    code, out, err = command(log)
+    row = BY_ID["ssh-host-key-unknown"]
+    assert (code, err) == (0, "")
+    assert out == (
+        f"{log}:2: Host key verification failed.\n"
+        f"ssh: {row.cause}\n"
+        f"Fix:  {row.fix}\n"
+        "More: docs/troubleshooting.md#ssh-host-key-unknown\n"
+        "\n"
+        "Also seen:\n"
+        "  line 3: mpi-host-not-started (ORTE was unable to reliably start one or more daemons.)\n"
+    )
+
+
+def test_nothing_known_says_what_to_send(tmp_path: Path, command: Command) -> None:
+    log = tmp_path / "good.log"
+    log.write_text("all went well\n")
+    code, out, err = command(log)
+    assert (code, err) == (1, "")
+    assert out.startswith(f"{log}: no known failure in it. To ask somebody, send ")
+
+
+def test_an_empty_log_is_called_empty(tmp_path: Path, command: Command) -> None:
+    log = tmp_path / "train.log"
+    log.touch()
+    assert command(log) == (1, f"{log} is empty.\n", "")
+
+
+def test_stdin_is_a_log_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpiddp", "explain", "-"],
+        input=b"\xff\xfe bytes\nKilled\n",
+        capture_output=True,
+        cwd=ROOT,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"-:2: Killed\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "id", "value"),
+    [
+        (lambda path: None, "cannot be read", "(No such file or directory)"),
+        (lambda path: path.mkdir(), "cannot be read", "(Is a directory)"),
+    ],
+    ids=["missing", "folder"],
+)
+def test_what_is_no_log_is_refused(
+    tmp_path: Path, command: Command, make: Callable[[Path], object], id: str, value: str
+) -> None:
+    path = tmp_path / "train.log"
+    make(path)
+    code, out, err = command(path)
+    assert (code, out) == (2, "")
+    sentence = error(id, f"{path} ", value)
+    assert re.fullmatch(f"{sentence}\n", err), err
+
+
+def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("Killed\n")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("root may read everything")
+    code, out, err = command(path)
+    assert (code, out) == (2, "")
+    sentence = error("cannot be read", f"{path} ", "(Permission denied)")
+    assert re.fullmatch(f"{sentence}\n", err), err
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (troubleshooting.PAGE, troubleshooting.text),
+        (troubleshooting.EVIDENCE, troubleshooting.evidence),
+    ],
+)
+def test_the_pages_are_current(page: Path, text: Callable[[], str]) -> None:
+    assert page.read_text() == text(), "Run: python -m docs.troubleshooting"
+
+
+def test_the_page_has_every_row_once_and_links_that_lead_there() -> None:
+    page = troubleshooting.PAGE.read_text()
+    anchors = re.findall(r"^### (\S+)$", page, re.MULTILINE)
+    assert sorted(anchors) == sorted(BY_ID)
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= set(BY_ID)
+    assert len(set(troubleshooting.MOST_SEARCHED)) == 20
