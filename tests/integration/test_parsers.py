@@ -27,11 +27,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
-from mpiddp.checkpoints.directory import BrokenCheckpoint
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.shards import read_index
-from mpiddp.checkpoints.state import Unreadable, load_tensors
+from mpiddp.checkpoints import folder as checkpoint_folder
+from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.checkpoints.state import read_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, history
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
@@ -159,15 +158,23 @@ def verify(content: bytes) -> None:
         folder = Path(root, "step_00000001")
         folder.mkdir()
         (folder / "a.pt").write_bytes(b"12")
-        (folder / directory.MANIFEST).write_bytes(content)
-        (folder / directory.COMPLETE).write_text(sha256(content).hexdigest())
-        directory.verify(folder)
+        (folder / checkpoint_folder.MANIFEST).write_bytes(content)
+        (folder / checkpoint_folder.COMPLETE).write_text(sha256(content).hexdigest())
+        checkpoint_folder.verify(folder)
+
+
+def list_shards(content: bytes) -> None:
+    """An index of shards in a checkpoint that is complete."""
+    with tempfile.TemporaryDirectory() as root:
+        with checkpoint_folder.writing(Path(root, "step_00000001")) as (new, _):
+            (new / checkpoint_folder.INDEX).write_bytes(content)
+        checkpoint_folder.listing(Path(root, "step_00000001"))
 
 
 def in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
     def parse(content: bytes) -> object:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "shards.json")
+            path = Path(folder, "state.pt")
             path.write_bytes(content)
             return read(path)
 
@@ -226,8 +233,8 @@ PARSERS: dict[str, Parser] = {
     ),
     "message to the launcher": Parser(use_message, json_like(MESSAGE), NO_MESSAGE),
     "manifest.json": Parser(verify, json_like({"a.pt": A_FILE}), (BrokenCheckpoint,)),
-    "shards.json": Parser(in_a_file(read_index), json_like(SHARDS), (BrokenCheckpoint,)),
-    "tensors": Parser(in_a_file(load_tensors), damaged(saved_tensors()), (Unreadable,)),
+    "shards.json": Parser(list_shards, json_like(SHARDS), (BrokenCheckpoint,)),
+    "tensors": Parser(in_a_file(read_tensors), damaged(saved_tensors()), (UserError,)),
 }
 
 

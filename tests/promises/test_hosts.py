@@ -75,7 +75,8 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     folder = run / f"checkpoints/step_{step:08d}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    directory.write_folder(folder, lambda new: write(new, files))
+    with directory.writing(folder) as (new, _):
+        write(new, files)
     return folder
 
 
