@@ -59,9 +59,9 @@ def test_a_run_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
 def test_data_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
     data = strange(tmp_path)
     data.mkdir()
-    done = run_mpiddp("train", "--dataset=cifar10", "--data-dir", data)
+    done = run_mpiddp("train", "--dataset=image-folder", "--data-dir", data)
     assert done.returncode == 2
-    sentence = error("copy the", r"a\udcffb, ", "--data-dir")
+    sentence = error("val/CLASS/", r"a\udcffb/train ")
     assert re.fullmatch(f"{sentence}\n", done.stderr.decode())
 
 

@@ -136,7 +136,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 def test_the_table_of_a_run_that_has_measured_nothing() -> None:
     names = ("dataset", "arch", "test_accuracy", "train_loss", "images_per_s")
-    numbers = ("num_parameters", "world_size", "steps", "global_batch_size", "wall_s")
+    numbers = ("num_parameters", "world_size", "num_nodes", "steps", "global_batch_size", "wall_s")
     times = ("step_time_p50_s", "step_time_p95_s")
     summary: dict[str, Any] = {**dict.fromkeys((*names, *times)), **dict.fromkeys(numbers, 3)}
     shown = table({**summary, "hosts": {"a": 3}, "phases": {}}, Path("runs/a"))
