@@ -1,0 +1,239 @@
+"""A job that hangs or is slow: who waits where, in one sentence, and how it is watched from another terminal.
+
+python -m pytest tests/promises/test_hangs.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.place import Here, Place, eventually, program
+from tests.support.ranks import ROOT
+
+LONG_GRACE = ("--grace", "600")
+
+
+# --- without an option ---
+
+
+def test_a_hang_of_any_script(here: Here) -> None:
+    """A hang of a script that knows nothing of mpiddp: one sentence says who waits where; the job goes on."""
+    pipe = here.folder / "pipe"
+    os.mkfifo(pipe)
+    job = here.start("launch", *here.where(3), program("unmodified.py"), str(pipe))
+    job.until("no rank has made a step")
+    pipe.write_text("")  # what rank 1 has waited for
+    done = job.wait().assert_ok()
+    (sentence,) = done.said
+    hosts = here.hosts_of(3)
+    waiting = rf"rank 0 on {hosts[0]}, rank 2 on {hosts[2]} wait in backward \(unmodified\.py:\d+\)"
+    is_in = rf"rank 1 on {hosts[1]} is in load \(unmodified\.py:\d+\): return path\.read_text\(\)\."
+    assert re.fullmatch(rf"no rank has made a step for \d+ s: {waiting}; {is_in}", sentence), (
+        sentence
+    )
+
+
+def test_a_straggler(here: Here) -> None:
+    """A rank whose own work makes the others wait is named with its time in a step, also in `mpiddp top`."""
+    job = here.start("launch", *here.where(2), program("straggler.py"), env=viewed(here))
+    job.until("holds the others up")
+    top = here.run("top", str(job.pid), env=viewed(here)).stdout
+    named = rf"rank 1 on {here.hosts[0]} holds the others up"
+    assert re.search(rf"^mpiddp: {named}: it works for \d+ ms in a step", job.stderr, re.MULTILINE)
+    assert re.search(f"^{named}", top, re.MULTILINE), top
+
+
+# --- --hang-timeout ---
+
+
+# What is said of rank 1, and the function in whose frame it is; "" if it cannot say so itself.
+STUCK = {
+    "lock": (
+        "has made no step for 3 s while the others wait at step 10. Its Python stack follows.",
+        "in wait_for_a_lock",
+    ),
+    "stop": (
+        "has made no step for 3 s and does not answer: it is stopped, or stuck in native code. "
+        "The others wait at step 10.",
+        "",
+    ),
+    "native": (
+        "has made no step for 3 s: native code holds its Python interpreter. "
+        "The others wait at step 10. Its Python stack follows, innermost call first.",
+        "in hold_the_interpreter",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [("here", "lock"), ("hosts", "stop"), ("here", "native"), ("hosts", "native")],
+    indirect=["place"],
+)
+def test_hang_timeout(place: Place, how: str) -> None:
+    """--hang-timeout ends a job that hangs with code 1, and names the rank with its Python stack."""
+    sentence, frame = STUCK[how]
+    options = ("--hang-timeout", "3", *place.where(2))
+    done = place.run("launch", *options, program("one_fails.py"), how)
+    assert done.code == 1
+    assert f"rank 1 on {place.hosts_of(2)[1]} {sentence}" in done.said, done.stderr
+    assert done.said[-1] == "the job hung and was stopped."
+    frames = re.findall(r'one_fails\.py", line \d+,? (in \w+)', done.stderr)
+    assert frame in frames if frame else not frames, done.stderr
+    eventually(lambda: not place.processes())
+
+
+def test_hang_timeout_of_any_script(here: Here) -> None:
+    """--hang-timeout counts the steps of a script that knows nothing of mpiddp."""
+    pipe = here.folder / "pipe"
+    os.mkfifo(pipe)
+    options = ("--hang-timeout", "3", *here.where(2))
+    done = here.run("launch", *options, program("unmodified.py"), str(pipe))
+    assert done.code == 1
+    named = rf"rank 1 on {here.hosts[0]} has made no step for 3 s while the others wait at step 5\."
+    assert any(re.match(named, line) for line in done.said), done.stderr
+    assert "return path.read_text()" in done.stderr
+
+
+ONE_STAYS = """
+import os, time, mpiddp
+mpiddp.should_stop()
+if os.environ["RANK"] == "0":
+    time.sleep(6000)  # here it hangs
+"""
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_the_others_are_done(here: Here, is_command: bool) -> None:
+    """A rank that hangs after the others have ended is named with its stack, also within a command."""
+    script = here.script(ONE_STAYS, "one_stays.py")
+    command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
+    options = ("--hang-timeout", "4", *here.where(2))
+    done = here.run("launch", *options, *(command if is_command else (script,)))
+    assert done.code == 1
+    assert any(line.startswith(f"rank 0 on {here.hosts[0]} ") for line in done.said), done.stderr
+    assert f'File "{script}", line 5, in <module>' in done.stderr
+    assert done.said[-1] == "the job hung and was stopped."
+
+
+def test_ctrl_z(here: Here) -> None:
+    """The time in which the launcher itself is stopped, as by Ctrl-Z, is no hang and ends no rank."""
+    options = (*LONG_GRACE, "--hang-timeout", "3", *here.where(2))
+    job = here.start("launch", *options, program("one_fails.py"), "never").until("step ")
+    job.signal(signal.SIGSTOP)
+    time.sleep(8)  # longer than --hang-timeout
+    job.signal(signal.SIGCONT)
+    job.until("step ", times=job.stdout.count("step ") + 2)
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert done.code == 75, done.stderr
+    assert "hung" not in done.stderr
+
+
+# --- a start that hangs ---
+
+
+# Python runs it at its start. Rank 1 then finds the modules of `trouble` before all others.
+SITECUSTOMIZE = """
+import os, sys
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    sys.path.insert(1, os.path.join(os.path.dirname(__file__), "trouble"))
+    import trouble
+"""
+SLEEP = "import time\ntime.sleep(6000)\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "last_words"),
+    [
+        ("torch", SLEEP, r"in {}, line 2, in <module>: time\.sleep\(6000\)"),
+        ("trouble", SLEEP, r"none; its Python has not started\."),
+        (
+            "torch",
+            "import os\nos.kill(os.getpid(), 19)\n",
+            r"none; it started .* is stopped, or .*",
+        ),
+    ],
+    ids=["import", "python", "stopped"],
+)
+def test_a_rank_that_does_not_join(here: Here, module: str, text: str, last_words: str) -> None:
+    """A rank that does not join within --timeout is named, with the line of Python that it executes."""
+    trouble = here.folder / "trouble"
+    trouble.mkdir()
+    (trouble / "trouble.py").touch()
+    (trouble / f"{module}.py").write_text(text)
+    here.script(SITECUSTOMIZE, "sitecustomize.py")
+    env = {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    script = here.script("print('ran', flush=True)")
+    done = here.run("launch", *here.where(2), "--timeout", "4", script, env=env)
+    assert (done.code, done.stdout) == (1, "")
+    missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {here.hosts[0]}\. "
+    words = last_words.format(re.escape(f"{trouble}/torch.py"))
+    assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
+    eventually(lambda: not here.processes())
+
+
+# --- ps, top, stacks, stop ---
+
+
+def viewed(here: Here) -> dict[str, str]:
+    """A folder of its own for the sockets of the viewers."""
+    here.folder.chmod(0o700)
+    return {"XDG_RUNTIME_DIR": str(here.folder)}
+
+
+def test_a_job_is_watched_and_stopped(here: Here) -> None:
+    """In another terminal, ps lists a job, top shows its steps, stacks its ranks' places, stop stops it."""
+    os.mkfifo(here.folder / "pipe")
+    script = [program("one_fails.py"), "load", str(here.folder)]
+    job = here.start("launch", *LONG_GRACE, *here.where(2), *script, env=viewed(here))
+    pid = str(job.until("ready", times=2).pid)
+
+    def view(*arguments: str) -> list[str]:
+        done = here.run(*arguments, env=viewed(here)).assert_ok()
+        assert done.stderr == ""
+        return done.lines
+
+    def until(holds: Callable[[], bool]) -> None:
+        eventually(holds, poll_s=0.3)
+
+    # Rank 1 waits in load() for the pipe, and rank 0 for rank 1.
+    is_in_load = rf"rank 1 on {here.hosts[0]} is in load \(one_fails\.py:\d+\): "
+    until(lambda: bool(re.search(is_in_load, view("stacks", pid)[0])))
+    text = "\n".join(view("stacks", pid, "--rank", "1"))
+    assert re.search(r'one_fails\.py", line \d+, in load', text)
+    assert text.index("thread MainThread:") < text.index("thread ", text.index("MainThread:"))
+
+    (line,) = [line.split() for line in view("ps") if pid in line.split()]
+    assert (line[1], line[3]) == ("one_fails.py", "2")
+
+    viewers = []  # that connect and never read
+    for path in [each for each in (here.folder / "mpiddp").iterdir() if each.is_socket()] * 20:
+        viewers.append(socket.socket(socket.AF_UNIX))
+        viewers[-1].connect(str(path))
+    Path(here.folder / "pipe").write_text("")
+
+    def steps() -> list[str]:
+        table = [line.split() for line in view("top", pid, "--once")[-2:]]
+        assert [row[:1] + row[2:3] for row in table] == [["0", "running"], ["1", "running"]]
+        return [row[3] for row in table]
+
+    until(lambda: all(each.isdigit() and int(each) > 100 for each in steps()))
+    for viewer in viewers:
+        viewer.close()
+    assert any(
+        re.search(r"step \d*[05]0$", line) for line in view("top", pid)
+    )  # a rank's last line
+
+    assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
+    assert job.wait().code == 75
+    assert not (here.folder / "mpiddp").exists()
