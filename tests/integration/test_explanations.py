@@ -332,8 +332,8 @@ def test_the_projects_own_pages_of_good_runs_are_no_failure() -> None:
     for page in (
         "README.md",
         "docs/launch.md",
-        "docs/evidence/output.md",
-        "docs/evidence/benchmarks.md",
+        "docs/evidence/proved.md",
+        "docs/bench.md",
     ):
         assert found_in((ROOT / page).read_text().splitlines()) == [], page
 

@@ -143,7 +143,7 @@ def test_explain_finds_nothing_in_a_good_log(
         raise ValueError("bad image")
     except ValueError:
         logger.exception("skipped one")
-    pages = ("README.md", "docs/launch.md", "docs/evidence/output.md")
+    pages = ("README.md", "docs/launch.md", "docs/evidence/proved.md")
     for good in (log, *(ROOT / page for page in pages)):
         assert explained(good, capsys)[0] == 1, good
 

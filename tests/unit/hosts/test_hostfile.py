@@ -161,7 +161,7 @@ def test_a_hostfile_without_read_permission() -> None:
     finally:
         if root:
             os.seteuid(0)
-    sentence = error("read: permission", "hosts.txt ", "Run: chmod u+r hosts.txt")
+    sentence = error("cannot be read", "hosts.txt ", "Permission denied")
     assert re.fullmatch(sentence, message)
 
 
