@@ -33,6 +33,7 @@ NOT_OF_A_SCRIPT = (
 
 def modules(*command: str) -> list[str]:
     env = {name: value for name, value in clean_env().items() if name not in VISIBLE}
+    env["MPIDDP_PREFIX"] = "never"
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -48,7 +49,7 @@ def test_a_script_alone_begins_after_few_modules(tmp_path: Path) -> None:
 
 
 def test_a_script_under_the_launcher_imports_what_it_needs(tmp_path: Path) -> None:
-    found = modules(*LAUNCH, "-H", "localhost:2", "--prefix", "never", script(tmp_path, COUNT))
+    found = modules(*LAUNCH, "-H", "localhost:2", script(tmp_path, COUNT))
     assert len(found) <= 30, found
     assert not [name for name in found if name.rpartition(".")[2] in NOT_OF_A_SCRIPT]
     assert not [name for name in found if name.startswith("mpiddp.runtime.torch")]
