@@ -17,7 +17,7 @@ from benchmarks.saving import NO_SAVE, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.variants import RANKS, RankOptions, Variant, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.runtime.start.run import keep_freed_memory
+from mpiddp.runtime.script import keep_freed_memory
 from mpiddp.runtime.torch.process_group import process_group
 from mpiddp.train import parallel
 from mpiddp.train.config import TrainConfig, resolve_defaults
@@ -56,7 +56,7 @@ def _config(variant: Variant) -> TrainConfig:
 def stepper(variant: Variant, options: RankOptions, group: dist.ProcessGroup) -> Callable[[], None]:
     """Build a model, an optimizer and a batch, and return a function that runs one step on them."""
     if variant.keeps_memory:
-        keep_freed_memory()
+        keep_freed_memory({})
     torch.manual_seed(0)
     layout = torch.channels_last if variant.channels_last else torch.contiguous_format
     model: nn.Module = ARCHS["resnet18"](num_classes=10, stem=options.stem)

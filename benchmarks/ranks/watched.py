@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 import mpiddp
-from mpiddp.runtime.launcher.stacks import look
+from mpiddp.runtime.job.reports import look
 
 ROUNDS, CALLS = 40, 2000
 STEP_S = 0.002  # of which the costs are shares

@@ -30,8 +30,8 @@ from mpiddp.checkpoints import save
 from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log_to_console
-from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from tests.support.patience import PATIENCE_S
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.divergence import check_divergence, find_divergence
 from mpiddp.runtime.torch.process_group import default_group
 

@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import restore_rng_states, rng_states
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch

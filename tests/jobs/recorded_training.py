@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import checkpoint
 from mpiddp.train.config import resolve_defaults

@@ -10,7 +10,7 @@ import sys
 import time
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 
 who, slow_s = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else 0.0
 write = sys.stderr.write

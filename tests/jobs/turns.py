@@ -25,7 +25,7 @@ from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from tests.support.channels import member, serving
 from tests.support.patience import PATIENCE_S
 

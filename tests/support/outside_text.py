@@ -53,10 +53,10 @@ from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.launcher import announcement
+from mpiddp.runtime import reports as announcement
+from mpiddp.runtime.gpu import parse_cores
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.placement import expected_hosts
-from mpiddp.runtime.start.own_gpu import parse_cores
 from mpiddp.text import parse_duration, parse_interval, parse_whole
 from mpiddp.train import options
 from mpiddp.train.metrics import Summary, read_summary

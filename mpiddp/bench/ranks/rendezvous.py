@@ -13,21 +13,23 @@ from pathlib import Path
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
 from mpiddp.protocol.variables import TIMEOUT
-from mpiddp.runtime.rendezvous.mpi import MpiWatchdog, rendezvous_over_mpi
+from mpiddp.runtime.rendezvous.mpi import Meeting, rendezvous_over_mpi
+from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
     options = rank_options(argv)
     if options.torch:
-        from mpiddp.runtime.start.join import join
+        from mpiddp.runtime.join import join
 
         ready_at = time.time()
         with join(world):
             _write(world, ready_at, options.to)
         return
     ready_at = time.time()
-    result = rendezvous_over_mpi(world, MpiWatchdog(world, float(os.environ[TIMEOUT])))
+    meeting = Meeting(lambda: RankInfo.of_this_process(world), timeout_s=float(os.environ[TIMEOUT]))
+    result = rendezvous_over_mpi(world, meeting)
     _write(world, ready_at, options.to)
     if result.listener is not None:
         result.listener.close()

@@ -1,8 +1,8 @@
 """A rank on another host fails while the others sleep: one line names it, and all processes end soon.
 
-Each MPI ends a job differently, and two do not end it at all: see mpiddp/runtime/job/failure_watch.py.
+Each MPI ends a job differently, and two do not end it at all: see mpiddp/runtime/job/failure.py.
 
-Tests mpiddp/runtime/job/failure_watch.py, mpiddp/launch/streams/output.py.
+Tests mpiddp/runtime/job/failure.py, mpiddp/launch/streams/output.py.
 python -m pytest tests/cluster/launch/test_failing_rank.py
 """
 

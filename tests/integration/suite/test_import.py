@@ -35,7 +35,7 @@ LAUNCHER = sorted(
 )
 LIGHT_MODULES = (
     "mpiddp",
-    "mpiddp.runtime.launcher.announcement",
+    "mpiddp.runtime.reports",
     "mpiddp.runtime.rendezvous.result",
     "mpiddp.checkpoints.main",
     "mpiddp.cli",
@@ -49,8 +49,8 @@ LIGHT_MODULES = (
     "mpiddp.report.runs",
     "mpiddp.checks.main",
     "mpiddp.runtime.rendezvous.mpi",
-    "mpiddp.runtime.start.run",
-    "mpiddp.runtime.start.function",
+    "mpiddp.runtime.agent",
+    "mpiddp.runtime.function",
     "mpiddp.runtime.rendezvous.address",
     "mpiddp.spawning.spawn",
     "mpiddp.train.main",

@@ -18,7 +18,7 @@ from tests.support.ranks import launch, mpirun, own_lines, script
 HANGS = """
 import os, sys, time
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 with join() as coordinator:
     if coordinator.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(1000)
@@ -28,7 +28,7 @@ print(f"{values}\\n", end="", flush=True)
 """
 ONE_RANK_FAILS = """
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 with join() as coordinator:
     with coordinator.all_or_none():
         if coordinator.world.rank == 1:

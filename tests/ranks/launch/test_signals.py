@@ -267,7 +267,7 @@ def test_a_launcher_that_was_stopped_does_not_end_its_ranks(tmp_path: Path) -> N
 
 MANY_STEPS = """
 import sys, mpiddp
-from mpiddp.runtime.launcher import client as control_client
+from mpiddp.runtime.job import reports as control_client
 control_client.PROGRESS_EVERY_S = 0.0
 mpiddp.should_stop()
 print("ready\\n", end="", flush=True)

@@ -228,7 +228,7 @@ def test_sigusr1_through_a_raw_mpirun_stops_the_job(tmp_path: Path) -> None:
     assert (len(stdout.split()), len(set(stdout.split()))) == (6, 2), stdout
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
+@pytest.mark.parametrize("context", ["fork"])
 def test_data_loader_workers_survive_sigusr1(tmp_path: Path, context: str) -> None:
     command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "1"]
     command += [sys.executable, script(tmp_path, WORKERS), context]

@@ -1,6 +1,6 @@
 """What mpirun says about the end of a job is shown where the verdict does not know the reason.
 
-Tests mpiddp/runtime/job/failure_watch.py, mpiddp/launch/streams/output.py.
+Tests mpiddp/runtime/job/failure.py, mpiddp/launch/streams/output.py.
 python -m pytest tests/ranks/launch/test_words_of_mpirun.py
 """
 

@@ -1,6 +1,6 @@
 """A stranger at the ports of a job cannot end it, stop it, or make it look successful.
 
-Tests mpiddp/protocol/server.py, mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
+Tests mpiddp/protocol/server.py, mpiddp/runtime/job/failure.py, mpiddp/runtime/job/stop.py.
 python -m pytest tests/test_strangers.py
 """
 

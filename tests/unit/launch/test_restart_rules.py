@@ -18,7 +18,7 @@ import pytest
 import mpiddp
 from mpiddp.launch import restarts
 from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.runtime.launcher.announcement import Announced, announced
+from mpiddp.runtime.reports import Announced, announced
 from mpiddp.train.config import keep_global_batch
 from mpiddp.train.options import parse
 
