@@ -67,7 +67,7 @@ from mpiddp.runtime.child import Child
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
-from mpiddp.runtime.job.ending import Ending, ending_of, ending_of_process
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.job.stop import PASSED
 from mpiddp.runtime.output import OutputStream, new_stream
 from mpiddp.runtime.program import (
@@ -93,12 +93,14 @@ _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first
 _KILLED_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
-_STACK_S = 0.3  # for the kernel to interrupt the script, which then writes its stack
+# For the kernel to interrupt the script, which then writes its stack; and in all.
+_STACK_S, _STACK_LIMIT_S = 0.05, 0.8
 _SHORT, _PAUSE_S = (
     2048,
     0.005,
 )  # a script that prints many short lines would wake the agent for each
 _NEVER = float("inf")
+_OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
@@ -156,7 +158,7 @@ class Agent:
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._text = bytearray()  # of the script, over the control connection
         self._frames: list[str] = []  # of its main thread
-        self._stack_at = _NEVER  # when to send them
+        self._stack_at = self._stack_until = _NEVER  # when to send them, and when to give up
         self._code: int | None = None  # with which this rank ends because of another
         self._ends_at = _NEVER  # when another rank's failure ends this one
         self._ended_at = 0.0  # when the script ended
@@ -169,7 +171,11 @@ class Agent:
             self._begin()
             ending = self._serve()
         except BaseException as error:
-            self._report(ending_of(error))
+            ending = ending_of(error)
+            if self._launcher is not None:
+                self._report(ending)
+            elif self.channel is not None and ending.is_failure and not isinstance(error, Refused):
+                self.channel.fail(ending.code)
             if isinstance(error, JobFailed) and self._launcher is not None and self.channel:
                 return FAILED  # the launcher prints it
             raise
@@ -180,7 +186,7 @@ class Agent:
         if self.coordinator is not None and (self._ends_on_request or not ending.is_failure):
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
-        elif ending.signal in signal.valid_signals():
+        elif ending.signal and self.program.kind != COMMAND:  # a shell says 128 + N of a command
             _end_by(ending.signal)
         return ending.code
 
@@ -567,12 +573,15 @@ class Agent:
             return
         self._frames = []
         self._stack_at = time.monotonic() + _STACK_S
+        self._stack_until = time.monotonic() + _STACK_LIMIT_S
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child.pid, signal.SIGURG)
 
     def _send_stacks(self) -> None:
-        """Send the main thread's stack. A script that is stopped has not answered."""
-        self._stack_at = _NEVER
+        """Send the main thread's stack. A script that is stopped does not answer."""
+        now = time.monotonic()
+        is_late = now >= self._stack_until
+        self._stack_at = _NEVER if self._frames or is_late else now + _STACK_S
         if text := stack_of(self._frames):
             self._send("stacks", text=text[-TEXT_LIMIT:], step=0, unsent=[], **self._usage())
 
@@ -700,6 +709,7 @@ def stack_of(frames: Sequence[str]) -> str:
     lines = [
         f'  File "{file}", line {number}, in {name}\n    {linecache.getline(file, int(number)).strip()}\n'
         for file, number, name in reversed(found)
+        if file not in _OF_OURS
     ]
     return f"thread MainThread:\n{''.join(lines)}" if lines else ""
 

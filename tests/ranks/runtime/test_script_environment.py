@@ -120,6 +120,6 @@ def test_mpi4py_is_not_there_after_mpi_is_finalized(tmp_path: Path) -> None:
     done = launch("-n", "2", script(tmp_path, text))
     (sentence,) = set(done.stdout.splitlines())
     assert sentence == (
-        "mpiddp has finalized the MPI of this rank. To use mpi4py in the script, start it with mpirun itself, "
-        "and call mpiddp.init(keep_mpi=True)"
+        "mpiddp has finalized the MPI of this rank. To use mpi4py in the script, start it with "
+        "mpirun itself, and call mpiddp.init(keep_mpi=True)"
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.rendezvous.placement import expected_hosts, misplaced, table
+from mpiddp.runtime.rendezvous.placement import check_alike, expected_hosts, misplaced, table
 from mpiddp.runtime.rendezvous.result import RankInfo, own_gpu
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
@@ -89,3 +91,25 @@ def test_the_table_of_placements() -> None:
         "0     node1  0           -    node2",
         "1     node2  0           3    node1",
     ]
+
+
+def test_a_host_with_another_script_or_module_is_named() -> None:
+    """Before torch is imported, and with the command that helps."""
+    ours, theirs = (("helper.py", "aa" * 32), ("train.py", "bb" * 32)), ("helper.py", "cc" * 32)
+    first, second = placements("node1", "node2")
+    alike = [replace(each, program=ours) for each in (first, second)]
+    check_alike(alike, {})
+    for program, found in (((theirs, ours[1]), "cccccccc"), (ours[1:], "none")):
+        other = [alike[0], replace(second, program=program)]
+        values = ("helper.py ", " node2 ", f"sha256 {found} ", "aaaaaaaa on node1", "hosts push")
+        with pytest.raises(UserError, match=error("differs on", *values)):
+            check_alike(other, {})
+
+
+def test_ranks_that_cannot_begin_are_named_once() -> None:
+    first, second = placements("node1", "node2")
+    missing = [replace(each, problem="train.py not found.") for each in (first, second)]
+    with pytest.raises(UserError, match=r"^train\.py not found\.$"):
+        check_alike(missing, {})
+    with pytest.raises(UserError, match=r"^rank 1 on node2: train\.py not found\.$"):
+        check_alike([first, missing[1]], {})
