@@ -123,3 +123,18 @@ def test_mpi4py_is_not_there_after_mpi_is_finalized(tmp_path: Path) -> None:
         "mpiddp has finalized the MPI of this rank. To use mpi4py in the script, start it with "
         "mpirun itself, and call mpiddp.init(keep_mpi=True)"
     )
+
+
+DIVERGED = """
+import mpiddp, torch, torch.distributed as dist
+dist.init_process_group()
+model = torch.nn.Linear(2, 2)
+torch.nn.init.constant_(model.weight, dist.get_rank())
+mpiddp.check_divergence(model)
+"""
+
+
+def test_ranks_of_a_group_without_a_named_backend_are_compared(tmp_path: Path) -> None:
+    done = launch("-n", "2", script(tmp_path, DIVERGED))
+    assert "the ranks have diverged" in done.stderr, done.stderr
+    assert done.returncode == 1
