@@ -327,6 +327,8 @@ def _failed(ranks: Ranks, first: Message) -> str:
     error, log = first.facts["error"], ranks.logs.get(first.rank)
     if first.facts["is_verdict"]:
         return str(error)
+    if number := first.facts.get("signal"):
+        return f"{ranks.name(first.rank)} was killed by {signal_name(number)}."
     if not first.facts["traceback"]:
         messages = f": {error}" if error else ""
         code = first.facts["code"]

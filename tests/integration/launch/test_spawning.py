@@ -30,7 +30,7 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.verdict import FirstFailure
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
-from mpiddp.runtime.start import function as run_function
+from mpiddp.runtime import function as run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.arguments import launch_options
 from mpiddp.spawning.pickled import pickled_call

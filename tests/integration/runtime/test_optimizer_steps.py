@@ -13,7 +13,7 @@ from tests.support.patience import PATIENCE_S
 
 FOLDS_AND_A_GAN = """
 import torch
-from mpiddp.runtime.start.join import _report_optimizer_steps
+from mpiddp.runtime.script import _report_optimizer_steps
 
 told = []
 _report_optimizer_steps(told.append)

@@ -24,7 +24,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import env_on_host, gpu_table
-from mpiddp.runtime.start.own_gpu import (
+from mpiddp.runtime.gpu import (
     GpuUnknown,
     bind_to_gpu,
     choose_gpus,

@@ -491,9 +491,7 @@ def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
 
 # --- the stacks ---
 
-WAITS = (
-    'thread MainThread:\n  File "/site/torch/distributed/c10d.py", line 9, in all_reduce\n    wait()\n'
-)
+WAITS = 'thread MainThread:\n  File "/site/torch/distributed/c10d.py", line 9, in all_reduce\n    wait()\n'
 WORKS = 'thread MainThread:\n  File "/x/train.py", line 3, in main\n    work()\n'
 
 
