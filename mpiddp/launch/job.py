@@ -2,7 +2,7 @@
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
 allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
-and restarts. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
+and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ On one host it is a Unix socket in a folder that only its user can open.
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
-an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
+an earlier attempt's announcement to a restart, see `mpiddp.runtime.reports`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
 place of "hello". After "received", the rank's output process sends frames, see `FRAME`. Over one that begins

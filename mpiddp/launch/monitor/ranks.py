@@ -23,7 +23,7 @@ _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None

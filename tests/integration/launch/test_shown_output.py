@@ -2,7 +2,7 @@
 
 Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
 Tests mpiddp/launch/streams/{output,screen}.py,
-mpiddp/runtime/launcher/{output,output_process,output_stream}.py.
+mpiddp/runtime/output.py.
 python -m pytest tests/integration/launch/test_shown_output.py
 """
 

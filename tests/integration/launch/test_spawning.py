@@ -1,6 +1,6 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, payloads, refusals and errors.
 
-Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/start/function.py.
+Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/function.py.
 python -m pytest tests/integration/launch/test_spawning.py
 """
 

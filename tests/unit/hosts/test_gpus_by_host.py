@@ -2,7 +2,7 @@
 
 No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
 
-Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/start/own_gpu.py,
+Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/gpu.py,
 mpiddp/hosts/facts.py.
 python -m pytest tests/unit/hosts/test_gpus_by_host.py
 """

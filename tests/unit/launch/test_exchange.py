@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/exchange.py, mpiddp/runtime/start/function.py.
+Tests mpiddp/launch/exchange.py, mpiddp/runtime/function.py.
 python -m pytest tests/unit/launch/test_exchange.py
 """
 

@@ -1,6 +1,6 @@
 """No variable of an MPI reaches a command.
 
-Tests mpiddp/runtime/start/command.py.
+Tests mpiddp/runtime/program.py.
 python -m pytest tests/unit/runtime/test_command_variables.py
 """
 
