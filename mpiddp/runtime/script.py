@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 from mpiddp.errors import INTERRUPTED, STOPPED
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.session import Session, current, script_session
-from mpiddp.runtime.job.stop import stop_on
+from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
 
         sys.meta_path.insert(0, FinalizedMPI())
     stop_on(session.stop, signal.SIGUSR1)
+    if "multiprocessing.util" in sys.modules:
+        leave_sigterm_to_rank()
     if torch := sys.modules.get("torch"):
         if go.threads:
             torch.set_num_threads(go.threads)
