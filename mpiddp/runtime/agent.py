@@ -154,6 +154,7 @@ class Agent:
         self._is_ready = program.kind not in _PYTHON
         self._reason: dict[str, Any] = {}  # why the script fails, in its own words
         self._is_stopping = self._has_stopped = self._ends_on_request = False
+        self._has_left = program.kind == COMMAND  # not by os._exit(0) in the middle of its work
         self._passed: set[int] = set()
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._text = bytearray()  # of the script, over the control connection
@@ -562,6 +563,8 @@ class Agent:
                 self._reason = facts
             case "stopped":
                 self._has_stopped = True
+            case "left":
+                self._has_left = True
 
     def _write_to(self, files: Sequence[int]) -> None:
         for stream, file in zip(self.streams.values(), files, strict=True):
@@ -622,7 +625,9 @@ class Agent:
             return ending
         if not ending.is_failure:
             return ending
-        if reason and reason["code"] == ending.code:
+        # A script that has failed may be ended before it has printed all.
+        if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
+            ending = ending._replace(code=reason["code"], signal=0)
             sentence, traceback = reason["error"], reason["traceback"]
             return ending._replace(
                 sentence=sentence, traceback=traceback, is_verdict=reason["is_verdict"]
@@ -639,7 +644,7 @@ class Agent:
         if self._ends_on_request and ending.code == STOPPED and not self._has_stopped:
             self._send("stopped")  # a command says so by its code alone
         if self._ends_on_request or not ending.is_failure:
-            self._send("done")
+            self._send("done" if self._has_left or ending.is_failure else "exited")
         elif self._launcher is not None:
             self._send(
                 "failed",

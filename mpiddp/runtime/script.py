@@ -257,6 +257,7 @@ def _run(kind: str, name: str) -> None:
 
 def _leave(session: Session, go: Go) -> None:
     """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
+    session.tell_agent({"type": "left"})
     if session.channel is None or session.watch is not None or go.world_size == 1:
         return
     from mpiddp.runtime.job.channel import ChannelLost, Silent
