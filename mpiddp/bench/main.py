@@ -44,6 +44,17 @@ class Row:
     takes_training: bool = False
 
 
+# Options of a training's length, its checkpoints, its log and its checks.
+_NOT_APPLICABLE = {
+    *(
+        "--epochs",
+        "--steps-per-epoch",
+        "--stop-at-step",
+        "--check-determinism",
+        "--check-divergence",
+    ),
+    *("--out", "--resume", "--save-every", "--keep", "--log-every", "--log-to", "--per-rank-log"),
+}
 BENCHMARKS = {
     "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
@@ -87,7 +98,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     parser, where = _parser(prog, name, row, module)
     values, training = parser.parse_known_args(argv)
     if row.takes_training:
-        parse_training(training)  # before the ranks start
+        _check_training(prog, name, training)  # before the ranks start
     elif training:
         parser.error(f"unrecognized arguments: {' '.join(training)}")
     own = {each: getattr(values, each) for each in module.Options.__dataclass_fields__}
@@ -120,6 +131,24 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{out / f'{name}.json'}")
     return DONE
+
+
+def _check_training(prog: str, name: str, training: list[str]) -> None:
+    """Raise UserError for options of the training that are wrong, or mean nothing to this benchmark."""
+    options = parse_training(training)
+    if options.parallel != "ddp" and name == "step":
+        raise UserError(
+            f"--parallel {options.parallel} does not apply to {prog}, which measures "
+            "DistributedDataParallel. Leave it out."
+        )
+    if options.use_syn and name == "loader":
+        raise UserError(f"{prog} always measures synthetic images. Leave out --use-syn.")
+    for argument in training:
+        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
+            raise UserError(
+                f"{argument} does not apply to {prog}, which runs a fixed number of steps and keeps "
+                "no checkpoint. Leave it out."
+            )
 
 
 def _parser(

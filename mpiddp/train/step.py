@@ -8,6 +8,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,13 @@ def load_weights(model: nn.Module, path: str) -> None:
     """
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
+    except Exception:  # a dozen types; torch's own sentence advises to run the file's code
+        raise UserError(
+            f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
+        ) from None
+    try:
         own = model.state_dict()
         body = {
             key: value
@@ -68,7 +76,7 @@ def load_weights(model: nn.Module, path: str) -> None:
             if not key.startswith("fc.") or value.shape == own[key].shape
         }
         missing, unknown = model.load_state_dict(body, strict=False)
-    except Exception as error:  # torch.load raises a dozen types for files that are none of its own
+    except Exception as error:  # a value that is no tensor, a shape of another model
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
     # torchvision's oldest files have no num_batches_tracked

@@ -113,7 +113,7 @@ def generic(text: str, folder: Path) -> str:
 def answered(section: str, folder: Path) -> str:
     """The section with what its commands print now."""
     if NEED_TORCH.search(section):
-        for module in ("mpiddp.train.rank", "torch._dynamo"):
+        for module in ("mpiddp.train.train", "torch._dynamo"):
             import_module(module)  # once for all children
     lines = []
     for line in section.splitlines():
