@@ -59,7 +59,7 @@ def sentence(before: int, after: OomKills | None, where: str) -> str:
     full = f"its control group's limit of {size_text(limit)}" if limit else "this host's memory"
     return (
         f"the kernel has killed {killed} {where} since the start, because {full} was reached (oom_kill). "
-        "Mend it: a smaller batch, fewer DataLoader workers, or more memory. "
+        "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
         "More: docs/troubleshooting.md#system-out-of-memory"
     )
 

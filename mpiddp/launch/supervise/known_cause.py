@@ -42,7 +42,7 @@ def look_into(history: History, found: Verdict, tail: Tail, kill: str = "") -> t
     if row.id in OF_THE_HOST and found.first:
         host = history.ranks.hosts[found.first.rank]
     sentence = (
-        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.fix} '
+        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix} '
         f"More: docs/troubleshooting.md#{row.id}"
     )
     return sentence, host

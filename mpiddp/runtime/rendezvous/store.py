@@ -100,8 +100,6 @@ def no_dns() -> Iterator[None]:
     torch 2.13 looks up the name of every address that its store connects to, only to log it. /etc/hosts
     does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
     network of many clusters, each connection takes 5 s or more.
-
-    tests/cluster/launch/test_network_of_a_job.py fails once torch no longer looks the names up.
     """
     services = _services()
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc's nss.h

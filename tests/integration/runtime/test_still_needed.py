@@ -1,7 +1,4 @@
-"""Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
-
-tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/store.py.
-"""
+"""Workarounds for Python and torch. Each test fails once its workaround is no longer needed."""
 
 from __future__ import annotations
 

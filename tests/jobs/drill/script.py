@@ -1,6 +1,6 @@
 """A training that resumes exactly, or with one defect: `script.py FOLDER [DEFECT]`.
 
-Each defect is a few lines. The drill must name it (tests/ranks/test_drill.py).
+Each defect is a few lines. The drill must name it (tests/promises/test_doctor.py).
 """
 
 from __future__ import annotations

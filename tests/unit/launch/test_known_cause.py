@@ -120,7 +120,7 @@ def test_the_kernels_count_is_said_if_it_has_grown() -> None:
     assert kernel_kills.sentence(1, None, "here") == ""
     assert kernel_kills.sentence(1, OomKills(2, 32 << 30), "here").startswith(
         "the kernel has killed a process here since the start, because its control group's limit of 34.4 GB "
-        "was reached (oom_kill). Mend it: "
+        "was reached (oom_kill). Fix: "
     )
     several = kernel_kills.sentence(1, OomKills(4, None), "on b")
     assert "killed 3 processes on b since the start, because this host's memory was" in several
