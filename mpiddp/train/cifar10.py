@@ -106,8 +106,9 @@ def _verified(file: Path, sha256: str) -> bytes:
         raise UserError(f"{file} is missing; {hint}") from None
     except OSError as error:
         raise JobFailed(f"{file} cannot be read ({error.strerror}).") from None
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{file} is not CIFAR-10's: it does not match its SHA-256; {hint}")
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise UserError(f"{file} is not CIFAR-10's: its SHA-256 is {found}, not {sha256}; {hint}")
     return content
 
 
