@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpiddp.errors import STOPPED
 from mpiddp.launch.monitor.skew import Pace
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
@@ -20,12 +21,9 @@ EXPLAINS_S = 30.0  # a later end of a command has another reason than its script
 
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
-# The first lines of faulthandler's output for the main thread.
-_INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
-
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
@@ -59,7 +57,6 @@ class Ranks:
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.frames: dict[int, str] = {}  # stacks out of native code
         self.logs: dict[int, str] = {}
         self.error_files: dict[int, str] = {}  # on the rank's host
         self.announcement = NOTHING_ANNOUNCED
@@ -92,8 +89,6 @@ class Ranks:
                     self.shown.update(facts.get("shown", {}))
             case "stacks":
                 self.stacks[rank] = facts
-            case "frames":
-                self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
             case "log":
                 self.logs[rank] = facts["path"]
             case "error_file":
@@ -129,6 +124,9 @@ class Ranks:
                 self.exited.add(rank)
             case "claim":
                 self.claimed_at[rank] = message.at
+            case "failed" if facts["code"] == STOPPED and rank in self.stopped:
+                self.done[rank] = message.at
+                self._note_saving(message, is_saving=False)
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)
@@ -192,7 +190,6 @@ class Ranks:
 
     def forget_stacks(self) -> None:
         self.stacks.clear()
-        self.frames.clear()
 
     def files_of_lost_ranks(self) -> dict[int, str]:
         """The files into which ranks that vanished may have written their error."""
@@ -252,8 +249,6 @@ def _last_line(ranks: Ranks, rank: int) -> str:
         return "none; its Python has not started."
     if rank in ranks.exited:
         return "none; it has ended, with exit code 0."
-    if rank not in ranks.stacks and (top := _INNERMOST.search(ranks.frames.get(rank, ""))):
-        return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
     if rank not in ranks.stacks:
         pid = ranks.started[rank]["pid"]
         return (

@@ -193,6 +193,8 @@ def _began(ranks: Ranks, message: Message) -> float:
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
     is_consequence = _is_of_connections(message) or _others_were_gone(ranks, message)
+    if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
+        return message.at + _CONSEQUENCE_S
     began = ranks.claimed_at.get(message.rank, message.at)
     return began + _CONSEQUENCE_S if is_consequence else began
 
@@ -327,6 +329,8 @@ def _failed(ranks: Ranks, first: Message) -> str:
     error, log = first.facts["error"], ranks.logs.get(first.rank)
     if first.facts["is_verdict"]:
         return str(error)
+    if number := first.facts.get("signal"):
+        return f"{ranks.name(first.rank)} was killed by {signal_name(number)}."
     if not first.facts["traceback"]:
         messages = f": {error}" if error else ""
         code = first.facts["code"]
