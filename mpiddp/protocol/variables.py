@@ -19,6 +19,7 @@ LOG_RANKS, PREFIX = "MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"
 OBSERVER, DRILL = "MPIDDP_OBSERVER", "MPIDDP_DRILL"
 PROGRAM = "MPIDDP_PROGRAM"
 
+JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
 MAX_TIMEOUT_S = 100_000_000  # 3 years
 
 

@@ -656,7 +656,7 @@ class Agent:
             )
         elif self.coordinator is not None and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
-            if line and not ending.is_refusal:
+            if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
         if ending.is_failure and not self._ends_on_request and self.channel is not None:
             self.channel.fail(ending.code)

@@ -57,6 +57,7 @@ class Ranks:
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
+        self.held: set[int] = set()  # whose agent answers in the place of a script that makes steps
         self.logs: dict[int, str] = {}
         self.error_files: dict[int, str] = {}  # on the rank's host
         self.announcement = NOTHING_ANNOUNCED
@@ -89,6 +90,10 @@ class Ranks:
                     self.shown.update(facts.get("shown", {}))
             case "stacks":
                 self.stacks[rank] = facts
+                if message.from_script or rank not in self.steps:
+                    self.held.discard(rank)
+                else:
+                    self.held.add(rank)
             case "log":
                 self.logs[rank] = facts["path"]
             case "error_file":
@@ -159,8 +164,9 @@ class Ranks:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined."""
-        return [rank for rank in range(self.world_size) if rank not in self.joining]
+        """The ranks that have not joined, or for which the others' MPI waits."""
+        here = self.joining or self.in_mpi_init
+        return [rank for rank in range(self.world_size) if rank not in here]
 
     @property
     def newest_step_at(self) -> float | None:
@@ -238,7 +244,7 @@ def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
     names = ", ".join(map(ranks.name, missing))
     owner = "Its last words" if len(missing) == 1 else f"The last words of rank {missing[0]}"
     return (
-        f"only {len(ranks.joining)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
+        f"only {ranks.world_size - len(missing)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
         f"Missing: {names}. {owner}: {_last_line(ranks, missing[0])}"
     )
 

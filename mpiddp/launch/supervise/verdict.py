@@ -156,9 +156,9 @@ def host_at_fault(history: History) -> str:
     ranks = history.ranks
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
-        return missing.pop() if len(missing) == 1 and ranks.joining else ""
+        return missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
     first = first_failure(ranks)
-    if first is None or first.kind != "lost":
+    if first is None or not (first.kind == "lost" or first.facts.get("signal")):
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
     return ranks.hosts[first.rank] if is_alone else ""

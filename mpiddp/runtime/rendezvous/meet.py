@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.channel import RANK, public_key
-from mpiddp.protocol.variables import AGENT_STORE, MAX_TIMEOUT_S, TIMEOUT
+from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, MAX_TIMEOUT_S, TIMEOUT
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_rank_0
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -24,7 +24,6 @@ from mpiddp.runtime.rendezvous.result import RendezvousResult
 from mpiddp.text import shown
 from mpiddp.world import World
 
-_JOIN_TIMEOUT_S = 60.0
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
 Met = Callable[[Coordinator, RendezvousResult], None]
@@ -158,7 +157,7 @@ def joining_timeout_s() -> float:
     """The seconds in which all ranks must join. Raises UserError if the user's value is not a number."""
     text = os.environ.get(TIMEOUT, "")
     try:
-        value = float(text) if text else _JOIN_TIMEOUT_S
+        value = float(text) if text else JOIN_TIMEOUT_S
     except ValueError:
         value = 0.0
     if not 0 < value < MAX_TIMEOUT_S:
