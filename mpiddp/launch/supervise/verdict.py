@@ -158,7 +158,7 @@ def host_at_fault(history: History) -> str:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         return missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
     first = first_failure(ranks)
-    if first is None or not (first.kind == "lost" or first.facts.get("signal")):
+    if first is None or not _was_killed(first):
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
     return ranks.hosts[first.rank] if is_alone else ""
@@ -360,9 +360,14 @@ def _lost_with(ranks: Ranks, first: Message) -> list[str]:
     lost = [
         rank
         for rank, message in sorted(ranks.failures.items())
-        if message.kind == "lost" and message.at - first.at < _AT_ONCE_S
+        if _was_killed(message) and message.at - first.at < _AT_ONCE_S
     ]
     return list(dict.fromkeys(ranks.host_of(rank) for rank in lost))
+
+
+def _was_killed(message: Message) -> bool:
+    """Whether a rank has ended without a word of its own: it, or its script, was killed or has crashed."""
+    return message.kind == "lost" or bool(message.facts.get("signal"))
 
 
 def _first_line(error: str) -> str:
