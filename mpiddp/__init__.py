@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from mpiddp.errors import JobFailed as JobFailed
     from mpiddp.errors import RankFailed as RankFailed
     from mpiddp.errors import UserError as UserError
-    from mpiddp.runtime.launcher.announcement import Announced as Announced
-    from mpiddp.runtime.launcher.announcement import announce as announce
-    from mpiddp.runtime.launcher.announcement import announced as announced
-    from mpiddp.runtime.launcher.connected import saving as saving
+    from mpiddp.runtime.reports import Announced as Announced
+    from mpiddp.runtime.reports import announce as announce
+    from mpiddp.runtime.reports import announced as announced
+    from mpiddp.runtime.reports import saving as saving
     from mpiddp.runtime.torch.device_mesh import mesh as mesh
     from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
     from mpiddp.runtime.torch.process_group import init as init
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Announced": "mpiddp.runtime.launcher.announcement",
+    "Announced": "mpiddp.runtime.reports",
     "Checkpoints": "mpiddp.checkpoints.checkpoints",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
     "Resumed": "mpiddp.checkpoints.contents",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
-    "announce": "mpiddp.runtime.launcher.announcement",
-    "announced": "mpiddp.runtime.launcher.announcement",
+    "announce": "mpiddp.runtime.reports",
+    "announced": "mpiddp.runtime.reports",
     "check_divergence": "mpiddp.runtime.torch.divergence",
     "init": "mpiddp.runtime.torch.process_group",
     "log_metrics": "mpiddp.checkpoints.records",
@@ -68,7 +68,7 @@ _MODULES = {
     "process_group": "mpiddp.runtime.torch.process_group",
     "progress": "mpiddp.runtime.torch.steps",
     "run_dir": "mpiddp.checkpoints.records",
-    "saving": "mpiddp.runtime.launcher.connected",
+    "saving": "mpiddp.runtime.reports",
     "should_stop": "mpiddp.runtime.torch.steps",
     "spawn": "mpiddp.spawning.spawn",
     "together": "mpiddp.runtime.torch.steps",

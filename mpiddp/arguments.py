@@ -15,7 +15,7 @@ from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": (
-        "mpiddp.runtime.start.run",
+        "mpiddp.runtime.agent",
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
@@ -53,7 +53,7 @@ GROUPS = {
 INTERNAL_VERBS = {
     "bench-rank": "mpiddp.bench.ranks.main",
     "launch-function": "mpiddp.launch.launch_function",
-    "run-function": "mpiddp.runtime.start.function",
+    "run-function": "mpiddp.runtime.function",
 }
 
 # The verbs that every rank of a job runs. They join the job by themselves.

@@ -87,7 +87,7 @@ def _call(verb: str, args: list[str]) -> int:
     try:
         main = import_module(modules[verb]).main
         if verb == "train" and not {"-h", "--help"} & {*args}:
-            from mpiddp.runtime.start.run import run_trainer
+            from mpiddp.runtime.script import run_trainer
 
             return run_trainer(main, args)
         code: int = main(args)

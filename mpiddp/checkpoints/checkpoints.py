@@ -34,10 +34,9 @@ from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
-from mpiddp.runtime.job.session import current
-from mpiddp.runtime.launcher.connected import script_session
+from mpiddp.runtime.job.session import current, script_session
+from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.start.join import join
 from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 

@@ -37,8 +37,8 @@ from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush, from_here
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
+from mpiddp.runtime.reports import saving
 from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4

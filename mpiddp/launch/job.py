@@ -2,7 +2,7 @@
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
 allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
-and restarts. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
+and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
 """
 
 from __future__ import annotations
@@ -139,11 +139,6 @@ class _Job:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self._known = self._known.after(outcome.announcement, request.world_size)
-        saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
-        if (
-            saved and outcome.code == INTERRUPTED
-        ):  # the job stopped to grow, and had saved its steps
-            outcome = outcome._replace(code=STOPPED, sentence="stopped on request.")
         self._remember(outcome)
         if outcome.made_steps:
             self._grown_from = None

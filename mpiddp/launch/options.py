@@ -62,8 +62,8 @@ class RankProgram(NamedTuple):
         return hints
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
-        """The command of a rank: a rank verb unchanged, anything else through `mpiddp run`."""
-        if self.rank_verb is not None:
+        """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
+        if (self.rank_verb or "").startswith("run"):
             return (str(python), "-m", *self.command)
         kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
         return (str(python), "-m", "mpiddp", "run", *kind, *self.command)

@@ -23,7 +23,7 @@ from _blake2 import blake2b  # hashlib would load OpenSSL, see `_mac`
 from collections.abc import Mapping
 from typing import Any
 
-from mpiddp.protocol.messages import LINE_LIMIT, URGENT
+from mpiddp.protocol.messages import LINE_LIMIT
 
 # Who a member is. A child is a process that a rank has started and that joins the children of the other
 # ranks. A script is the child of a rank whose command the launcher watches.
@@ -44,8 +44,8 @@ def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
 
 
 def encode_value(value: object) -> bytes:
-    """The JSON of a value. It contains no urgent byte, which a rank drops from what it receives."""
-    return json.dumps(value).encode().replace(URGENT, b"\\u0021")
+    """The JSON of a value."""
+    return json.dumps(value).encode()
 
 
 def decode(line: bytes) -> tuple[dict[str, Any], bytes]:

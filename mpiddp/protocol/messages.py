@@ -3,13 +3,13 @@
 `mpiddp.protocol.channel` has the lines, the proofs, and what the ranks agree on. TCP connects several hosts.
 On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   received (progress), stop, stopping, stacks, end; one urgent byte
+    launcher -> rank   received (progress), stop, stopping, stacks, end
     rank -> launcher   started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
                         progress, saving, stacks, stopped, replaced, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
-an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
+an earlier attempt's announcement to a restart, see `mpiddp.runtime.reports`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
 place of "hello". After "received", the rank's output process sends frames, see `FRAME`. Over one that begins
@@ -32,10 +32,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mpiddp.paths import read_limited
 from mpiddp.protocol.variables import MAX_TIMEOUT_S
 
-URGENT = b"!"  # no message of a launcher contains it
 # A launcher that is stopped (Ctrl-Z) reads nothing, and a full connection would block the ranks and then
 # break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress before the launcher confirms
 # some, as it does after every CONFIRM_EVERY. Linux counts 768 bytes for the shortest one and 4.9 KB for one
@@ -112,7 +110,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "error": (str,),
         "traceback": (str,),
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
-    },
+    },  # with `signal`, the number of the signal that killed it, 0 for none
     "exited": {},  # with code 0, but without leaving the job
     "replaced": {"active": (bool,)},  # by another program (exec), or not after all
     "done": {},
@@ -234,6 +232,8 @@ def recorded_error(path: str) -> str:
 
     https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
+    from mpiddp.paths import read_limited  # a script needs none of it
+
     try:
         recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
         return str(recorded["message"] if isinstance(recorded, dict) else recorded)

@@ -32,7 +32,6 @@ class Peer:
     role: str = RANK
     group: int | None = None
     is_open: bool = True
-    was_interrupted: bool = False
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
     _unsent_bytes: int = 0
     _is_written: bool = False  # the selector reports when the connection takes more

@@ -38,11 +38,10 @@ _WRONG = (
 class Message(NamedTuple):
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", "frames", "full", or one of
-    HANDED_OVER. "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and
-    facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank writes
-    from native code. HANDED_OVER: facts["connection"] belongs to the receiver of this message; that of
-    "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER.
+    "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
+    is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
+    message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
     "full", of no rank (-1): for want of facts["error"], connections wait until `accept_again`.
     `from_script`: from the script of a command, a process of its own.
     """
@@ -207,9 +206,6 @@ class ChannelServer:
 
     def _take(self, peer: Peer, line: bytes, now: float) -> Message | None:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
-        if peer.was_interrupted and peer.rank is not None and not _is_message(line):
-            # A line of its stack, maybe in the middle of a message that it was sending.
-            return _message(peer, "frames", {"text": line.decode()}, now)
         facts, value = decode(line)
         if peer.rank is None:
             return self._introduce(peer, facts)
@@ -218,7 +214,7 @@ class ChannelServer:
             group, _ = self._groups[peer.group]
             if kind in group.kinds:
                 self._reply(peer.group, group.receive(peer.rank, facts, value, now))
-                is_claim = kind == "claim" and peer.role == RANK
+                is_claim = kind == "claim" and peer.role != CHILD
                 return _message(peer, kind, {}, now) if is_claim else None
         if kind == "enter" and peer.role != RANK and peer.group is None:
             self._enter(peer, peer.rank)
@@ -313,11 +309,3 @@ def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(handed["host"], str):
         raise ValueError(handed)
     return handed
-
-
-def _is_message(line: bytes) -> bool:
-    try:
-        decode(line)
-    except ValueError:
-        return False
-    return True

@@ -31,7 +31,7 @@ _registry = threading.Lock()  # cloudpickle's is one for all threads
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
 ) -> Payload:
-    """The function and its arguments for `mpiddp.runtime.start.function`, with what it has to know of them.
+    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them.
 
     Raises:
         UserError: cloudpickle is missing, or something cannot be pickled. The sentence names it.

@@ -54,7 +54,7 @@ def check_determinism(
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
-    found, hosts = gathered(first_difference(first, second)), gathered(world.hostname)
+    found = gathered(first_difference(first, second))
     runs = f"two runs of {len(first)} steps from the same start"
     differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
     if not differences:
@@ -67,8 +67,8 @@ def check_determinism(
     hint = "" if config.deterministic else " Try --deterministic."
     with mpiddp.together():
         raise JobFailed(
-            f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
-            f"({num_different} of {len(first[0])} tensors of that step).{hint}"
+            f"{runs} differ: first in step {step}, on rank {rank}, in {name} ({num_different} of "
+            f"{len(first[0])} tensors of that step).{hint}"
         )
     raise SystemExit  # not reached: together() has raised one
 
@@ -115,7 +115,6 @@ class Recorder:
         self._optimizer.register_step_pre_hook(self._before_update)
         self._optimizer.register_step_post_hook(self._after_update)
         self._batches = 0
-        self._inputs: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self._digests: list[tuple[list[str], Tensor]] = []
 
@@ -123,8 +122,8 @@ class Recorder:
         """The same batches."""
         for images, labels in images_and_labels:
             self._batches += 1
-            self._inputs[f"the images of backward pass {self._batches}"] = digest(images)
-            self._inputs[f"the labels of backward pass {self._batches}"] = digest(labels)
+            self._add(f"the images of backward pass {self._batches}", images)
+            self._add(f"the labels of backward pass {self._batches}", labels)
             yield images, labels
 
     def _before_update(self, *_: object) -> None:
@@ -145,11 +144,10 @@ class Recorder:
         self._step[name] = digest(tensor)
 
     def end_step(self, loss: Tensor) -> None:
-        # The loss is known after the update, but computed before the gradients.
-        step = self._inputs | {"the loss": digest(loss)} | self._step
-        digests = torch.stack([each.to(loss.device) for each in step.values()])
-        self._digests.append((list(step), digests))
-        self._inputs, self._step, self._batches = {}, {}, 0
+        self._add("the loss", loss)
+        digests = torch.stack([each.to(loss.device) for each in self._step.values()])
+        self._digests.append((list(self._step), digests))
+        self._step, self._batches = {}, 0
 
     def read(self) -> Trace:
         """The digests of all steps. On a GPU this waits for the last one."""

@@ -278,7 +278,7 @@ def wrong_options(words: list[str]) -> list[str]:
         for action in option_parser()._actions
         if action.nargs == 0
         for flag in action.option_strings
-    } | {"--keep-mpi"}
+    }
     own: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--"):
         flag, is_whole, _ = rest.pop(0).partition("=")

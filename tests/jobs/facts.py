@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from tests.jobs.listening import listening_addresses
 
 

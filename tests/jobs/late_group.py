@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 
 with join() as coordinator:
     rank = coordinator.world.rank

@@ -19,15 +19,36 @@ from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 
+# A rank's agent, whose command does without the other ranks.
 RANK = """
-import os, signal, subprocess, sys, time
+import os, socket, sys
+from mpiddp.runtime.agent import Agent
+from mpiddp.runtime.program import COMMAND, Program
+from mpiddp.world import World
+
+class Alone(Agent):
+    def _begin(self):
+        self._open_streams()
+        self._connect(self._launcher)
+        self.control, theirs = socket.socketpair()
+        self.control.setblocking(False)
+        number = theirs.fileno()
+        script = FIRST.format(number=number, rank=rank) + sys.argv[3]
+        os.environ["RANK"] = str(rank)
+        self._start([sys.executable, "-c", script], os.environ, {0: self._stdin, number: number})
+        theirs.close()
+
+FIRST = '''
+import os, signal, socket, subprocess, sys, time
 from pathlib import Path
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.launcher.connected import connected
-from mpiddp.world import World
+rank = {rank}
+current().control, current().has_launcher = socket.socket(fileno={number}), True
+os.set_inheritable({number}, False)
+'''
 rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-with connected(World(rank, world_size, rank, world_size, hostname="node1")):
-    exec(sys.argv[3])
+world = World(rank, world_size, rank, world_size, hostname="node1")
+sys.exit(Alone(Program(COMMAND, "python"), world).run())
 """
 
 

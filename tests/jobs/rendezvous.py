@@ -12,6 +12,7 @@ import signal
 import time
 
 from mpiddp.runtime.rendezvous import mpi as rendezvous
+from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 
 world = World.from_env()
@@ -19,7 +20,7 @@ if os.environ.get("MPIDDP_TEST_SLEEPER") == str(world.rank):
     time.sleep(1000)
 if "MPIDDP_TEST_DEAF" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: print("saved"))
-rendezvous._REPORT_STAGGER_S = 5.0
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
-result = rendezvous.rendezvous_over_mpi(world, rendezvous.MpiWatchdog(world, timeout_s))
+meeting = rendezvous.Meeting(lambda: RankInfo.of_this_process(world), timeout_s=timeout_s)
+result = rendezvous.rendezvous_over_mpi(world, meeting)
 print(result.world.master_addr, result.world.master_port, result.listener is not None)

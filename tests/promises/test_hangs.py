@@ -68,7 +68,7 @@ STUCK = {
     ),
     "native": (
         "has made no step for 3 s: native code holds its Python interpreter. "
-        "The others wait at step 10. Its Python stack follows, innermost call first.",
+        "The others wait at step 10. Its Python stack follows.",
         "in hold_the_interpreter",
     ),
 }
@@ -211,7 +211,7 @@ def test_a_job_is_watched_and_stopped(here: Here) -> None:
     until(lambda: bool(re.search(is_in_load, view("stacks", pid)[0])))
     text = "\n".join(view("stacks", pid, "--rank", "1"))
     assert re.search(r'one_fails\.py", line \d+, in load', text)
-    assert text.index("thread MainThread:") < text.index("thread ", text.index("MainThread:"))
+    assert "thread MainThread:" in text
 
     (line,) = [line.split() for line in view("ps") if pid in line.split()]
     assert (line[1], line[3]) == ("one_fails.py", "2")

@@ -8,11 +8,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
 
+from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer
-from mpiddp.runtime.job.channel import JobChannel, connect
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.channel import JobChannel
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.world import World
 
 
@@ -29,9 +29,14 @@ def stacks(text: str, **facts: object) -> dict[str, object]:
 def member(server: Server, rank: int, world_size: int) -> JobChannel:
     """A rank, whose messages a thread reads."""
     world = World(rank, world_size, rank, world_size)
-    channel = connect(server, world, SimpleQueue())
-    threading.Thread(target=channel.listen, daemon=True).start()
+    channel = connect(server, world)
+    channel.listen(lambda facts: None)
     return channel
+
+
+def connect(server: Server, world: World, role: str = RANK) -> JobChannel:
+    """A member that has connected. Nobody reads its messages yet."""
+    return JobChannel(server, connect_to_launcher(server, world, "hello", role=role), world)
 
 
 @contextmanager

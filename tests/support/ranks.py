@@ -112,7 +112,7 @@ def run_forked(commands: list[list[str]], cwd: Path = ROOT) -> list[tuple[int, s
 
 def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
-    return run_command([sys.executable, "-m", "mpiddp", *arguments], **extra)
+    return run_command([sys.executable, "-m", "mpiddp", *arguments], ROOT, **extra)
 
 
 def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from mpiddp.bench.allreduce import Options
 from mpiddp.bench.figures import emit
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import BACKENDS, choose_backend, default_group, device_of
 from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World

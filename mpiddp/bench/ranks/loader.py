@@ -26,7 +26,7 @@ from mpiddp.bench.ranks.training import (
     resolve_training,
 )
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.text import counted, percentile
 from mpiddp.train.datasets import Data, open_data, prefetched
 from mpiddp.train.measure import StepTimer

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
 from importlib import import_module
 
-from mpiddp.runtime.launcher.connected import connected
+from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.log import RankParser
-from mpiddp.runtime.start.run import prepare_process
+from mpiddp.runtime.script import keep_freed_memory
 from mpiddp.world import World
 
 
@@ -36,9 +37,9 @@ def main(argv: list[str]) -> int:
     values = parser.parse_args(argv)
     world = World.from_env()
     local_ranks = max(world.local_world_size or 1, values.share)
-    prepare_process(replace(world, local_world_size=local_ranks))
-    with connected(world):
-        options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
-        rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
-        rank(world, options, values.training)
+    prepare(replace(world, local_world_size=local_ranks))
+    keep_freed_memory(os.environ)
+    options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
+    rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
+    rank(world, options, values.training)
     return 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpiddp.bench.figures import Result
 from mpiddp.bench.machine import machine
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.start.join import join
+from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import choose_backend, default_group, device_of
 from mpiddp.train.config import resolve
 from mpiddp.train.datasets import Data, open_data

@@ -151,22 +151,22 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
     others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
     found = []
-    for rank in mute or behind or outside or left:
+    held = sorted(ranks.held & steps.keys())
+    for rank in mute or held or behind or outside or left:
         what = f"{ranks.name(rank)} has made no step for {timeout_s:g} s"
+        waiting = f" The{others[3:]}." if others else ""
         if rank in mute:
-            found.append(f"{what}{_mute(ranks, rank, f' The{others[3:]}.' if others else '')}")
+            found.append(
+                f"{what} and does not answer: it is stopped, or stuck in native code.{waiting}"
+            )
+        elif rank in held:
+            text = ranks.stacks[rank]["text"].rstrip()
+            found.append(
+                f"{what}: native code holds its Python interpreter.{waiting} Its Python stack "
+                f"follows.\n{text}"
+            )
         else:
             text = ranks.stacks[rank]["text"].rstrip()
             beside = f" while {others}" if others else ""
             found.append(f"{what}{beside}. Its Python stack follows.\n{text}")
     return found
-
-
-def _mute(ranks: Ranks, rank: int, others: str) -> str:
-    """Of a rank that does not answer."""
-    if rank not in ranks.frames:
-        return f" and does not answer: it is stopped, or stuck in native code.{others}"
-    return (
-        f": native code holds its Python interpreter.{others} Its Python stack follows, innermost call "
-        f"first.\n{ranks.frames[rank].rstrip()}"
-    )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpiddp.errors import STOPPED
 from mpiddp.launch.monitor.skew import Pace
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
@@ -20,12 +21,9 @@ EXPLAINS_S = 30.0  # a later end of a command has another reason than its script
 
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
-# The first lines of faulthandler's output for the main thread.
-_INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
-
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
@@ -59,7 +57,7 @@ class Ranks:
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.frames: dict[int, str] = {}  # stacks out of native code
+        self.held: set[int] = set()  # whose agent answers in the place of a script that makes steps
         self.logs: dict[int, str] = {}
         self.error_files: dict[int, str] = {}  # on the rank's host
         self.announcement = NOTHING_ANNOUNCED
@@ -92,8 +90,10 @@ class Ranks:
                     self.shown.update(facts.get("shown", {}))
             case "stacks":
                 self.stacks[rank] = facts
-            case "frames":
-                self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
+                if message.from_script or rank not in self.steps:
+                    self.held.discard(rank)
+                else:
+                    self.held.add(rank)
             case "log":
                 self.logs[rank] = facts["path"]
             case "error_file":
@@ -129,6 +129,9 @@ class Ranks:
                 self.exited.add(rank)
             case "claim":
                 self.claimed_at[rank] = message.at
+            case "failed" if facts["code"] == STOPPED and rank in self.stopped:
+                self.done[rank] = message.at
+                self._note_saving(message, is_saving=False)
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)
@@ -161,8 +164,9 @@ class Ranks:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined."""
-        return [rank for rank in range(self.world_size) if rank not in self.joining]
+        """The ranks that have not joined, or for which the others' MPI waits."""
+        here = self.joining or self.in_mpi_init
+        return [rank for rank in range(self.world_size) if rank not in here]
 
     @property
     def newest_step_at(self) -> float | None:
@@ -192,7 +196,6 @@ class Ranks:
 
     def forget_stacks(self) -> None:
         self.stacks.clear()
-        self.frames.clear()
 
     def files_of_lost_ranks(self) -> dict[int, str]:
         """The files into which ranks that vanished may have written their error."""
@@ -241,7 +244,7 @@ def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
     names = ", ".join(map(ranks.name, missing))
     owner = "Its last words" if len(missing) == 1 else f"The last words of rank {missing[0]}"
     return (
-        f"only {len(ranks.joining)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
+        f"only {ranks.world_size - len(missing)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
         f"Missing: {names}. {owner}: {_last_line(ranks, missing[0])}"
     )
 
@@ -252,8 +255,6 @@ def _last_line(ranks: Ranks, rank: int) -> str:
         return "none; its Python has not started."
     if rank in ranks.exited:
         return "none; it has ended, with exit code 0."
-    if rank not in ranks.stacks and (top := _INNERMOST.search(ranks.frames.get(rank, ""))):
-        return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
     if rank not in ranks.stacks:
         pid = ranks.started[rank]["pid"]
         return (

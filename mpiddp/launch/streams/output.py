@@ -1,7 +1,7 @@
 """Copy what the ranks, mpirun and the launcher itself write to this process's stdout and stderr.
 
 Each stream that is shown of a rank has a connection from the rank's output process
-(`mpiddp.runtime.launcher.output_process`). What MPI and ssh print comes through mpirun's own pipes, which
+(`mpiddp.runtime.output`). What MPI and ssh print comes through mpirun's own pipes, which
 this process reads until the end: mpirun aborts when the reader of its output goes away, as `tee` does at the
 Ctrl-C of `… 2>&1 | tee log`. A slow reader still slows the ranks, because a thread reads no more than it
 has written.

@@ -25,6 +25,7 @@ from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.server import Message
+from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 from mpiddp.protocol.viewers import STACKS
 
 # Time limits for:
@@ -136,8 +137,14 @@ class Attempt:
                 self.on(Event.STARTED)
                 if self._stop is Stop.BY_USER:
                     self._server.request_stop(message.rank)
+            case "mpi_init" if not self.ranks.joining:  # of which MPI waits for all
+                if not message.facts["active"]:
+                    self._timers.cancel(Event.JOIN_TIMEOUT)
+                elif len(self.ranks.in_mpi_init) == 1:
+                    self._join_timeout_s = self._options.timeout_s or JOIN_TIMEOUT_S
+                    self.on(Event.FIRST_JOINED)
             case "joining":
-                self._join_timeout_s = self._join_timeout_s or message.facts["timeout_s"]
+                self._join_timeout_s = message.facts["timeout_s"]
                 if len(self.ranks.joining) == 1:
                     self.on(Event.FIRST_JOINED)
                 if len(self.ranks.joining) == self.ranks.world_size:
@@ -208,6 +215,7 @@ class Attempt:
         self._log(missing_sentence(self.ranks, self._start_timeout_s))
 
     def _await_rest(self) -> None:
+        self._timers.cancel(Event.JOIN_TIMEOUT)
         self._timers.after(self._join_timeout_s, Event.JOIN_TIMEOUT)
 
     def _seek(self) -> None:

@@ -5,10 +5,8 @@ It listens on one address only. `mpiddp.protocol.server` handles the connections
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import signal
 import socket
 from collections import Counter
 from pathlib import Path
@@ -18,8 +16,7 @@ from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.paths import cause_of, new_private_folder, remove_private_folder
-from mpiddp.protocol import viewers
-from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX, URGENT
+from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, Peer
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
@@ -91,18 +88,8 @@ class ControlServer(ChannelServer):
             self.send(progress.rank, "received", to_script=progress.from_script)
 
     def interrupt(self, rank: int) -> None:
-        """Request the stacks of a rank that does not answer: its kernel interrupts it.
-
-        An urgent byte makes the kernel signal the process that runs the rank's script.
-        """
-        peer = self._scripts.get(rank, self._ranks[rank])
-        peer.was_interrupted = True
-        with contextlib.suppress(OSError):  # the next read fails too
-            if self._path is None:
-                peer.connection.send(URGENT, socket.MSG_OOB)
-                return
-            pid, _ = viewers.peer(peer.connection)
-            os.kill(pid, signal.SIGURG)
+        """Request the stacks of a rank whose script does not answer: its agent interrupts it."""
+        self.send(rank, "stacks")
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged what was sent to them."""

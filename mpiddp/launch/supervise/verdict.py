@@ -156,9 +156,9 @@ def host_at_fault(history: History) -> str:
     ranks = history.ranks
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
-        return missing.pop() if len(missing) == 1 and ranks.joining else ""
+        return missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
     first = first_failure(ranks)
-    if first is None or first.kind != "lost":
+    if first is None or not _was_killed(first):
         return ""
     is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
     return ranks.hosts[first.rank] if is_alone else ""
@@ -193,6 +193,8 @@ def _began(ranks: Ranks, message: Message) -> float:
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
     is_consequence = _is_of_connections(message) or _others_were_gone(ranks, message)
+    if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
+        return message.at + _CONSEQUENCE_S
     began = ranks.claimed_at.get(message.rank, message.at)
     return began + _CONSEQUENCE_S if is_consequence else began
 
@@ -327,6 +329,8 @@ def _failed(ranks: Ranks, first: Message) -> str:
     error, log = first.facts["error"], ranks.logs.get(first.rank)
     if first.facts["is_verdict"]:
         return str(error)
+    if number := first.facts.get("signal"):
+        return f"{ranks.name(first.rank)} was killed by {signal_name(number)}."
     if not first.facts["traceback"]:
         messages = f": {error}" if error else ""
         code = first.facts["code"]
@@ -356,9 +360,14 @@ def _lost_with(ranks: Ranks, first: Message) -> list[str]:
     lost = [
         rank
         for rank, message in sorted(ranks.failures.items())
-        if message.kind == "lost" and message.at - first.at < _AT_ONCE_S
+        if _was_killed(message) and message.at - first.at < _AT_ONCE_S
     ]
     return list(dict.fromkeys(ranks.host_of(rank) for rank in lost))
+
+
+def _was_killed(message: Message) -> bool:
+    """Whether a rank has ended without a word of its own: it, or its script, was killed or has crashed."""
+    return message.kind == "lost" or bool(message.facts.get("signal"))
 
 
 def _first_line(error: str) -> str:

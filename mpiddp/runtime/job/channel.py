@@ -1,34 +1,32 @@
 """A process's connection to the server of its job: `mpiddp.protocol.channel` has the messages.
 
-    channel = connect(server, world, wakes)
-    threading.Thread(target=act_on, args=(channel.news(),), daemon=True).start()
+    channel = JobChannel(server, accepted, world)
+    channel.listen(act_on)                    # in a thread; a rank's agent calls `receive` in its own loop
     hosts = channel.gather("hosts", socket.gethostname(), timeout_s=60)
 
-One thread reads the connection, by iterating over the news. Any thread may ask: it waits until the reading
-thread has its answer. The server alone decides that a wait has lasted too long, so that a launcher which is
-stopped (Ctrl-Z) ends none.
+Any thread may ask: it waits until its answer has been received. The server alone decides that a wait has
+lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
+import math
 import os
-import socket
+import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import CHILD, RANK, decode, encode, encode_value, unlisted
-from mpiddp.runtime.job.connect import NO_MESSAGE, Server, connect_to_launcher
-from mpiddp.world import World
+from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
+from mpiddp.runtime.job.connect import NO_MESSAGE, Accepted, Member, Server, close_in_forks
 
 _ANSWERS = frozenset({"gathered", "collected", "no_answer", "entered"})
-WHOLE_JOB = 0  # the stay of a failure that ends the ranks of all stays
+_NEVER = float("inf")
 
 
 class ChannelLost(JobFailed):
@@ -54,118 +52,64 @@ class _Answer:
         self.value = b""
         self.error: Exception | None = None
         self.ends_with_failure = ends_with_failure
-        self._has_arrived = threading.Event()
+        self.has_arrived = threading.Event()
 
     def arrive(self, value: bytes = b"", error: Exception | None = None) -> None:
         self.value, self.error = value, error
-        self._has_arrived.set()
+        self.has_arrived.set()
 
-    def wait(self) -> bytes:
-        self._has_arrived.wait()
+    def result(self) -> bytes:
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class JobChannel:
-    """The connection of one process, which the server has accepted. `connect` makes it.
+    """The connection of one process, which the server has accepted.
 
-    A process may enter the job several times, see `Coordinator.begin_stay`. A failure ends the ranks of one
-    stay, or all of them.
-
-    Args:
-        introduced: the connection, and what the server sends over it from now on.
-        wakes: gets an item whenever there is news about the other ranks.
+    Attributes:
+        code_of_failure: the exit code of the rank whose failure ends this one, 0 if none has failed.
+        is_lost: the server has ended, or has lost rank 0.
+        on_news: gets the messages that arrive while this process waits and no thread listens.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        introduced: tuple[socket.socket, Iterator[bytes]],
-        world: World,
-        wakes: SimpleQueue[None],
-        role: str,
-    ) -> None:
+    def __init__(self, server: Server, accepted: Accepted, member: Member) -> None:
         self.server = server
-        self.rank = world.rank
-        self.world_size = world.world_size
-        self.connection, self._lines = introduced
+        self.rank = member.rank
+        self.world_size = member.world_size
+        self.connection, self._incoming, self._early = accepted
         self.group = 0  # of the ranks, else the number that `enter` has returned
-        self.is_lost = False  # the server has ended, or has lost rank 0
-        self.was_closed_here = False  # by a script that closes all files, as daemons do
-        self._world = world
-        self._role = role
-        self._identity = identity(self.connection.fileno())
-        self._wakes = wakes
-        # A handler of a signal may call os._exit, which leaves the job first.
-        self._send_lock = threading.RLock()
+        self.code_of_failure = 0
+        self.is_lost = self._has_ended = False
+        self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
+        self._thread: threading.Thread | None = None
+        self._wake, self._waker = os.pipe()
+        for end in (self._wake, self._waker):
+            os.set_blocking(end, False)
+        self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
         self._lock = threading.RLock()  # of what follows
         self._answers: dict[str | int, _Answer] = {}  # by key of a gather, or number of a request
-        self._given: dict[
-            str, list[Any] | None
-        ] = {}  # by key: the values of all, once they are there
+        # By key: the values of all, once they are there.
+        self._given: dict[str, list[Any] | None] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._first_failures: dict[int, int] = {}  # by stay: the rank that has claimed it
-        self._claims: dict[int, _Answer] = {}  # by stay
-        self._codes: dict[int, int] = {}  # by stay: the exit code of the rank that has failed
+        self._first_failure: int | None = None  # the rank that has claimed it
+        self._claim = _Answer()
         self._numbers = itertools.count(1)
-        self.on_closed: Callable[[], object] = lambda: None  # called once the script has closed it
-        # A forked child that keeps the connection open would hide the death of this rank.
-        os.register_at_fork(after_in_child=self._close_in_child)
+        close_in_forks(self.connection)
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
-        """Send a message. A lost connection is left to the reading thread."""
+        """Send a message. A lost connection is left to whoever receives."""
         with contextlib.suppress(OSError):
             self._send(encode(kind, value, **facts))
 
     def _send(self, line: bytes) -> None:
         with self._send_lock:
-            self._ensure_open()
             self.connection.sendall(line)
-
-    def _ensure_open(self) -> None:
-        if not self.was_closed_here and identity(self.connection.fileno()) != self._identity:
-            self._connect_again()
-
-    def _connect_again(self) -> None:
-        """The script has closed all files (`os.closerange`), and may have others by their numbers.
-
-        The rank can report its end over another connection. It reads no news there.
-        """
-        self.was_closed_here = True
-        self.on_closed()
-        self.connection.detach()  # its number may be another file's
-        if self._role == CHILD:  # which reports to nobody
-            return
-        facts = {"role": self._role, "again": True}
-        with contextlib.suppress(JobFailed):
-            self.connection, _ = connect_to_launcher(self.server, self._world, "hello", **facts)
-
-    @contextlib.contextmanager
-    def kept_by_exec(self) -> Iterator[None]:
-        """Within the body, a program that takes this process's place keeps the connection open."""
-        with self._send_lock:
-            self._ensure_open()
-        file = self.connection.fileno()
-        with contextlib.suppress(OSError):  # there is none any more
-            os.set_inheritable(file, True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.set_inheritable(file, False)
-
-    def _close_in_child(self) -> None:
-        if self.was_closed_here or identity(self.connection.fileno()) == self._identity:
-            self.connection.close()
-        else:  # its number may be another file's
-            self.connection.detach()
-        self.is_lost = self.was_closed_here = True  # a child does not connect again: it is no rank
 
     # --- what the ranks agree on ---
 
     def enter(self) -> int:
-        """Join the n-th children of the other ranks as this rank's n-th child, and return n."""
+        """Join the scripts of the other ranks, and return the number of their group."""
         self.group = int(self._ask("enter", "entered"))
         return self.group
 
@@ -211,18 +155,17 @@ class JobChannel:
         ranks: Sequence[int],
         *,
         timeout_s: float,
-        unless_failed: int | None = None,
+        unless_failed: bool = False,
         or_gone: bool = False,
     ) -> list[Any]:
         """The values that these ranks have put under the key, once all have.
 
         Args:
-            unless_failed: a stay.
             or_gone: the value of a rank whose connection has ended is None.
 
         Raises:
             Silent: some rank is the cause that a value is not there in time.
-            AnotherFailed: a rank of the stay has failed, maybe this one.
+            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
             ChannelLost: the server has ended.
         """
         number = next(self._numbers)
@@ -242,33 +185,28 @@ class JobChannel:
         """Forget what this rank has put under keys with this prefix. Does not wait."""
         self.send("forget", key=prefix)
 
-    def claim_first_failure(self, stay: int) -> bool:
-        """Whether this rank is the first to fail in the stay.
+    def claim_first_failure(self) -> bool:
+        """Whether this rank is the first to fail.
 
         Raises:
             ChannelLost: the server has ended.
         """
-        if stay not in self._first_failures:
+        if self._first_failure is None:
             with self._lock:
-                answer = self._claims.setdefault(stay, _Answer())
                 if self.is_lost:
                     raise self._lost()
-            self._send_or_lose("claim", stay=stay)
-            answer.wait()
-        return self._first_failures[stay] == self.rank
+            self._send_or_lose("claim", stay=0)
+            self._wait(self._claim)
+        return self._first_failure == self.rank
 
-    def fail(self, code: int, stay: int) -> None:
-        """End the other ranks of the stay with this exit code, unless another one has. Does not wait."""
-        self.send("fail", code=code, stay=stay)
+    def fail(self, code: int) -> None:
+        """End the other ranks with this exit code, unless another one has. Does not wait."""
+        self.send("fail", code=code, stay=0)
 
-    def code_of_failure(self, stay: int) -> int:
-        """The exit code of the rank whose failure ends the ranks of this stay, 0 if none has failed."""
-        return self._codes.get(stay, 0)
-
-    def leave(self, *, is_over: bool) -> None:
-        """Tell the server whether the end of this connection is no failure. Does not wait."""
-        if self.group == 0:  # that of a child never is one
-            self.send("leave", is_over=is_over)
+    def leave(self) -> None:
+        """Tell the server that the end of this connection is no failure. Does not wait."""
+        if self.group == 0:  # that of a script never is one
+            self.send("leave", is_over=True)
 
     def _ask(
         self,
@@ -276,22 +214,30 @@ class JobChannel:
         awaited: str | int,
         value: bytes = b"",
         *,
-        unless_failed: int | None = None,
+        unless_failed: bool = False,
         **facts: object,
     ) -> bytes:
-        answer = _Answer(ends_with_failure=unless_failed is not None)
+        answer = _Answer(ends_with_failure=unless_failed)
         with self._lock:
             if self.is_lost:
                 raise self._lost()
-            if unless_failed in self._first_failures:
+            if unless_failed and self._first_failure is not None:
                 raise AnotherFailed
             self._answers[awaited] = answer
         try:
             self._send_or_lose(kind, value, **facts)
-            return answer.wait()
+            return self._wait(answer)
         finally:
             with self._lock:
                 self._answers.pop(awaited, None)
+
+    def _wait(self, answer: _Answer) -> bytes:
+        if self._thread is None:
+            while not answer.has_arrived.is_set():
+                for facts in self.receive():
+                    self.on_news(facts)
+        answer.has_arrived.wait()
+        return answer.result()
 
     def _send_or_lose(self, kind: str, value: bytes = b"", **facts: object) -> None:
         """Send a message that has an answer. Raises ChannelLost if none can come."""
@@ -305,28 +251,71 @@ class JobChannel:
 
     # --- what arrives ---
 
-    def listen(self) -> None:
-        """Read until the connection ends, where no launcher sends messages of its own."""
-        for _ in self.news():
-            pass
+    def listen(
+        self,
+        on_news: Callable[[dict[str, Any]], object],
+        look: Callable[[], float] = lambda: _NEVER,
+    ) -> None:
+        """Receive in a thread until the connection ends.
 
-    def news(self) -> Iterator[dict[str, Any]]:
-        """What the launcher tells this process, until the connection ends. One thread may read it."""
+        Args:
+            on_news: gets the messages that nobody waits for.
+            look: called after each message and each `wake`. It returns when to call it again, in
+                time.monotonic()'s seconds.
+        """
+        self._thread = threading.Thread(
+            target=self._listen, args=(on_news, look), name="mpiddp", daemon=True
+        )
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Let the listening thread look. A handler of a signal may call this."""
+        with contextlib.suppress(OSError):  # it is full, or the script has closed it
+            os.write(self._waker, b"\n")
+
+    def _listen(
+        self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], float]
+    ) -> None:
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        file = self.connection.fileno()
+        news = self.receive() if self._early else []
+        while True:
+            for facts in news:
+                on_news(facts)
+            again_at = look()
+            if self._has_ended and again_at == _NEVER:
+                return
+            if self._has_ended:
+                with contextlib.suppress(KeyError):
+                    poll.unregister(file)
+            wait_s = None if again_at == _NEVER else max(0.0, again_at - time.monotonic())
+            ready = dict(poll.poll(None if wait_s is None else math.ceil(1000 * wait_s)))
+            if self._wake in ready:
+                with contextlib.suppress(OSError):
+                    os.read(self._wake, 4096)
+            news = self.receive() if file in ready else []
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Receive what arrives next: note what the ranks agree on, and return the other messages."""
+        early, self._early = self._early, []
         try:
-            # Whoever sends anything but messages is not the server.
-            for line in self._lines:
-                facts, value = decode(line)
-                if not self._take(facts, value):
-                    yield facts
-        except OSError as error:
-            if error.errno == errno.EBADF:
-                with self._send_lock:
-                    if not self.was_closed_here:
-                        self._connect_again()
-        except NO_MESSAGE:
-            pass
-        finally:
+            return self._take_all(early or self._incoming.read())
+        except (
+            OSError,
+            *NO_MESSAGE,
+        ):  # it has ended, or was no server; the script may have closed it
             self._lose()
+            return []
+
+    def _take_all(self, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        news = []
+        for line in lines:
+            facts, value = decode(line)
+            if not self._take(facts, value):
+                news.append(facts)
+        return news
 
     def _take(self, facts: dict[str, Any], value: bytes) -> bool:
         """Note what the other ranks have done, and give answers to those who wait. False for other news."""
@@ -334,16 +323,15 @@ class JobChannel:
         if kind in _ANSWERS:
             self._answer(facts, value)
         elif kind == "claimed":
-            self._note_first_failure(facts["stay"], facts["rank"])
+            self._note_first_failure(facts["rank"])
         elif kind == "failed":
-            self._codes[facts["stay"]] = facts["code"]
+            self.code_of_failure = facts["code"]
         elif kind == "called":
             self._called.add(facts["key"])
         elif kind == "lost":
             self.is_lost = True
         else:
             return False
-        self._wakes.put(None)
         return True
 
     def _answer(self, facts: dict[str, Any], value: bytes) -> None:
@@ -359,42 +347,17 @@ class JobChannel:
             no_answer = facts["type"] == "no_answer"
             answer.arrive(value, Silent(facts["missing"]) if no_answer else None)
 
-    def _note_first_failure(self, stay: int, rank: int) -> None:
+    def _note_first_failure(self, rank: int) -> None:
         with self._lock:
-            self._first_failures[stay] = rank
-            claim = self._claims.get(stay)
+            self._first_failure = rank
             waiting = [each for each in self._answers.values() if each.ends_with_failure]
-        if claim is not None:
-            claim.arrive()
+        self._claim.arrive()
         for each in waiting:
             each.arrive(error=AnotherFailed())
 
     def _lose(self) -> None:
         with self._lock:
-            self.is_lost = True
-            waiting = [*self._answers.values(), *self._claims.values()]
+            self.is_lost = self._has_ended = True
+            waiting = [*self._answers.values(), self._claim]
         for answer in waiting:
             answer.arrive(error=self._lost())
-        self._wakes.put(None)
-
-
-def identity(file: int) -> tuple[int, int] | None:
-    """What distinguishes an open file from another one with its number; None once it is closed."""
-    try:
-        status = os.fstat(file)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def connect(
-    server: Server, world: World, wakes: SimpleQueue[None], *, role: str = RANK
-) -> JobChannel:
-    """Connect to the launcher.
-
-    Raises:
-        AnotherScript: this rank has a script already.
-        JobFailed: the launcher cannot be reached.
-    """
-    introduced = connect_to_launcher(server, world, "hello", role=role)
-    return JobChannel(server, introduced, world, wakes, role)

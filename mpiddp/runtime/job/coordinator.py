@@ -8,7 +8,6 @@ sentence, and then all ranks exit.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -40,31 +39,23 @@ class Coordinator:
     Args:
         channel: None for a single rank without a launcher.
         hostnames: [world_size], for sentences; empty until the ranks have met.
+        has_launcher: whether a launcher prints why a job failed.
     """
 
     def __init__(
-        self, world: World, channel: JobChannel | None, *, hostnames: tuple[str, ...] = ()
+        self,
+        world: World,
+        channel: JobChannel | None,
+        *,
+        hostnames: tuple[str, ...] = (),
+        has_launcher: bool = False,
     ) -> None:
         self.world = world
         self.channel = channel
         self.hostnames = hostnames
-        self._has_launcher = False  # which prints why a job failed
-        self._stay = 0  # counts the times that this rank has entered
-        self._has_left = False
+        self.has_launcher = has_launcher
         self._round = 0
         self._own: dict[str, Any] = {}  # what a single rank has put
-
-    def met(
-        self, world: World, hostnames: tuple[str, ...], *, has_launcher: bool = False
-    ) -> Coordinator:
-        """This coordinator, now that the ranks have met. All ranks must call this.
-
-        Args:
-            has_launcher: whether a launcher prints why a job failed.
-        """
-        known = copy.copy(self)
-        known.world, known.hostnames, known._has_launcher = world, hostnames, has_launcher
-        return known
 
     def all_gather_json(self, value: Value, *, timeout_s: float) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
@@ -96,7 +87,7 @@ class Coordinator:
         """
         if self.channel is None:
             return [self._own[key] for _ in ranks]
-        return self.channel.collect(key, ranks, timeout_s=timeout_s, unless_failed=self._stay)
+        return self.channel.collect(key, ranks, timeout_s=timeout_s, unless_failed=True)
 
     def forget(self, prefix: str) -> None:
         """Forget what this rank has put under keys with this prefix, once all ranks have collected it."""
@@ -154,7 +145,7 @@ class Coordinator:
         codes = set(self.all_gather_json(code, timeout_s=AGREE_TIMEOUT_S)) - {DONE}
         code = min(codes)  # a failure of a machine may cause what looks like bad input
         sentences = self._sentences(problems)
-        if code == FAILED and self._has_launcher:
+        if code == FAILED and self.has_launcher:
             self.leave()
             raise Refused(code, "\n".join(sentences), is_printed=False)
         printed = self.unique_prefix("printed")
@@ -168,19 +159,8 @@ class Coordinator:
         self.leave()
         raise Refused(code, "\n".join(sentences))
 
-    def begin_stay(self) -> int:
-        """Begin another stay in the job, which ends with `leave`. Returns its number, from 1.
-
-        A script may catch the error that has ended a stay. In the next one no rank has failed.
-        """
-        self._stay += 1
-        if self._has_left and self.channel is not None:
-            self.channel.leave(is_over=False)
-        self._has_left = False
-        return self._stay
-
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail in this stay.
+        """Whether this rank is the first to fail.
 
         If the channel is lost, only rank 0 counts as the first. Call this as soon as an error is caught: the
         unwinding breaks connections, and the other ranks then fail as well.
@@ -188,7 +168,7 @@ class Coordinator:
         if self.channel is None:
             return True
         try:
-            return self.channel.claim_first_failure(self._stay)
+            return self.channel.claim_first_failure()
         except ChannelLost:
             return self.world.rank == 0
 
@@ -203,30 +183,17 @@ class Coordinator:
             with contextlib.suppress(Silent, ChannelLost):
                 self.channel.collect(point, ranks, timeout_s=timeout_s, or_gone=True)
 
-    def leave(self, *, waits: bool = False) -> None:
+    def leave(self, *, waits: bool | None = None) -> None:
         """Leave the job. All ranks must call this.
 
         Args:
-            waits: until all others have left, or a timeout. Rank 0 always waits: it serves torch's store.
+            waits: until all others have left, or a timeout. By default rank 0 does: it serves torch's store.
         """
-        self.arrive(self._left)
-        if waits or self.world.rank == 0:
-            self.wait_for(self._left, range(self.world.world_size), timeout_s=LEAVE_TIMEOUT_S)
-        self._part()
-
-    def leave_early(self) -> None:
-        """Leave while the others may go on. Any thread may."""
-        self.arrive(self._left)
-        self._part()
-
-    def _part(self) -> None:
-        self._has_left = True
+        self.arrive("left")
+        if self.world.rank == 0 if waits is None else waits:
+            self.wait_for("left", range(self.world.world_size), timeout_s=LEAVE_TIMEOUT_S)
         if self.channel is not None:
-            self.channel.leave(is_over=True)
-
-    @property
-    def _left(self) -> str:
-        return f"left/{self._stay}"
+            self.channel.leave()
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"

@@ -1,4 +1,4 @@
-"""How a rank ended: one record, from its error, its exit code or the signal that killed its command.
+"""How a rank ended: one record, from its error, or from what wait() says of its process.
 
 Everyone else asks this record: what to print, what to report to the launcher, and with which code the other
 ranks end.
@@ -6,7 +6,6 @@ ranks end.
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ from mpiddp.errors import (
     missing_package,
     package_we_lack,
 )
-from mpiddp.protocol.messages import recorded_error
-from mpiddp.protocol.variables import ERROR_FILE
 
 
 class Refused(SystemExit):
@@ -36,14 +33,6 @@ class Refused(SystemExit):
         self.is_printed = is_printed
 
 
-class CommandFailed(SystemExit):
-    """The command of a rank has ended with this exit code, not 0. `reason` explains it, "" for no reason."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code)
-        self.reason = reason
-
-
 class Ending(NamedTuple):
     """The end of a rank.
 
@@ -51,12 +40,14 @@ class Ending(NamedTuple):
     sentence: what went wrong, "" if nothing says it.
     traceback: of an error that is a bug of the script; "" where the sentence, or the code, says it all.
     is_verdict: the sentence names what failed, which may be another rank.
+    signal: the number of the signal that killed it, 0 for none.
     """
 
     code: int
     sentence: str = ""
     traceback: str = ""
     is_verdict: bool = False
+    signal: int = 0
 
     @property
     def is_failure(self) -> bool:
@@ -75,6 +66,8 @@ class Ending(NamedTuple):
             return self.sentence
         if self.code in (DONE, BAD_INPUT, STOPPED):
             return ""
+        if self.signal:
+            return f"{rank} was killed by {name_of_signal(self.signal)}"
         return f"{rank} ended with exit code {self.code}{': ' * bool(self.sentence)}{self.sentence}"
 
 
@@ -115,18 +108,17 @@ def _of_exit(error: SystemExit, has_stopped: bool) -> Ending:
         return Ending(DONE)
     # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is no success.
     code = error.code & 0xFF or FAILED if isinstance(error.code, int) else FAILED
-    if isinstance(error, CommandFailed):
-        said = error.reason
-    else:
-        said = "" if isinstance(error.code, int) else str(error.code)
-    return Ending(code, said or recorded_error(os.environ.get(ERROR_FILE, "")))
+    return Ending(code, "" if isinstance(error.code, int) else str(error.code))
 
 
-def ending_of_command(code: int) -> Ending:
-    """The ending of a command with this exit code, -N if signal N has killed it: 128 + N, as in a shell."""
-    status = 128 - code if code < 0 else code
-    number = status - 128
-    if number not in set(signal.Signals):
-        return Ending(status)
-    name = signal.Signals(number).name
-    return Ending(status, f"its command was killed by {name}" if code < 0 else f"128 + {name}")
+def ending_of_process(status: int) -> Ending:
+    """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell."""
+    return Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
+
+
+def name_of_signal(number: int) -> str:
+    """ "SIGKILL". Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,9 +1,8 @@
-"""Find out how a script ends that has no `with` around its process group.
+"""Leave a context when the interpreter exits, with the error that ended a script without a `with`.
 
-Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit
-that ends a script (CPython 3.10 to 3.13): it calls no hook for it, and frees it before they run. So
-`sys.exit` is replaced by a function that records the status. The script's outermost frame shows whether
-the SystemExit was caught: then the frame's last instruction is a return.
+Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
+ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the
+frame's last instruction is a return. Its code is the process's own, which the parent sees.
 
 tests/integration/runtime/test_still_needed.py fails once Python keeps it.
 """
@@ -22,8 +21,13 @@ from typing import NoReturn, TypeVar
 
 from mpiddp.errors import FAILED
 from mpiddp.runtime.job.ending import ending_of
+from mpiddp.runtime.job.session import current
 
 Value = TypeVar("Value")
+
+
+class ExitUnknown(SystemExit):
+    """The script has ended by a SystemExit whose code nobody knows but its parent."""
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -35,6 +39,8 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         error = ending_error()
         try:
             context.__exit__(type(error) if error else None, error, None)
+        except ExitUnknown:
+            pass
         except SystemExit as end:
             # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
             # its error is a sentence that has been printed.
@@ -57,29 +63,24 @@ def exit_now(code: object) -> NoReturn:
 
 
 def observe_exit() -> Callable[[], BaseException | None]:
-    """Record the calls of `sys.exit` from now on. Call this within the script's outermost frame.
+    """Call this within the script's outermost frame.
 
     Returns:
         A function for a handler of atexit: the exception that ended the script, None if it ran to its
         end.
     """
-    codes: list[object] = [None]
-    original = sys.exit
-
-    def recording_exit(status: object = None, /) -> NoReturn:
-        codes.append(status)
-        original(status)  # type: ignore[arg-type]
-
-    sys.exit = recording_exit
     outermost = sys._getframe()
     while outermost.f_back is not None:
         outermost = outermost.f_back
 
     def ending_error() -> BaseException | None:
+        session = current()
+        if session.control is not None:
+            return session.error
         error: BaseException | None = getattr(sys, "last_value", None)
         last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
         if error is None and not last_instruction.startswith("RETURN"):
-            return SystemExit(codes[-1])
+            return ExitUnknown()
         return error
 
     return ending_error

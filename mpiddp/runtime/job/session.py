@@ -1,45 +1,37 @@
 """The state of this process as a rank of its job: one object, which is passed to the code that needs it.
 
-Public functions that take no argument, such as should_stop() and init(), use `current()`.
+Public functions that take no argument, such as should_stop() and init(), use `script_session()`. Under
+`mpiddp launch` and `mpiddp run` the script's process is the child of the rank's agent, and has a channel of
+its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
+import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.ending import Ending
-from mpiddp.runtime.job.failure_watch import FailureWatch
-from mpiddp.runtime.job.stop import StopRequest, handle_sigterm
+from mpiddp.protocol.channel import SCRIPT
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB
+from mpiddp.runtime.job.channel import ChannelLost, JobChannel
+from mpiddp.runtime.job.connect import AnotherScript, Member, Server, connect_to_launcher
+from mpiddp.runtime.job.stop import StopRequest, stop_on
 
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.coordinator import Coordinator
+    from mpiddp.runtime.job.ending import Ending
+    from mpiddp.runtime.job.reports import Output, Reports
 
-class Launcher(Protocol):
-    """The launcher, as a rank talks to it: `mpiddp.runtime.launcher.client.LauncherClient`."""
-
-    stopping: threading.Event
-    step: int
-
-    def send(self, kind: str, **fields: object) -> None: ...
-    def progress(self, step: int) -> None: ...
-    def show(self, values: Mapping[str, Any]) -> None: ...
-    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None: ...
-    def failed(self, ending: Ending) -> None: ...
-    def done(self, *, is_early: bool = False) -> None: ...
-
-
-class Output(Protocol):
-    """The rank's output process: `mpiddp.runtime.launcher.output.RankOutput`."""
-
-    @property
-    def log_dir(self) -> Path | None: ...
-    def log_to(self, folder: Path) -> Path: ...
-    def drain(self) -> None: ...
+_NEVER = float("inf")
+_TEXT_LIMIT = 16 * 1024  # characters of a text for the launcher
 
 
 class RunFiles(Protocol):
@@ -57,30 +49,31 @@ class RunFiles(Protocol):
 class Session:
     """The state of one process. A process belongs to one job, so it has one session.
 
-    `launcher` and `output` are None without a launcher that listens. `channel` is this process's connection
-    to its job: from the start under a launcher, else from the join on. `coordinator` is None until the ranks
-    have joined. They join once, because MPI cannot be initialized again after it is finalized. `watch` is
-    set from then until they leave.
+    Attributes:
+        channel: this process's connection to its job; None until there is one.
+        control: the connection to the agent that has started this script; None for any other process.
+        has_launcher: whether `mpiddp launch` listens.
+        coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
+        watch: set while this process is in the process group of its job.
+        error: what has ended the script, once its agent's program knows it.
     """
 
     def __init__(self) -> None:
-        self.launcher: Launcher | None = None
         self.channel: JobChannel | None = None
-        self.output: Output | None = None
-        self.stop = StopRequest(send=self.send, progress=self._progress, declared=self._declared)
-        self._is_told_steps = False  # the script counts its steps itself
-        self._saves = 0
-        self._saves_lock = threading.Lock()
+        self.control: socket.socket | None = None
+        self.has_launcher = False
         self.coordinator: Coordinator | None = None
-        self.watch: FailureWatch | None = None
-        self.earlier_watch: FailureWatch | None = None
+        self.watch: object = None
         self.run: RunFiles | None = None  # the folder of this process's run
+        self.torch_store: object = None  # which rank 0 serves as long as its process lives
+        self.error: BaseException | None = None
+        self._is_told_steps = False  # the script counts its steps itself
+        self.stop = StopRequest(send=self._told, progress=self._progress, wake=self._wake)
+        self._reports: Reports | None = None
+        self._saves = 0
+        self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
         self._savers: list[Callable[[], None]] = []
-        self.torch_store: object = None  # which rank 0 serves as long as its process lives
-        self.is_unjoined_script = False
-        self._before_exit: list[Callable[[], None]] = []
-        self._is_ending = threading.Event()
         self._pid = os.getpid()
 
     @property
@@ -88,63 +81,94 @@ class Session:
         """False in a forked child, which is not a rank."""
         return os.getpid() == self._pid
 
+    @property
+    def reports(self) -> Reports:
+        with self._lock:
+            if self._reports is None:
+                from mpiddp.runtime.job.reports import Reports
+
+                self._reports = Reports(self.send)
+            return self._reports
+
+    @property
+    def output(self) -> Output | None:
+        """This rank's output, which its agent copies; None where it goes straight to the MPI."""
+        if self.control is None or not self.has_launcher:
+            return None
+        from mpiddp.runtime.job.reports import Output
+
+        return Output(self.control)
+
+    def connect(self, server: Server, member: Member, *, has_launcher: bool) -> None:
+        """Connect this script to the server of its job.
+
+        Raises:
+            AnotherScript: this rank has a script already.
+            JobFailed: the server cannot be reached.
+        """
+        accepted = connect_to_launcher(server, member, "hello", role=SCRIPT)
+        self.channel = JobChannel(server, accepted, member)
+        self.has_launcher = has_launcher
+        self.channel.listen(self._obey, self._look)
+        self.channel.enter()
+        self.stop.is_alone = member.world_size == 1
+
+    def _obey(self, facts: Mapping[str, Any]) -> None:
+        """Act on a message of the launcher. The agent ends this process, so "end" is none of its."""
+        match facts["type"]:
+            case "stop":
+                self.stop.request()
+            case "stacks":
+                self.reports.send_stacks()
+            case "received":
+                self.reports.confirm()
+
+    def _look(self) -> float:
+        if self.channel is not None and self.channel.group and self.channel.world_size > 1:
+            self.stop.agree(self.channel)
+        return _NEVER
+
+    def _wake(self) -> None:
+        if self.channel is not None:
+            self.channel.wake()
+
     def send(self, kind: str, **fields: object) -> None:
         """Send the launcher a message, if there is a launcher."""
-        if self.launcher is not None:
-            self.launcher.send(kind, **fields)
+        if self.has_launcher and self.channel is not None:
+            self.channel.send(kind, b"", **fields)
+
+    def _told(self, kind: str) -> None:
+        """The script supports a stop, or has stopped."""
+        self.send(kind)
+        self.tell_agent({"type": kind})
+        if kind == "supports_stop" and self.has_launcher:
+            stop_on(self.stop, signal.SIGTERM)
+
+    def tell_agent(self, facts: Mapping[str, object]) -> None:
+        if self.control is not None and self.is_of_this_process:
+            with contextlib.suppress(OSError):  # the script has closed it
+                self.control.sendall(json.dumps(facts).encode() + b"\n")
 
     def report(self, ending: Ending) -> None:
-        """Report to the launcher how this rank failed, if it has. A normal end is reported later."""
-        if self.launcher is not None and ending.is_failure:
-            self.launcher.failed(ending)
+        """Say why this script has failed, to whoever reports its end."""
+        said = {
+            "error": ending.sentence[:_TEXT_LIMIT],  # the beginning is the useful part
+            "traceback": ending.traceback[-_TEXT_LIMIT:],
+            "is_verdict": ending.is_verdict,
+        }
+        if self.control is not None:
+            self.tell_agent({"type": "error", "code": ending.code, **said})
+        else:
+            self.send("failed", code=ending.code, **said)
 
-    def claim_first_failure(self) -> None:
-        """Tell the launcher at once that this rank fails: it may take time to report how."""
-        if self.launcher is not None and self.coordinator is not None:
-            self.coordinator.claim_first_failure()
-
-    def exit_now(self, code: int) -> None:
-        """End this process, because the job has ended. Any thread may."""
-        self._is_ending.set()
-        for end in self._before_exit:
-            end()
-        os._exit(code)
-
-    def exit_early(self, ending: Ending) -> None:
-        """Leave the job by `os._exit`. After a normal end the other ranks may go on. Any thread may."""
-        if self._is_ending.is_set():
-            return
-        if ending.is_failure:
-            self.report(ending)
-            return
-        self.wait_for_saves()
-        has_left = self.coordinator is not None and self.watch is None
-        if self.launcher is not None:
-            self.launcher.done(is_early=not has_left)
-        if self.coordinator is not None and not has_left:
-            if self.channel is not None:
-                self.stop.propose_step(self.channel, 0)
-            self.coordinator.leave_early()
-
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Within the body, another program takes this process's place: the same rank, without reports."""
-        self.wait_for_saves()
-        with self.channel.kept_by_exec() if self.channel is not None else contextlib.nullcontext():
-            self.send("replaced", active=True)
-            try:
-                yield
-            finally:
-                self.send("replaced", active=False)
-
-    def before_exit(self, end: Callable[[], None]) -> None:
-        """Let `exit_now` call `end`, which ends what this process has started."""
-        self._before_exit.append(end)
-
-    def wait_if_ending(self) -> None:
-        """Do not return if another thread ends this process."""
-        if self._is_ending.is_set():
-            threading.Event().wait()
+    def claim_first_failure(self) -> bool:
+        """Tell the others at once that this rank fails. Returns whether it is the first."""
+        if self.channel is None or not (self.channel.group or self.coordinator is not None):
+            return True
+        try:
+            return self.channel.claim_first_failure()
+        except ChannelLost:
+            return self.channel.rank == 0
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
@@ -174,47 +198,42 @@ class Session:
             self._count_saves(-1)
 
     def _count_saves(self, difference: int) -> None:
-        with self._saves_lock:
+        with self._lock:
             before, self._saves = self._saves, self._saves + difference
             if bool(before) != bool(self._saves):
                 self.send("saving", active=bool(self._saves))
 
     def stop_is_saved(self) -> None:
         """This rank has saved what a stop requires, and now waits for the other ranks."""
-        with self._saves_lock:
+        with self._lock:
             if not self._saves:
                 self.send("saving", active=False)
 
-    def _declared(self) -> None:
-        """The script supports a stop: SIGTERM requests one too, while there is a launcher."""
-        if self.launcher is not None:
-            handle_sigterm(self.stop)
-
     def show(self, values: Mapping[str, Any]) -> None:
         """Let the launcher show these values of the training, by name: numbers and short texts."""
-        if self.launcher is not None:
-            self.launcher.show(values)
+        if self.has_launcher:
+            self.reports.show(values)
 
     def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
         """Tell the launcher the seconds that all steps so far have spent in each of their phases."""
-        if self.launcher is not None:
-            self.launcher.tell_phases(steps, seconds)
+        if self.has_launcher:
+            self.reports.tell_phases(steps, seconds)
 
     def progress(self, step: int) -> None:
         """The script has made this step, by its own count."""
         self._is_told_steps = True
-        if self.launcher is not None:
-            self.launcher.progress(step)
+        if self.has_launcher:
+            self.reports.progress(step)
 
     def _progress(self, step: int) -> None:
-        if self.launcher is not None and not self._is_told_steps:
-            self.launcher.progress(step)
+        if self.has_launcher and not self._is_told_steps:
+            self.reports.progress(step)
 
     def optimizer_stepped(self, steps: int) -> None:
         """An optimizer of the script has made so many steps. `should_stop` counts better, if it is called."""
-        is_counted = self.stop.supports_stop or self._is_told_steps
-        if self.launcher is not None and not is_counted and steps > self.launcher.step:
-            self.launcher.progress(steps)
+        is_counted = self._is_told_steps or self.stop.supports_stop
+        if self.has_launcher and not is_counted and steps > self.reports.step:
+            self.reports.progress(steps)
 
 
 _current = Session()
@@ -225,9 +244,44 @@ def current() -> Session:
     return _current
 
 
+def script_session() -> Session:
+    """The session of this process, which is connected first if it is the script of a rank's command.
+
+    In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
+    rank's script. The agent reports its start and its end; the script reports the rest, and its error.
+
+    Raises:
+        JobFailed: the server of the job cannot be reached.
+    """
+    session = current()
+    if session.channel is None and CHANNEL in os.environ:
+        from mpiddp.world import World, is_joined
+
+        if is_joined(os.environ):
+            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
+            with contextlib.suppress(AnotherScript):
+                session.connect(server, World.from_env(), has_launcher=JOB in os.environ)
+                atexit.register(_report_end, session)
+    return session
+
+
+def _report_end(session: Session) -> None:
+    """Tell the launcher why this script of a command ends. Python keeps only an error that it prints."""
+    error = getattr(sys, "last_value", None)
+    if session.is_of_this_process:
+        if error is None:
+            session.send("done")
+        else:
+            from mpiddp.runtime.job.ending import ending_of
+
+            session.claim_first_failure()
+            session.report(ending_of(error, has_stopped=session.stop.has_stopped))
+
+
 def _forget() -> None:
     global _current
-    _current.launcher = _current.channel = _current.output = None  # for code that holds the session
+    _current.channel = _current.control = None  # for code that holds the session
+    _current.has_launcher = False
     _current = Session()
 
 

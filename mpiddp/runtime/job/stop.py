@@ -1,14 +1,11 @@
 """All ranks stop after the same step, and exchange messages only after a request to stop.
 
-After a request, the failure watch of each rank proposes a step slightly ahead, in a gather to which the first
-calls the others. The rank does not pass that step before the decision. All ranks stop at the highest proposed
-step, which no rank has passed.
+After a request, the thread of each rank's channel proposes a step slightly ahead, in a gather to which the
+first calls the others. The rank does not pass that step before the decision. All ranks stop at the highest
+proposed step, which no rank has passed.
 
     while not mpiddp.should_stop():
         train_one_step()
-
-A signal requests a stop too. It reaches a whole process group, but the rank may save first. So a child of a
-rank, such as a DataLoader's worker, exits only on its own rank's SIGTERM, which `terminate()` sends.
 """
 
 from __future__ import annotations
@@ -24,21 +21,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from mpiddp.runtime.job.channel import JobChannel
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
-# The signals that a rank passes on to its command. SIGCONT follows SIGTSTP.
+_KEY = "stop"
+_THREAD = "SIGTERM of a rank's child"
+AGAIN_S = 5.0  # a child that handles SIGTERM itself has so long for that
+# The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
 PASSED = frozenset(
     {
         *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
         *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
     }
 )
-AGAIN_S = 5.0  # a child that handles SIGTERM itself has so long for that
-_THREAD = "SIGTERM of a rank's child"
 
 
 class StopRequest:
@@ -47,7 +44,7 @@ class StopRequest:
     Args:
         send: sends the launcher a message, if there is a launcher.
         progress: reports a step to the launcher.
-        declared: called when the script has declared that it supports a stop.
+        wake: lets the thread of the channel call `agree`. A handler of a signal may call it.
     """
 
     def __init__(
@@ -55,34 +52,29 @@ class StopRequest:
         *,
         send: Callable[[str], None],
         progress: Callable[[int], None],
-        declared: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._send = send
-        self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
-        self._declared = declared
         self._progress = progress
+        self._wake = wake
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it
-        self._stay = 0
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
-        # Wakes the failure watch. Unlike an Event, it may be used in a signal handler.
-        self.wakes: SimpleQueue[None] = SimpleQueue()
         self.has_stopped = False  # this script ends early, as requested
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
-        self.is_alone = True  # until a failure watch agrees with other ranks
+        self.is_alone = True  # until there are other ranks to agree with
 
     def declare_support(self) -> None:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
             self._send("supports_stop")
-            self._declared()
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""
@@ -93,16 +85,12 @@ class StopRequest:
         if self.supports_stop:
             self.note_request()
         else:
-            self._terminate()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        self.wakes.put(None)
-
-    def on_request(self, terminate: Callable[[], None]) -> None:
-        """Let `request` call this, in place of SIGTERM, if the script does not call `should_stop`."""
-        self._terminate = terminate
+        self._wake()
 
     @property
     def is_undecided(self) -> bool:
@@ -148,19 +136,13 @@ class StopRequest:
             self.has_stopped = True
             self._send("stopped")
 
-    def enter(self, stay: int) -> None:
-        """Begin another stay in the job: the ranks agree anew, since all have made steps in between."""
-        with self._lock:
-            self._stay, self._proposed, self._step = stay, None, None
-            self._decided.clear()
-
     def agree(self, channel: JobChannel) -> None:
-        """Advance the agreement, without waiting. The failure watch calls this when anything has happened."""
-        if self._step is not None or not (self.is_requested or channel.is_called(self._key)):
+        """Advance the agreement, without waiting. The channel's thread calls this after all news."""
+        if self._step is not None or not (self.is_requested or channel.is_called(_KEY)):
             return
         self.is_requested = True
         self.propose_step(channel, _AHEAD)
-        steps = channel.given(self._key)
+        steps = channel.given(_KEY)
         if steps is not None:
             with self._lock:
                 self._decide(max(steps))
@@ -174,52 +156,31 @@ class StopRequest:
             if self._proposed is not None:
                 return
             self._proposed = self._calls + ahead
-        channel.give(self._key, self._proposed, calls=self.is_requested)
-
-    @property
-    def _key(self) -> str:
-        return f"stop/{self._stay}"
+        channel.give(_KEY, self._proposed, calls=self.is_requested)
 
     def _decide(self, step: int) -> None:
         self._step = step
         self._decided.set()
 
 
-def handle_sigusr1(stop: StopRequest) -> None:
-    """Treat SIGUSR1, from mpirun or srun, as a request to stop, unless the script has its own handler.
+def stop_on(stop: StopRequest, *numbers: signal.Signals) -> None:
+    """Treat these signals as a request to stop, unless the script has its own handlers.
 
-    The signal is blocked in this thread, and therefore in the processes that it starts: it would kill a
-    DataLoader's worker. The failure watch's thread unblocks it.
+    SIGUSR1 comes from mpirun or srun. Batch systems send SIGTERM, and the launcher, which gets it too, limits
+    the time.
     """
-    main_thread = threading.main_thread() is threading.current_thread()
-    if main_thread and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, partial(_on_signal, stop))
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    if threading.main_thread() is threading.current_thread():
+        for number in numbers:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                handler = partial(_on_signal, stop)
+                signal.signal(number, handler)
+                os.register_at_fork(after_in_child=partial(_restore, number, handler))
 
 
-def handle_sigterm(stop: StopRequest) -> None:
-    """Treat SIGTERM as a request to stop, unless the script has its own handler.
-
-    systemd, batch systems and container runtimes send it to every process of a job at once. The launcher
-    gets it too, and limits the time. For the children of this process, see `leave_sigterm_to_rank`.
-    """
-    main_thread = threading.main_thread() is threading.current_thread()
-    if main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        handler = partial(_on_signal, stop)
-        signal.signal(signal.SIGTERM, handler)
-        os.register_at_fork(after_in_child=partial(_end_by_sigterm, handler))
-
-
-def _end_by_sigterm(handler: Callable[[int, Any], None]) -> None:
-    """In a forked child, which is no rank, let SIGTERM have its default effect."""
-    if signal.getsignal(signal.SIGTERM) is handler:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def unblock_sigusr1() -> None:
-    """Receive SIGUSR1 in this thread."""
-    with suppress(ValueError):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+def _restore(number: signal.Signals, handler: object) -> None:
+    """A forked child is no rank."""
+    if signal.getsignal(number) is handler:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
 def listen_when_alone(stop: StopRequest) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, resolve, resolve_own, wait_for
 from mpiddp.protocol.variables import AGENT_STORE, RUN_ID
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
     LOOPBACK,
     RankInfo,
@@ -80,7 +81,10 @@ def _reachable(world: World, name: str) -> str:
 
 
 def rendezvous_over_channel(
-    coordinator: Coordinator, listener: socket.socket | None, timeout_s: float
+    coordinator: Coordinator,
+    listener: socket.socket | None,
+    timeout_s: float,
+    own_info: Callable[[], RankInfo],
 ) -> RendezvousResult:
     """The same result as over MPI: the host of every rank, and the interface that this rank uses.
 
@@ -93,10 +97,9 @@ def rendezvous_over_channel(
         SystemExit: code 2, on every rank: a host has no such interface.
     """
     world = coordinator.world
-    own_info = asdict(RankInfo.of_this_process(world))
     port = listener.getsockname()[1] if listener is not None else world.master_port
     run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-    answers = coordinator.all_gather_json((own_info, port, run_id), timeout_s=timeout_s)
+    answers = coordinator.all_gather_json((asdict(own_info()), port, run_id), timeout_s=timeout_s)
     infos = RankInfo.all_from_json([info for info, _, _ in answers])
     _, port, run_id = answers[0]
     hosts = list(dict.fromkeys(info.host for info in infos))
@@ -104,9 +107,11 @@ def rendezvous_over_channel(
     assert world.master_addr is not None
     interface = own.interface_towards(world.master_addr)
     requested = requested_interface(os.environ)
-    if requested and len(hosts) > 1:
-        with coordinator.all_or_none():
+    with coordinator.all_or_none():
+        check_alike(infos, os.environ)
+        if requested and len(hosts) > 1:
             check_interface(infos, requested)
+    if requested and len(hosts) > 1:
         interface = next(each.name for each in own.interfaces if each.matches(requested))
     return RendezvousResult(
         world=replace(

@@ -117,9 +117,11 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
                     message.facts["connection"].close()
                 elif message.kind == "full":
                     accepts_again_at = time.monotonic() + _ACCEPT_AGAIN_S
-                elif message.rank == 0 and message.kind == "leave":
+                elif message.rank or message.from_script:
+                    pass
+                elif message.kind == "leave":
                     has_left = message.facts["is_over"]
-                elif message.rank == 0 and message.kind == "lost":
+                elif message.kind == "lost":
                     is_gone = True
         if is_gone and was_there and not has_left:
             # It serves torch's store, without which the others form no process group.

@@ -4,34 +4,30 @@ Only this module imports mpi4py. MPI gathers a RankInfo from every rank, broadca
 and is finalized before training starts. So DataLoader's forks are safe, nothing polls beside NCCL, and
 mpirun ends the whole job when a rank raises.
 
-Every function of a finalized MPI aborts the process, so mpi4py.MPI can no longer be imported then. Libraries
-that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch the error,
-and continue without MPI.
+Every function of a finalized MPI aborts the process, so mpi4py.MPI can no longer be imported then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import secrets
-import select
-import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.job.session import current
+from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
+from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
     Candidates,
     RankInfo,
@@ -46,26 +42,43 @@ _MODULE = "mpi4py.MPI"
 # UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other: 40 ms of
 # a core. They tell it which memory RDMA may keep registered, and the exchange below sends some hundred bytes.
 _NO_HOOKS = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
-_SIGTERM_S = 1.0  # in which a rank may end by itself
-_REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
+
+
+class Meeting(NamedTuple):
+    """How a process meets the others.
+
+    Args:
+        own: builds what the others learn of this rank.
+        ready: called between the start of MPI and the exchange; it may wait.
+        report: tells the launcher.
+        timeout_s: how long MPI may take.
+        has_channel: a launcher serves the job channel. Else rank 0 will, at the address that is chosen.
+        keeps_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+    """
+
+    own: Callable[[], RankInfo]
+    ready: Callable[[], None] = lambda: None
+    report: Callable[..., None] = lambda kind, **facts: None
+    timeout_s: float = 60.0
+    has_channel: bool = True
+    keeps_mpi: bool = False
 
 
 def rendezvous_over_mpi(
-    world: World, watchdog: MpiWatchdog, *, keep_mpi: bool = False, has_channel: bool = True
+    world: World, meeting: Meeting, go: Callable[[RendezvousResult], None] = lambda result: None
 ) -> RendezvousResult:
-    """Gather the RankInfo of every rank, choose the master address and broadcast it.
+    """Gather the RankInfo of every rank, choose the master address and broadcast it. MPI is finalized then.
 
     Args:
-        has_channel: a launcher serves the job channel. Else rank 0 will, at the address that is chosen.
-        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+        go: called with the result before MPI is finalized, which takes a while.
 
     Raises:
         SystemExit: code 2, on every rank, after the reason has been printed: no MPI library or a
             foreign one, one machine under two names, …
         JobFailed: on every rank: rank 0 has no address that all hosts reach.
     """
-    with watchdog.watching():
-        MPI = _load_mpi(world, os.environ, keep_mpi=keep_mpi)
+    with _watched(meeting.timeout_s):
+        MPI = _load_mpi(world, os.environ, meeting)
         comm = MPI.COMM_WORLD
         if (comm.size, comm.rank) != (world.world_size, world.rank):
             _refuse_alone(
@@ -74,8 +87,12 @@ def rendezvous_over_mpi(
                 f"size {comm.size}: mpirun and libmpi come from different MPIs. "
                 "Set MPI4PY_LIBMPI to the library of that mpirun.",
             )
+    meeting.ready()
+    with _watched(meeting.timeout_s):
         try:
-            return _exchange(world, comm, has_channel)
+            result = _exchange(world, comm, meeting)
+            go(result)
+            return result
         except JobFailed:  # the same one on every rank
             comm.Barrier()  # the first rank that exits makes mpirun kill the others
             raise
@@ -90,51 +107,22 @@ def rendezvous_over_mpi(
             comm.Abort(1)
             raise
         finally:
-            if not keep_mpi:
-                _send_without_delay(os.environ)
+            if not meeting.keeps_mpi:
                 MPI.Finalize()
                 _forbid_mpi4py()
 
 
-def finalize_mpi() -> None:
-    """Finalize the MPI that `keep_mpi` left initialized, unless the script has done so."""
-    MPI = sys.modules.get(_MODULE)
-    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+@contextlib.contextmanager
+def _watched(timeout_s: float) -> Iterator[None]:
+    """End this process, with its stack, if the body takes too long: MPI holds the interpreter's lock.
 
-
-def _send_without_delay(env: Mapping[str, str]) -> None:
-    """Let PMIx send at once what MPI_Finalize tells Open MPI's daemon.
-
-    PMIx leaves Nagle's algorithm on for its connection. The second of two short messages then waits until
-    the daemon's kernel confirms the first one, which takes 40 ms.
+    The lowest waiting rank's end makes mpirun end the others.
     """
-    uris = (value for name, value in env.items() if name.startswith("PMIX_SERVER_URI"))
-    daemons = {uri.rpartition("/")[2] for uri in uris}  # "prterun-7@0.0;tcp4://127.0.0.1:34473"
-    for number in map(int, os.listdir("/proc/self/fd") if daemons else ()):  # noqa: PTH208
-        with contextlib.suppress(OSError):  # most are no sockets
-            blocks = os.get_blocking(number)
-            connection = socket.socket(fileno=number)
-            try:
-                if ":".join(map(str, connection.getpeername())) in daemons:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            finally:
-                connection.detach()  # it is PMIx's
-                os.set_blocking(number, blocks)  # a script's setdefaulttimeout has changed it
-
-
-class _Forbid(MetaPathFinder):
-    """Finds no module, and raises an ImportError for mpi4py.MPI."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> None:
-        if fullname == _MODULE:
-            raise ImportError(
-                "mpiddp has finalized MPI in this process. To use mpi4py in the script, keep it: "
-                "mpiddp run --keep-mpi, or mpiddp.init(keep_mpi=True)",
-                name=_MODULE,
-            )
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _forbid_mpi4py() -> None:
@@ -143,17 +131,19 @@ def _forbid_mpi4py() -> None:
     package = sys.modules.get("mpi4py")
     if package is not None:
         vars(package).pop("MPI", None)
-    sys.meta_path.insert(0, _Forbid())
+    sys.meta_path.insert(0, FinalizedMPI())
 
 
-def _exchange(world: World, comm: Any, has_channel: bool) -> RendezvousResult:
+def _exchange(world: World, comm: Any, meeting: Meeting) -> RendezvousResult:
     """The exchange itself. Every rank reaches every collective, also after an error."""
-    infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(RankInfo.of_this_process(world))))
+    has_channel = meeting.has_channel
+    infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(meeting.own())))
     listeners: list[socket.socket] = []
     channel_listeners: list[socket.socket] = []
     offer: dict[str, Any] = {}
     if world.rank == 0:
         try:
+            check_alike(infos, os.environ)
             chosen_by_rank_0 = choose(infos, os.environ)
             offer = {
                 "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
@@ -232,13 +222,13 @@ def _drain(listener: socket.socket) -> None:
     listener.setblocking(True)
 
 
-def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
+def _load_mpi(world: World, env: Mapping[str, str], meeting: Meeting) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
-    no_hooks = {} if keep_mpi else _unset(_NO_HOOKS, env)
+    no_hooks = {} if meeting.keeps_mpi else _unset(_NO_HOOKS, env)
     try:
         with _environment(no_hooks):
             from mpi4py import MPI
@@ -264,11 +254,10 @@ def _load_mpi(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> Any:
             "Call mpiddp.init() or mpiddp.process_group() first.",
         )
     if not MPI.Is_initialized():
-        session = current()
-        session.send("mpi_init", active=True)  # many MPIs end the process when it fails
+        meeting.report("mpi_init", active=True)  # many MPIs end the process when it fails
         with _environment(_mpi_defaults(world, env) | no_hooks):
             MPI.Init()
-        session.send("mpi_init", active=False)
+        meeting.report("mpi_init", active=False)
     return MPI
 
 
@@ -286,8 +275,8 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
         # They are enough, because the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
-        if (world.local_world_size or 1) > (os.cpu_count() or 1):
-            # A rank that polls for a message would take the core from the rank that sends it.
+        if 2 * (world.local_world_size or 1) > (os.cpu_count() or 1):
+            # A rank that polls for a message would take the core from a script that starts.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size != world.world_size:  # or None: it may span several hosts
         usable = _usable_interfaces(requested_interface(env))
@@ -332,60 +321,3 @@ def _usable_interfaces(requested: str | None) -> list[Interface]:
 def _refuse_alone(world: World, sentence: str) -> NoReturn:
     print_from_one_rank(sentence, world.rank, world.local_rank)
     raise SystemExit(BAD_INPUT)
-
-
-class MpiWatchdog:
-    """Ends this rank, with a sentence, if MPI takes too long, instead of hanging silently.
-
-    It is a process, because MPI_Init holds the GIL and no thread of this process could run. The lowest
-    waiting rank times out first, and its end makes mpirun end the others. Make it before torch loads, where
-    nothing has loaded that: then the process is small, and its fork makes no page of torch's be copied.
-    """
-
-    def __init__(self, world: World, timeout_s: float) -> None:
-        sentence = (
-            f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
-            f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
-            "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
-            "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
-        )
-        timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
-        rank_process = os.getpid()
-        reader, self._writer = os.pipe()
-        self._process = os.fork()
-        if self._process == 0:
-            try:
-                os.close(self._writer)
-                _watch_mpi(reader, rank_process, timeout_s, sentence)
-            finally:
-                os._exit(0)
-        os.close(reader)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """The body is what may take too long."""
-        with contextlib.suppress(BrokenPipeError):  # a SIGTERM to all processes has ended it
-            os.write(self._writer, b"\n")
-        try:
-            yield
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End it. What the rank has forked meanwhile holds the pipe too, so its end alone would not do."""
-        os.close(self._writer)
-        os.kill(self._process, signal.SIGKILL)
-        os.waitpid(self._process, 0)
-
-
-def _watch_mpi(reader: int, rank_process: int, timeout_s: float, sentence: str) -> None:
-    """The watchdog's process. A byte begins the time, and the end of `reader` ends it."""
-    if not os.read(reader, 1):  # the rank has ended
-        return
-    has_ended, _, _ = select.select([reader], [], [], timeout_s)
-    if not has_ended:
-        os.write(2, sentence.encode())
-        os.kill(rank_process, signal.SIGTERM)
-        # A script's own handler of SIGTERM would wait for the GIL, which MPI_Init holds.
-        if not select.select([reader], [], [], _SIGTERM_S)[0]:
-            os.kill(rank_process, signal.SIGKILL)

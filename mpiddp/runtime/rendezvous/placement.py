@@ -1,4 +1,4 @@
-"""After the ranks have met: compare their hosts and GPUs with the placement that the launcher expects.
+"""Compare the ranks: their problems, their files, and their hosts and GPUs with the launcher's placement.
 
 The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
 on node1, and ranks 4 and 5 on node2.
@@ -6,53 +6,15 @@ on node1, and ranks 4 and 5 on node2.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from mpiddp.errors import UserError, print_line
-from mpiddp.protocol.variables import PLACEMENT, REPORT, VERBOSE
-from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
-from mpiddp.runtime.log import log
-from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult
+from mpiddp.errors import UserError
+from mpiddp.protocol.variables import PLACEMENT
+from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.text import align_columns, parse_whole, shown
 
 _MOST_RANKS = 999_999  # that a hostfile may have
-
-
-class RankPlacement(NamedTuple):
-    """The host and device of a rank. `device` is torch's name of the device: "cuda:1", "cpu".
-
-    `gpu` is the device's name on the whole host, "" if it is not known: "cuda:1" is a different GPU in
-    each process that sees different GPUs.
-    """
-
-    info: RankInfo
-    device: str
-    gpu: str = ""
-
-    @classmethod
-    def of_this_process(
-        cls, info: RankInfo, num_gpus: int, launcher: str, gpu_type: str = "cuda"
-    ) -> RankPlacement:
-        """The placement of this process, whose rank sees `num_gpus` GPUs and will use them.
-
-        Args:
-            gpu_type: torch's name for such devices: "cuda" (ROCm's too), "xpu".
-        """
-        local_rank = info.local_rank
-        assert local_rank is not None
-        if local_rank >= num_gpus:
-            return cls(info, "cpu")
-        if launcher == "slurm":  # its cgroups renumber the GPUs for each task
-            return cls(info, f"{gpu_type}:{local_rank}")
-        from mpiddp.hosts.gpus import VISIBLE  # only a rank with GPUs needs it
-
-        visible = next((os.environ[name] for name in VISIBLE if name in os.environ), "").split(",")
-        named = visible[local_rank].strip() if local_rank < len(visible) else ""
-        return cls(info, f"{gpu_type}:{local_rank}", named or str(local_rank))
 
 
 def expected_hosts(placement: str) -> list[str]:
@@ -68,7 +30,31 @@ def expected_hosts(placement: str) -> list[str]:
     return hosts
 
 
-def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
+def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
+    """Raise a UserError unless all ranks can begin, run the same files, and are placed as expected."""
+    problems = {info.problem: info for info in reversed(infos) if info.problem}
+    if problems:
+        is_common = len(problems) == 1 and all(info.problem for info in infos)
+        raise UserError(
+            "\n".join(
+                text if is_common else f"rank {info.rank} on {info.hostname}: {text}"
+                for text, info in sorted(problems.items(), key=lambda each: each[1].rank)
+            )
+        )
+    for info in infos:
+        if info.program != infos[0].program:
+            ours, theirs = dict(infos[0].program), dict(info.program)
+            name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
+            raise UserError(
+                f"{name} differs on {info.hostname} (sha256 {theirs.get(name, 'none')[:8]} instead of "
+                f"{ours.get(name, 'none')[:8]} on {infos[0].hostname}). Copy it again: mpiddp hosts push"
+            )
+    expected = env.get(PLACEMENT)
+    if expected and (problem := misplaced(infos, expected)):
+        raise UserError(problem)
+
+
+def misplaced(infos: Sequence[RankInfo], expected: str) -> str:
     """A sentence and a table if a rank is not where `expected` has it, else ""."""
     try:
         names = expected_hosts(expected)
@@ -77,49 +63,43 @@ def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
             f'{PLACEMENT}="{shown(expected)}" is not a list of hosts such as node1:4,node2:2. '
             "Unset it; mpiddp launch sets it."
         )
-    hosts = _hosts_by_name([placement.info for placement in placements], names)
-    pairs = {
-        (name, placement.info.host) for name, placement in zip(names, placements, strict=False)
-    }
+    hosts = _hosts_by_name(infos, names)
+    pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     # mpirun has reached a host by a name that no host has itself: an alias.
     named_right = all(
         name == "localhost" or host in hosts.get(name, {host}) for name, host in pairs
     )
-    if len(names) == len(placements) and one_to_one and named_right:
-        return _shared_gpus(placements)
+    if len(names) == len(infos) and one_to_one and named_right:
+        return _shared_gpus(infos)
     return (
         f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
         f"settings (environment, mca-params.conf) and the host names.\n"
-        f"{table(placements, names)}"
+        f"{table(infos, names)}"
     )
 
 
-def _shared_gpus(placements: Sequence[RankPlacement]) -> str:
-    users: dict[tuple[tuple[str, str], str], list[RankPlacement]] = {}
-    for placement in placements:
-        users.setdefault((placement.info.host, placement.gpu), []).append(placement)
+def _shared_gpus(infos: Sequence[RankInfo]) -> str:
+    users: dict[tuple[tuple[str, str], str], list[RankInfo]] = {}
+    for info in infos:
+        users.setdefault((info.host, info.gpu), []).append(info)
     for (_, gpu), sharing in users.items():
         if gpu and len(sharing) > 1:
-            ranks = " and ".join(str(placement.info.rank) for placement in sharing)
+            ranks = " and ".join(str(info.rank) for info in sharing)
             return (
-                f"ranks {ranks} would share GPU {gpu} of {sharing[0].info.hostname}: they see its GPUs in "
+                f"ranks {ranks} would share GPU {gpu} of {sharing[0].hostname}: they see its GPUs in "
                 "different orders. Set CUDA_VISIBLE_DEVICES to the same value for all ranks of a "
                 "host.\n"
-                f"{table(placements)}"
+                f"{table(infos)}"
             )
     return ""
 
 
-def table(placements: Sequence[RankPlacement], expected: Sequence[str] = ()) -> str:
-    """A line for each rank: its host, local rank and device, and the expected host if it is known."""
-    rows = [("rank", "host", "local rank", "device", *(["expected host"] if expected else []))]
-    for index, placement in enumerate(placements):
-        info = placement.info
-        device = placement.device
-        if placement.gpu and device.partition(":")[2] != placement.gpu:
-            device += f" (GPU {placement.gpu})"
-        row = [str(info.rank), info.hostname, str(info.local_rank), device]
+def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
+    """A line for each rank: its host, local rank and GPU, and the expected host if it is known."""
+    rows = [("rank", "host", "local rank", "GPU", *(["expected host"] if expected else []))]
+    for index, info in enumerate(infos):
+        row = [str(info.rank), info.hostname, str(info.local_rank), info.gpu or "-"]
         if expected:
             row.append(expected[index] if index < len(expected) else "none")
         rows.append(tuple(row))
@@ -145,49 +125,3 @@ def _hosts_by_name(
         if of_name := own.get(name) or (own.get(short) if short_names[short] == 1 else None):
             found[name] = of_name
     return found
-
-
-def check_placement(
-    coordinator: Coordinator, result: RendezvousResult, *, uses_gpus: bool = True
-) -> None:
-    """Compare the ranks' placement with the hostfile, and print what the launcher's options request.
-
-    Args:
-        uses_gpus: whether this process uses the GPUs that it sees, and not its command.
-    """
-    env = os.environ
-    expected = env.get(PLACEMENT)
-    if expected or env.get(REPORT):
-        info = result.infos[coordinator.world.rank]
-        gpu_type, num_gpus = _gpus() if uses_gpus else ("cpu", 0)
-        launcher = coordinator.world.launcher.name
-        own = RankPlacement.of_this_process(info, num_gpus, launcher, gpu_type)
-        devices = coordinator.all_gather_json([own.device, own.gpu], timeout_s=AGREE_TIMEOUT_S)
-        placements = [
-            RankPlacement(info, device, gpu)
-            for info, (device, gpu) in zip(result.infos, devices, strict=True)
-        ]
-        problem = coordinator.broadcast_json(
-            misplaced(placements, expected) if expected and coordinator.world.rank == 0 else ""
-        )
-        with coordinator.all_or_none():
-            if problem:
-                raise UserError(problem)
-        if env.get(REPORT) and coordinator.world.rank == 0:
-            log.info(table(placements))
-    if env.get(VERBOSE):
-        world = coordinator.world
-        if world.rank == 0:
-            address = f"{world.master_addr} port {world.master_port}"
-            log.info(f"master address {address}: {result.reason}")
-        # Not with `log`, which prints on rank 0 only.
-        print_line(f"rank {world.rank} on {world.hostname} uses {result.interface}", sys.stdout)
-
-
-def _gpus() -> tuple[str, int]:
-    """torch's name for this host's GPUs, and their number."""
-    import torch  # a rank that only starts a command does without
-
-    # Whether one is available is not asked: CUDA would start, and children could not be forked.
-    gpu = torch.accelerator.current_accelerator()
-    return gpu.type if gpu else "cpu", torch.accelerator.device_count()

@@ -10,6 +10,7 @@ every other host tries them all.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
 from mpiddp.protocol.variables import INTERFACE, NETWORKS
@@ -40,9 +42,17 @@ class RankInfo:
     own_address: str = (
         ""  # the address of this host's own name, resolved on it: 127.0.1.1 on Debian
     )
+    problem: str = ""  # why this rank cannot begin
+    program: tuple[tuple[str, str], ...] = ()  # the files of its script, and their SHA-256
+    gpu: str = ""  # the GPU that it uses, of those that its variables name
 
     @classmethod
-    def of_this_process(cls, world: World) -> RankInfo:
+    def of_this_process(
+        cls,
+        world: World,
+        problem: str = "",
+        program: Sequence[tuple[str, str]] = (),
+    ) -> RankInfo:
         return cls(
             rank=world.rank,
             local_rank=world.local_rank,
@@ -52,6 +62,9 @@ class RankInfo:
             interfaces=tuple(interfaces()),
             addresses=own_addresses(),
             own_address=_own_address(),
+            problem=problem,
+            program=tuple(program),
+            gpu=own_gpu(world, os.environ),
         )
 
     @property
@@ -66,8 +79,12 @@ class RankInfo:
     @classmethod
     def _from_json(cls, values: Mapping[str, Any]) -> RankInfo:
         interfaces = tuple(Interface(**each) for each in values["interfaces"])
-        addresses = tuple(values["addresses"])
-        return cls(**{**values, "interfaces": interfaces, "addresses": addresses})
+        lists = {
+            "interfaces": interfaces,
+            "addresses": tuple(values["addresses"]),
+            "program": tuple((name, digest) for name, digest in values["program"]),
+        }
+        return cls(**{**values, **lists})
 
     def interface_towards(self, address: str) -> str:
         """The name of this host's interface that carries traffic to `address`, "" if unknown."""
@@ -115,6 +132,14 @@ def machine_id() -> str:
     """What distinguishes this machine from another one with the same name; "" where nothing does."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else ""
+
+
+def own_gpu(world: World, env: Mapping[str, str]) -> str:
+    """The entry of CUDA_VISIBLE_DEVICES and its kin for this rank; "" if they name none for it."""
+    if world.launcher.name == "slurm" or world.local_rank is None:
+        return ""  # Slurm's cgroups renumber the GPUs for each task
+    visible = next((env[name] for name in VISIBLE if name in env), "").split(",")
+    return visible[world.local_rank].strip() if world.local_rank < len(visible) else ""
 
 
 def _own_address() -> str:

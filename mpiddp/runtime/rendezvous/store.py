@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, wait_for
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.world import World, is_joined
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.coordinator import Coordinator
+    from mpiddp.world import World
 
 _PROBE_S = 1.0  # to find out whether anybody listens
-_SOCKETS_PER_RANK = 3  # that of `process_group`, a script's own, and one to spare
+SOCKETS_PER_RANK = 3  # that of `process_group`, a script's own, and one to spare
 
 
-def serve_store(world: World, listener: socket.socket) -> Store:
-    """Serve the store at `world.master_addr`, as long as the result lives.
+def serve_store(env: Mapping[str, str], listener: int) -> Store:
+    """Serve the store at the MASTER_ADDR of `env`, as long as the result lives.
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
+
+    Args:
+        listener: a file that listens there.
     """
-    allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
-    return _open(world, 60.0, listener.detach())
+    with no_dns():
+        address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        return _open(address, port, int(env["WORLD_SIZE"]), 60.0, listener)
 
 
 def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
@@ -54,8 +59,12 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
         JobFailed: nobody listens there, or another program.
     """
     try:
-        return _open(world, timeout_s, None)
+        assert world.master_addr is not None
+        assert world.master_port is not None
+        return _open(world.master_addr, world.master_port, world.world_size, timeout_s, None)
     except RuntimeError:
+        from mpiddp.hosts.sockets import wait_for
+
         if not wait_for(str(world.master_addr), world.master_port or 0, _PROBE_S):
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
@@ -74,17 +83,19 @@ def prefix_of_attempt() -> str:
     torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones. A
     store of ours lives in one attempt.
     """
+    from mpiddp.world import is_joined
+
     attempt = "0" if is_joined(os.environ) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"mpiddp/{attempt}"
 
 
-def _open(world: World, timeout_s: float, listener: int | None) -> Store:
-    assert world.master_addr is not None
-    assert world.master_port is not None
+def _open(
+    address: str, port: int, world_size: int, timeout_s: float, listener: int | None
+) -> Store:
     return TCPStore(
-        world.master_addr,
-        world.master_port,
-        world.world_size,
+        address,
+        port,
+        world_size,
         is_master=listener is not None,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,

@@ -85,7 +85,7 @@ def find_divergence(
     kinds = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
     if len(set(_all_gather(_number(kinds, digests), device, group))) == 1:
         return ""
-    if dist.get_backend(group) not in _HOST_BACKENDS:
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (kinds, digests), group)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
-from mpiddp.runtime.job.script_exit import enter_until_exit
+from mpiddp.runtime.job.script_exit import ExitUnknown, enter_until_exit
 from mpiddp.runtime.job.session import current
+from mpiddp.runtime.join import join
 from mpiddp.runtime.rendezvous.store import store_of_group
-from mpiddp.runtime.start.join import join
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -78,8 +78,8 @@ def init(
 ) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
-    Under a plain mpirun, the other ranks learn how this rank ended only from `sys.exit` and uncaught
-    errors. `process_group()` and `mpiddp launch` detect every end.
+    Under a plain mpirun, mpirun itself reacts to an exit code. `process_group()` and `mpiddp launch` detect
+    every end.
 
     Args:
         backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
@@ -122,6 +122,7 @@ def default_group(
     except (Exception, SystemExit) as error:
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
         is_own = ending.is_failure and not isinstance(error, Refused)
+        is_own |= isinstance(error, ExitUnknown)
         if session.is_of_this_process and is_own:
             # Claim it before the group is destroyed, which makes the other ranks fail as well.
             coordinator.claim_first_failure()

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 
 from mpiddp.protocol.messages import LARGEST_WHOLE
-from mpiddp.runtime.launcher.connected import script_session
+from mpiddp.runtime.job.session import script_session
 
 
 def should_stop() -> bool:
@@ -31,14 +31,7 @@ def should_stop() -> bool:
     Raises:
         UserError, JobFailed: a script within `mpiddp run -- COMMAND` cannot join the other ranks' scripts.
     """
-    session = script_session()
-    if session.is_unjoined_script:
-        session.is_unjoined_script = False
-        if session.coordinator is None:
-            from mpiddp.runtime.start.join import join_steps  # as few scripts need
-
-            join_steps(session)
-    return session.stop.should_stop()
+    return script_session().stop.should_stop()
 
 
 def together(*, timeout_s: float = 600.0) -> contextlib.AbstractContextManager[None]:

@@ -140,7 +140,6 @@ def test_the_error_of_a_path(number: int, kind: type[Exception]) -> None:
         {
             "MPIDDP_RUN_ID": "ab",
             "TORCHELASTIC_RUN_ID": "ab",
-            "MPIDDP_SCRIPT_SECRET": "ab",
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",

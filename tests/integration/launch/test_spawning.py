@@ -1,6 +1,6 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, payloads, refusals and errors.
 
-Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/start/function.py.
+Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/function.py.
 python -m pytest tests/integration/launch/test_spawning.py
 """
 
@@ -30,7 +30,7 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.verdict import FirstFailure
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
-from mpiddp.runtime.start import function as run_function
+from mpiddp.runtime import function as run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.arguments import launch_options
 from mpiddp.spawning.pickled import pickled_call

@@ -24,7 +24,6 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.allocations import expand_nodelist
 from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.rendezvous.address import find_by_address
 from mpiddp.runtime.rendezvous.meet import _connect, _serve_beside_agent
 from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
@@ -208,7 +207,8 @@ def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
     with bind("127.0.0.1", 0, "here") as listener:
         port = listener.getsockname()[1]
         world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
-        store = serve_store(world, listener)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        store = serve_store(env, listener.detach())
         sentence = error("answer from", f"rank 1 on {world.hostname}: ", "0.3 s")
         with pytest.raises(JobFailed, match=f"^{sentence}$"):
             _serve_beside_agent(world, None, 0.3)
@@ -253,7 +253,7 @@ def test_another_program_listens_where_the_channel_should_be(another_program: in
     world = World(1, 2, 1, 2)
     values = (f"rank 1 on {world.hostname}: ", f"127.0.0.1 port {another_program}, ", "MASTER_PORT")
     with pytest.raises(JobFailed, match=error("not rank", *values)):
-        _connect(Server(f"127.0.0.1:{another_program}", "a key"), world, Session(), PATIENCE_S)
+        _connect(Server(f"127.0.0.1:{another_program}", "a key"), world, PATIENCE_S)
 
 
 def test_nobody_listens_where_the_channel_should_be() -> None:
@@ -262,4 +262,4 @@ def test_nobody_listens_where_the_channel_should_be() -> None:
         port = reservation.getsockname()[1]
         values = (f"rank 1 on {world.hostname} ", f"127.0.0.1 port {port} ")
         with pytest.raises(JobFailed, match=error("ranks at", *values)):
-            _connect(Server(f"127.0.0.1:{port}", "a key"), world, Session(), 0.3)
+            _connect(Server(f"127.0.0.1:{port}", "a key"), world, 0.3)

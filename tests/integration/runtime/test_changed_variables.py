@@ -10,7 +10,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.rendezvous.meet import meet_as_child
+from mpiddp.runtime.join import _as_script
 from mpiddp.world import World
 from tests.support.errors import error
 
@@ -24,10 +24,12 @@ def test_a_child_of_a_rank_with_changed_variables(
     env = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
     }
     for name, value in (env | change).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=error("MASTER_ADDR, MASTER_PORT", *change)):
-        meet_as_child(World(0, 1, 0, 1), Session())
+        _as_script(World(0, 1, 0, 1), Session())

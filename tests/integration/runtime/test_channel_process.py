@@ -22,8 +22,7 @@ import pytest
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.rendezvous.meet import _channel_process
+from mpiddp.runtime.rendezvous.meet import _start
 from mpiddp.world import World
 from tests.support.channels import member
 from tests.support.errors import error
@@ -94,7 +93,7 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
         assert rank_0.stdout.readline() == "holds\n"
         since = time.monotonic()
         assert rank_1.gather("a", 1, timeout_s=60) == [0, 1]
-        assert rank_1.claim_first_failure(1)
+        assert rank_1.claim_first_failure()
         assert time.monotonic() - since < 10
         assert rank_0.poll() is None
 
@@ -109,7 +108,7 @@ def test_the_end_of_rank_0_ends_the_job(holds: str) -> None:
 
 
 def test_rank_0_that_has_left_may_end_before_the_others() -> None:
-    with job("channel.leave(is_over=True); channel.gather('a', 0, timeout_s=60)") as (
+    with job("channel.leave(); channel.gather('a', 0, timeout_s=60)") as (
         rank_0,
         rank_1,
     ):
@@ -166,4 +165,4 @@ def test_a_machine_that_can_start_no_process_is_no_bad_input(
     monkeypatch.setattr(subprocess, "Popen", full)
     world = World(0, 2, 0, 2)
     with pytest.raises(JobFailed, match=error("the process", f"rank 0 on {world.hostname} ", why)):
-        _channel_process(world, Session())
+        _start(world)

@@ -22,6 +22,7 @@ from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.address import rendezvous_over_channel
+from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 from tests.support.channels import member, serving
 from tests.support.errors import error
@@ -190,9 +191,13 @@ def test_a_requested_interface_overrides_the_one_towards_rank_0(
     def body(coordinator: Coordinator) -> None:
         name = f"host{coordinator.world.rank}"
         coordinator.world = replace(coordinator.world, hostname=name, master_addr="127.0.0.1")
-        assert rendezvous_over_channel(coordinator, None, 60).interface == other
+
+        def own() -> RankInfo:
+            return RankInfo.of_this_process(coordinator.world)
+
+        assert rendezvous_over_channel(coordinator, None, 60, own).interface == other
         os.environ["MPIDDP_INTERFACE"] = "ib0"
-        rendezvous_over_channel(coordinator, None, 60)
+        rendezvous_over_channel(coordinator, None, 60, own)
 
     first, second = ranks(2, body)
     sentence = error("interface", '"ib0"', "host0, ", "lo")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -40,24 +39,16 @@ from mpiddp.protocol.channel import (
 from mpiddp.protocol.group import Group
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
-from mpiddp.runtime.job.channel import (
-    WHOLE_JOB,
-    AnotherFailed,
-    ChannelLost,
-    JobChannel,
-    Silent,
-    connect,
-)
-from mpiddp.runtime.job.connect import CONNECT_TIMEOUT_S, AnotherScript, Server
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, JobChannel, Silent
+from mpiddp.runtime.job.connect import AnotherScript, Server
 from mpiddp.world import World
-from tests.support.channels import progress
+from tests.support.channels import connect, progress
 from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 
 KEY = "a key of the job"
 RANKS = 3
-STAY = 1
 
 
 class Job:
@@ -95,9 +86,9 @@ class Job:
         server = Server(f"127.0.0.1:{self.port}", KEY)
         if role != RANK:
             server = server.for_children()
-        channel = connect(server, World(rank, RANKS, rank, RANKS), SimpleQueue(), role=role)
+        channel = connect(server, World(rank, RANKS, rank, RANKS), role)
         heard = self.news[channel] = []
-        threading.Thread(target=lambda: heard.extend(channel.news()), daemon=True).start()
+        channel.listen(heard.append)
         return channel
 
     def all(self) -> list[JobChannel]:
@@ -246,28 +237,24 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
 
 def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -> None:
     channels = job.all()
-    never = partial(channels[0].collect, "never", [1], timeout_s=600, unless_failed=STAY)
+    never = partial(channels[0].collect, "never", [1], timeout_s=600, unless_failed=True)
     waits = job.call(never)
     until(lambda: job.server.next_deadline < float("inf"))
-    claims = [job.call(each.claim_first_failure, STAY) for each in channels]
+    claims = [job.call(each.claim_first_failure) for each in channels]
     assert sorted(claim.result(PATIENCE_S) for claim in claims) == [False, False, True]
     assert isinstance(waits.exception(PATIENCE_S), AnotherFailed)
     with pytest.raises(AnotherFailed):
         never()
-    later = [job.call(each.claim_first_failure, STAY + 1) for each in reversed(channels)]
-    assert sorted(claim.result(PATIENCE_S) for claim in later) == [False, False, True]
 
 
 def test_a_failure_reaches_the_others_with_the_first_code(job: Job) -> None:
     first, second = job.connect(0), job.connect(1)
-    first.fail(3, WHOLE_JOB)
-    assert until(lambda: second.code_of_failure(WHOLE_JOB)) == 3
-    second.fail(4, WHOLE_JOB)
+    first.fail(3)
+    assert until(lambda: second.code_of_failure) == 3
+    second.fail(4)
     third = job.connect(2)
-    assert until(lambda: third.code_of_failure(WHOLE_JOB)) == 3
-    third.fail(5, STAY)
-    assert until(lambda: first.code_of_failure(STAY)) == 5
-    assert first.code_of_failure(WHOLE_JOB) == 0  # its own
+    assert until(lambda: third.code_of_failure) == 3
+    assert first.code_of_failure == 0  # its own
 
 
 def test_the_n_th_children_are_a_group_of_their_own(job: Job) -> None:
@@ -278,11 +265,11 @@ def test_the_n_th_children_are_a_group_of_their_own(job: Job) -> None:
     assert second.enter() == 2
     calls = [job.call(each.gather, "key", each.rank, timeout_s=60) for each in children]
     assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
-    assert all(each.claim_first_failure(STAY) is (each is children[0]) for each in children)
-    children[0].fail(9, WHOLE_JOB)
-    assert until(lambda: children[1].code_of_failure(WHOLE_JOB)) == 9
-    assert not any(each.code_of_failure(WHOLE_JOB) for each in ranks)
-    assert ranks[1].claim_first_failure(STAY)
+    assert all(each.claim_first_failure() is (each is children[0]) for each in children)
+    children[0].fail(9)
+    assert until(lambda: children[1].code_of_failure) == 9
+    assert not any(each.code_of_failure for each in ranks)
+    assert ranks[1].claim_first_failure()
 
 
 def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
@@ -322,14 +309,14 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     until(lambda: job.server.next_deadline < float("inf"))
     job.close()
     assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
-    for ask in (lambda: first.claim_first_failure(STAY), lambda: first.gather("b", 0, timeout_s=1)):
+    for ask in (lambda: first.claim_first_failure(), lambda: first.gather("b", 0, timeout_s=1)):
         with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
             ask()
 
 
 def test_a_rank_that_ends_is_reported(job: Job) -> None:
     rank = job.connect(2)
-    rank.leave(is_over=True)
+    rank.leave()
     rank.connection.shutdown(socket.SHUT_RDWR)
     assert job.receives("leave").facts == {"is_over": True}
     assert job.receives("lost").facts == {"silent": False}
@@ -457,7 +444,7 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job: Job) -> None
     ]
     rank = job.connect(0)
     assert len(job.selector.get_map()) < 100
-    rank.fail(1, WHOLE_JOB)
+    rank.fail(1)
     for stranger in strangers:
         stranger.close()
     until(lambda: len(job.selector.get_map()) == 2)
@@ -490,7 +477,7 @@ def test_a_server_of_another_job_is_not_believed() -> None:
         server = Server(f"127.0.0.1:{port}", KEY)
         where = ("rank 0 on ", f"127.0.0.1 port {port} ", "(it is not the server of this job)")
         with pytest.raises(JobFailed, match=error("reach the launcher", *where)):
-            connect(server, World(0, 1, 0, 1), SimpleQueue())
+            connect(server, World(0, 1, 0, 1))
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -558,28 +545,13 @@ def test_an_answer_for_all_is_encoded_once() -> None:
     assert encode_value("!") not in reply.line
 
 
-def test_a_value_has_no_urgent_byte() -> None:
-    assert b"!" not in encode_value({"a!": "!"})
-    assert json.loads(encode_value({"a!": "!"})) == {"a!": "!"}
-
-
-def test_a_rank_whose_files_were_closed_reports_its_end_over_another_connection(job: Job) -> None:
-    """As `os.closerange` closes them, while news arrives."""
-    first, second, _ = job.all()
-    until(lambda: len(job.server.connected) == RANKS)
-    os.close(first.connection.fileno())
-    second.give("wakes the reader", None, calls=True)
-    until(lambda: first.was_closed_here)
-    first.send("done")
-    assert job.receives("done").rank == 0
-
-
-def test_so_does_a_script_and_a_child_waits_for_nothing(job: Job) -> None:
-    job.connect(1)
-    script, child = job.connect(1, SCRIPT), job.connect(1, CHILD)
-    for each in (script, child):
-        os.close(each.connection.fileno())
-    job.call(child.put, "key", 1).result(CONNECT_TIMEOUT_S / 2)
-    script.send("done")
-    done = job.receives("done")
-    assert (done.rank, done.from_script) == (1, True)
+def test_a_member_whose_file_is_another_one_reads_nothing_of_it(job: Job) -> None:
+    """As after `os.closerange`, when the script opens a connection of its own."""
+    member = job.connect(0)
+    file = member.connection.fileno()
+    ours, theirs = socket.socketpair()
+    os.dup2(ours.fileno(), file)
+    theirs.sendall(b"of the script\n")
+    member.receive()
+    assert member.is_lost
+    assert ours.recv(64) == b"of the script\n"

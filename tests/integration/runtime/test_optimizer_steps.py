@@ -1,6 +1,6 @@
 """The steps of a script that tells none, by its optimizers.
 
-Tests mpiddp/runtime/start/join.py.
+Tests mpiddp/runtime/join.py.
 python -m pytest tests/integration/runtime/test_optimizer_steps.py
 """
 
@@ -13,7 +13,7 @@ from tests.support.patience import PATIENCE_S
 
 FOLDS_AND_A_GAN = """
 import torch
-from mpiddp.runtime.start.join import _report_optimizer_steps
+from mpiddp.runtime.script import _report_optimizer_steps
 
 told = []
 _report_optimizer_steps(told.append)

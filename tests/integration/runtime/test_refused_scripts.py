@@ -1,12 +1,11 @@
 """Scripts that cannot be run are refused, and a missing module is the script's own error.
 
-Tests mpiddp/runtime/start/run.py.
+Tests mpiddp/runtime/program.py.
 python -m pytest tests/integration/runtime/test_refused_scripts.py
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,42 +13,42 @@ import pytest
 
 from mpiddp import errors
 from mpiddp.errors import UserError, print_from_one_rank
-from mpiddp.runtime.start import run as run_script
+from mpiddp.runtime.program import Program
 from tests.support.errors import error
 
 
 @pytest.mark.parametrize(
-    ("args", "id", "values"),
+    ("kind", "name", "id", "values"),
     [
-        (["nosuch.py"], "not found", ["nosuch.py ", "{cwd})"]),
-        (["."], "folder, not", [". ", "mpiddp run -m MODULE"]),
-        (["/dev/null"], "no regular", ["/dev/null "]),
-        (["-m", "no.such"], "the installed", ["module no.such ", "{cwd} "]),
-        (["-m", "tests"], "the installed", ["module tests ", "{cwd} "]),
-        (["-m", "math"], "the installed", ["module math ", "{cwd} "]),
+        ("script", "nosuch.py", "not found", ["nosuch.py ", "{cwd})"]),
+        ("script", ".", "folder, not", [". ", "mpiddp run -m MODULE"]),
+        ("script", "/dev/null", "no regular", ["/dev/null "]),
+        ("module", "no.such", "the installed", ["module no.such ", "{cwd} "]),
+        ("module", "", "the installed", ["{cwd} "]),
     ],
 )
-def test_a_script_that_cannot_be_run_is_refused(
-    args: list[str], id: str, values: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_program_that_cannot_be_run_is_refused(
+    kind: str, name: str, id: str, values: list[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    load = run_script._load_module if args[0] == "-m" else run_script._load_file
     shown = [value.format(cwd=Path.cwd()) for value in values]
     with pytest.raises(UserError, match=error(id, *shown)):
-        load(args[-1])
+        Program(kind, name).check()
 
 
-def test_a_missing_module_that_the_package_imports_is_its_own_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "foo_bar"
-    package.mkdir()
-    (package / "__init__.py").write_text("import foo\n")
-    (package / "main.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(ModuleNotFoundError, match="No module named 'foo'"):
-        run_script._load_module("foo_bar.main")
+def test_the_files_of_a_script_are_those_that_it_imports(tmp_path: Path) -> None:
+    """A module beside the script counts as the script does; others in its folder do not."""
+    (tmp_path / "train.py").write_text("import os, helper\nif True:\n    from pkg.sub import x\n")
+    (tmp_path / "helper.py").write_text("import deeper\n")
+    (tmp_path / "deeper.py").write_text("import train\n")
+    (tmp_path / "stranger.py").touch()
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "sub.py").touch()
+    found = dict(Program("script", str(tmp_path / "train.py")).files)
+    assert sorted(found) == ["deeper.py", "helper.py", "pkg/__init__.py", "pkg/sub.py", "train.py"]
+    before = found["helper.py"]
+    (tmp_path / "helper.py").write_text("import deeper  # changed\n")
+    assert dict(Program("script", str(tmp_path / "train.py")).files)["helper.py"] != before
 
 
 def test_rank_0_prints_before_the_other_ranks_exit(

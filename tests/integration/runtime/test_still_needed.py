@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
-from tests.integration.launch.test_control_channel import Launcher
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
@@ -37,19 +35,3 @@ def test_python_still_forgets_the_exit_code_of_a_script() -> None:
     assert run(code) == "[] (None, None, None)"
     hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
-
-
-def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
-    """mpiddp/runtime/launcher/client.py, _write_stack_on_urgent_byte"""
-    launcher = Launcher()
-    with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
-        assert rank.stdout is not None
-        launcher.receive_for(60, until="started")
-        assert rank.stdout.readline() == "\n"
-        time.sleep(0.5)
-        launcher.server.request_stacks()
-        assert "stacks" not in dict(map(reversed, launcher.receive_for(1.0, until="stacks")))
-        launcher.server.interrupt(1)
-        assert (1, "frames") in launcher.receive_for(60, until="frames")
-    launcher.server.close()
-    launcher.selector.close()

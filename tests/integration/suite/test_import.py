@@ -22,7 +22,7 @@ EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
         ("from mpiddp import UserError, World", set()),
         ("import mpiddp.cli, mpiddp.launch.main, mpiddp.hosts.main", set()),
         ("import mpiddp.train.main, mpiddp.checkpoints.main, mpiddp.report.main", set()),
-        ("import mpiddp.runtime.start.run, mpiddp.spawning.spawn", set()),
+        ("import mpiddp.runtime.agent, mpiddp.spawning.spawn", set()),
         (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
     ],
 )

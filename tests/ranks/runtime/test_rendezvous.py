@@ -205,9 +205,9 @@ def test_the_last_messages_of_mpi_still_need_the_connection_of_pmix_without_dela
 def test_mpi_that_is_already_finalized_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
-        "from mpiddp.runtime.rendezvous.mpi import MpiWatchdog, rendezvous_over_mpi\n"
+        "from mpiddp.runtime.rendezvous.mpi import Meeting, rendezvous_over_mpi\n"
         "from mpiddp.world import World; world = World.from_env()\n"
-        "rendezvous_over_mpi(world, MpiWatchdog(world, 5))"
+        "rendezvous_over_mpi(world, Meeting(None))"
     )
     sentence = refusal(mpirun(2, "-c", code))
     assert re.fullmatch(error("or mpiddp.process_group", "mpiddp.init()"), sentence), sentence

@@ -1,6 +1,6 @@
 """Ranks that no launcher and no MPI watches: they end each other, and a script may go on after an error.
 
-Tests mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
+Tests mpiddp/runtime/job/failure.py, mpiddp/runtime/job/stop.py.
 python -m pytest tests/ranks/runtime/test_without_launcher.py
 """
 

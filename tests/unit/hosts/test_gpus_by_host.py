@@ -2,7 +2,7 @@
 
 No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
 
-Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/start/own_gpu.py,
+Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/gpu.py,
 mpiddp/hosts/facts.py.
 python -m pytest tests/unit/hosts/test_gpus_by_host.py
 """
@@ -24,7 +24,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import env_on_host, gpu_table
-from mpiddp.runtime.start.own_gpu import (
+from mpiddp.runtime.gpu import (
     GpuUnknown,
     bind_to_gpu,
     choose_gpus,

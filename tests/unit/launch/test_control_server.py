@@ -7,9 +7,7 @@ python -m pytest tests/unit/launch/test_control_server.py
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ from mpiddp.protocol.channel import (
     member_proof,
     server_proof,
 )
-from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
+from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress, stacks
@@ -321,29 +319,12 @@ def test_a_stranger_that_proves_nothing_in_time_is_dropped(
     assert server.server.connected == {1}
 
 
-def test_a_rank_that_does_not_answer_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP by an urgent byte, on this host by a signal. Its stack then comes in lines of its own."""
-    over_tcp = Server("127.0.0.1")
-    rank = Client(over_tcp)
+def test_a_rank_whose_script_does_not_answer_is_asked_itself(server: Server) -> None:
+    """Its agent never waits for the script."""
+    rank = Client(server)
     rank.introduce(1)
-    rank.send("progress", **progress(1))
-    rank.socket.sendall(b"Stack (most recent call first):\n")
-    over_tcp.server.interrupt(1)
-    step, frames = over_tcp.await_messages(2)
-    assert (step.kind, frames.kind) == ("progress", "frames")
-    assert frames.facts == {"text": "Stack (most recent call first):"}
-    assert rank.socket.recv(1, socket.MSG_OOB) == URGENT
-    over_tcp.server.close()
-    over_tcp.selector.close()
-
-    on_this_host = Server(None)
-    Client(on_this_host).introduce(1)
-    signals: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
-    on_this_host.server.interrupt(1)
-    assert signals == [(os.getpid(), signal.SIGURG)]
-    on_this_host.server.close()
-    on_this_host.selector.close()
+    server.server.interrupt(1)
+    assert rank.receive() == {"type": "stacks"}
 
 
 def test_a_host_that_acknowledges_is_not_silent(server: Server, rank: Client) -> None:

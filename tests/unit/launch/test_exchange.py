@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/exchange.py, mpiddp/runtime/start/function.py.
+Tests mpiddp/launch/exchange.py, mpiddp/runtime/function.py.
 python -m pytest tests/unit/launch/test_exchange.py
 """
 
@@ -22,9 +22,9 @@ from mpiddp.protocol.channel import decode, encode, server_proof
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.runtime.function import Caller
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World
 from tests.support.errors import error
 
@@ -87,7 +87,7 @@ def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
         with pytest.raises(JobFailed, match=lost):
             caller.answer({"kind": "result"}, b"r" * (LIMIT + 1))
         # Whoever has taken over a rank's connection does not have the secret.
-        stranger, _ = connect_to_launcher(launcher.channel, WORLD, ANSWER)
+        stranger = connect_to_launcher(launcher.channel, WORLD, ANSWER).connection
         with stranger:
             send_payload(stranger, Payload({"kind": "result"}), "another", f"{ANSWER} 1")
             assert stranger.recv(len(GO)) == b""

@@ -61,7 +61,7 @@ class Job:
         self.looks = 0
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
-        self.ranks.note(Message(rank, kind, dict(facts), self.now))
+        self.ranks.note(Message(rank, kind, dict(facts), self.now, kind == "stacks"))
 
     def steps(self, count: int, every_s: float) -> None:
         """All ranks make steps, at most two of which are reported in a second."""

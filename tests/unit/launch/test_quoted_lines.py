@@ -38,7 +38,6 @@ def sentences() -> list[str]:
     found = [missing_sentence(state, 3)]
     state.note(message("started", host=EVIL, pid=1))
     state.note(message("log", path=EVIL))
-    state.note(message("frames", text=f'Stack x\n  File "{EVIL}", line 3'))
     found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]
     state.note(message("stacks", text=stack, step=3))
     found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mpiddp
-from mpiddp.runtime.launcher.announcement import announced
+from mpiddp.runtime.reports import announced
 
 
 def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

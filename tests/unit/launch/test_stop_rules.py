@@ -15,7 +15,7 @@ from tests.support.errors import error
 
 
 def test_a_stop_of_one_rank_is_known_before_the_step_that_it_ends() -> None:
-    stop = StopRequest(send=lambda kind: None, progress=lambda step: None, declared=lambda: None)
+    stop = StopRequest(send=lambda kind: None, progress=lambda step: None, wake=lambda: None)
     stop.is_requested = True
     assert not stop.stops_next(), "the script may never call should_stop"
     stop.is_requested = False

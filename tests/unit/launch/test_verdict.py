@@ -517,11 +517,6 @@ def test_the_hang_report_names_the_rank_that_is_not_in_torch() -> None:
     ("messages", "end"),
     [
         ([], " and does not answer: it is stopped, or stuck in native code."),
-        (
-            [message(0, "frames", text="Stack (most recent call first)")],
-            ": native code holds its Python interpreter. Its Python stack follows, innermost call first.\n"
-            "Stack (most recent call first)",
-        ),
         ([stacks(0, 3, WORKS)], f". Its Python stack follows.\n{WORKS.rstrip()}"),
     ],
 )

@@ -1,6 +1,6 @@
 """No variable of an MPI reaches a command.
 
-Tests mpiddp/runtime/start/command.py.
+Tests mpiddp/runtime/program.py.
 python -m pytest tests/unit/runtime/test_command_variables.py
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.protocol.variables import AGENT_STORE, RUN_ID
-from mpiddp.runtime.start.command import command_environment
+from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.program import command_environment
 from mpiddp.world import RANK_SOURCES, RankSource, World
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -22,7 +22,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None
     """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
     kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
-    found = command_environment(of_mpi | kept, has_launcher=False)
-    assert found == {**kept, AGENT_STORE: "True", RUN_ID: "a"}
+    found = command_environment(of_mpi | kept)
+    assert found == {**kept, RUN_ID: "a"}
     world = World.from_env(found)
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)

@@ -1,6 +1,6 @@
 """Local ranks are counted in the order of the ranks, unless a launcher sets them.
 
-Tests mpiddp/world.py, mpiddp/runtime/start/join.py, mpiddp/runtime/rendezvous/store.py.
+Tests mpiddp/world.py, mpiddp/runtime/join.py, mpiddp/runtime/rendezvous/store.py.
 python -m pytest tests/unit/runtime/test_counted_local_ranks.py
 """
 

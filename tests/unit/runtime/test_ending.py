@@ -6,13 +6,10 @@ python -m pytest tests/unit/runtime/test_ending.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer, UserError
-from mpiddp.runtime.job.ending import CommandFailed, Ending, Refused, ending_of, ending_of_command
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 
 SENTENCE = "hosts.txt:3: one sentence."
 EXIT = "rank 1 ended with exit code"
@@ -35,7 +32,6 @@ EXIT = "rank 1 ended with exit code"
         (SystemExit(256), Ending(1), f"{EXIT} 1"),
         (SystemExit(1 << 80), Ending(1), f"{EXIT} 1"),
         (SystemExit("no data"), Ending(1, "no data"), f"{EXIT} 1: no data"),
-        (CommandFailed(139, "SIGSEGV"), Ending(139, "SIGSEGV"), f"{EXIT} 139: SIGSEGV"),
         (UserError(SENTENCE), Ending(2, SENTENCE), SENTENCE),
         (JobFailed(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
         (NoAnswer(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
@@ -71,28 +67,19 @@ def test_a_requested_end_is_no_failure() -> None:
     assert ending_of(SystemExit(3), has_stopped=True) == Ending(3)
 
 
-def test_an_exit_code_has_the_error_that_record_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "error.json"
-    file.write_text(json.dumps({"message": {"message": "RuntimeError: a bug"}}))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    assert ending_of(SystemExit(3)) == Ending(3, "RuntimeError: a bug")
-    assert ending_of(SystemExit("said")) == Ending(1, "said")
-
-
 @pytest.mark.parametrize(
-    ("code", "expected"),
+    ("status", "expected", "line"),
     [
-        (0, Ending(0)),
-        (3, Ending(3)),
-        (-9, Ending(137, "its command was killed by SIGKILL")),
-        (143, Ending(143, "128 + SIGTERM")),
-        (255, Ending(255)),
+        (0, Ending(0), ""),
+        (3, Ending(3), f"{EXIT} 3"),
+        (-9, Ending(137, signal=9), "rank 1 was killed by SIGKILL"),
+        (-40, Ending(168, signal=40), "rank 1 was killed by signal 40"),
+        (255, Ending(255), f"{EXIT} 255"),
     ],
 )
-def test_a_command(code: int, expected: Ending) -> None:
-    assert ending_of_command(code) == expected
+def test_what_wait_says(status: int, expected: Ending, line: str) -> None:
+    assert ending_of_process(status) == expected
+    assert expected.line("rank 1") == line
 
 
 class Odd(Exception):

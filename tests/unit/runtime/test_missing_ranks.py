@@ -1,6 +1,6 @@
 """Several ranks that are missing are all named.
 
-Tests mpiddp/runtime/start/join.py.
+Tests mpiddp/runtime/join.py.
 python -m pytest tests/unit/runtime/test_missing_ranks.py
 """
 

@@ -7,23 +7,28 @@ python -m pytest tests/unit/runtime/test_placement.py
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.rendezvous.placement import RankPlacement, expected_hosts, misplaced, table
-from mpiddp.runtime.rendezvous.result import RankInfo
+from mpiddp.runtime.rendezvous.placement import check_alike, expected_hosts, misplaced, table
+from mpiddp.runtime.rendezvous.result import RankInfo, own_gpu
+from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
 
 
-def placements(*hostnames: str) -> list[RankPlacement]:
+def placements(*hostnames: str, gpus: Sequence[str] = ()) -> list[RankInfo]:
     """One rank on each host, in order. A host's address is 10.0.0.<its number>."""
     found = []
     for rank, name in enumerate(hostnames):
         local_rank = hostnames[:rank].count(name)
         interface = Interface("eth0", f"10.0.0.{name[-1]}", "10.0.0.0/24")
-        info = RankInfo(rank, local_rank, hostnames.count(name), name, f"boot-{name}", (interface,))
-        found.append(RankPlacement(info, f"cuda:{local_rank}"))
+        size, gpu = hostnames.count(name), gpus[rank] if gpus else ""
+        boot = f"boot-{name}"
+        found.append(RankInfo(rank, local_rank, size, name, boot, (interface,), gpu=gpu))
     return found
 
 
@@ -61,39 +66,50 @@ def test_ranks_on_other_hosts(expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus", "device"),
-    [("", "01", "cuda:1"), ("2,3", "23", "cuda:1 (GPU 3)"), ("GPU-a, GPU-b", "ab", "(GPU GPU-b)")],
+    ("visible", "gpu"), [("", ""), ("2,3", "3"), ("GPU-a, GPU-b", "GPU-b"), ("2", "")]
 )
-def test_each_rank_has_a_gpu_of_its_own(
-    visible: str, gpus: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [
-        RankPlacement.of_this_process(placement.info, 2, "openmpi")
-        for placement in placements("node1", "node1")
-    ]
-    assert [placement.gpu[-1] for placement in found] == list(gpus)
-    assert misplaced(found, "node1:2") == ""
-    assert table(found).splitlines()[2].endswith(device)
-    assert RankPlacement.of_this_process(found[1].info, 1, "openmpi").device == "cpu"
-    assert RankPlacement.of_this_process(found[1].info, 2, "slurm").gpu == ""
+def test_the_gpu_of_a_rank(visible: str, gpu: str) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible}
+    assert own_gpu(World(1, 2, 1, 2), env) == gpu
+    [slurm] = [source for source in RANK_SOURCES if source.name == "slurm"]
+    assert own_gpu(World(1, 2, 1, 2, slurm), env) == ""
 
 
-def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    infos = [placement.info for placement in placements("node1", "node1", "node2")]
-    found = []
-    for info, visible in zip(infos, ("0,1", "1,0", "0,1"), strict=True):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found.append(RankPlacement.of_this_process(info, 2, "openmpi"))
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    found = placements("node1", "node1", "node2", gpus=("0", "0", "0"))
     sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
     values = ("ranks 0 and 1 ", " GPU 0 of node1", "CUDA_VISIBLE_DEVICES")
     assert re.fullmatch(error("they see", *values), sentence)
     assert rows == table(found).splitlines()
+    assert misplaced(placements("node1", "node1", gpus=("0", "1")), "node1:2") == ""
 
 
 def test_the_table_of_placements() -> None:
-    assert table(placements("node1", "node2"), ["node2", "node1"]).splitlines() == [
-        "rank  host   local rank  device  expected host",
-        "0     node1  0           cuda:0  node2",
-        "1     node2  0           cuda:0  node1",
+    infos = placements("node1", "node2", gpus=("", "3"))
+    assert table(infos, ["node2", "node1"]).splitlines() == [
+        "rank  host   local rank  GPU  expected host",
+        "0     node1  0           -    node2",
+        "1     node2  0           3    node1",
     ]
+
+
+def test_a_host_with_another_script_or_module_is_named() -> None:
+    """Before torch is imported, and with the command that helps."""
+    ours, theirs = (("helper.py", "aa" * 32), ("train.py", "bb" * 32)), ("helper.py", "cc" * 32)
+    first, second = placements("node1", "node2")
+    alike = [replace(each, program=ours) for each in (first, second)]
+    check_alike(alike, {})
+    for program, found in (((theirs, ours[1]), "cccccccc"), (ours[1:], "none")):
+        other = [alike[0], replace(second, program=program)]
+        values = ("helper.py ", " node2 ", f"sha256 {found} ", "aaaaaaaa on node1", "hosts push")
+        with pytest.raises(UserError, match=error("differs on", *values)):
+            check_alike(other, {})
+
+
+def test_ranks_that_cannot_begin_are_named_once() -> None:
+    first, second = placements("node1", "node2")
+    missing = [replace(each, problem="train.py not found.") for each in (first, second)]
+    with pytest.raises(UserError, match=r"^train\.py not found\.$"):
+        check_alike(missing, {})
+    with pytest.raises(UserError, match=r"^rank 1 on node2: train\.py not found\.$"):
+        check_alike([first, missing[1]], {})

@@ -12,10 +12,10 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import port_in
-from mpiddp.runtime.launcher.announcement import announced
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s
 from mpiddp.runtime.rendezvous.placement import misplaced
+from mpiddp.runtime.reports import announced
 from mpiddp.text import shown
 from mpiddp.world import World
 from tests.support.errors import error

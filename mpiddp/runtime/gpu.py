@@ -14,12 +14,43 @@ from pathlib import Path
 from mpiddp.errors import UserError, print_line
 from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, gpu_uuids, read
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
-from mpiddp.runtime.rendezvous.placement import expected_hosts
 from mpiddp.text import counted, parse_whole, shown
 from mpiddp.world import World
 
 _SYSFS = Path("/sys")
 _MOST_CORES = 1 << 16
+
+
+def prepare(world: World) -> None:
+    """Choose the GPUs, cores and threads of this rank, which torch reads when it is imported.
+
+    A variable of OpenMP that the user has set takes precedence.
+
+    Raises:
+        UserError: variables of the launcher that contradict each other.
+    """
+    if {GPUS, BIND} & os.environ.keys():
+        choose_gpus(world)
+        bind_to_gpu(world)
+    limit_threads(world)
+
+
+def limit_threads(world: World) -> int | None:
+    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
+
+    torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
+    most that many threads.
+
+    Returns:
+        The number of threads; None if the user decides, or as long as the local ranks are not counted.
+    """
+    if world.local_world_size is None or "OMP_NUM_THREADS" in os.environ:
+        return None
+    share = (os.cpu_count() or 1) // world.local_world_size
+    bound_to = len(os.sched_getaffinity(0))
+    threads = max(1, min(share, bound_to))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
 
 
 def choose_gpus(world: World) -> None:
@@ -41,6 +72,8 @@ def choose_gpus(world: World) -> None:
 
 def _host_number(placement: str, rank: int) -> int:
     """The position in `placement` of the host of this rank."""
+    from mpiddp.runtime.rendezvous.placement import expected_hosts  # few ranks need it
+
     hosts = expected_hosts(placement)
     return list(dict.fromkeys(hosts)).index(hosts[rank])
 

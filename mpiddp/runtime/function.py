@@ -1,6 +1,6 @@
 """`mpiddp run-function`: one rank of `mpiddp.spawn` runs the caller's function, and returns its result.
 
-The ranks have joined, as for a script. The function comes from the launcher, and the answer goes back to it,
+The agents have met, as for a script. The function comes from the launcher, and the answer goes back to it,
 over connections that prove the job's secret: see `mpiddp.launch.exchange`.
 """
 
@@ -16,57 +16,59 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import DONE, JobFailed, UserError, missing_package
+from mpiddp.errors import JobFailed, UserError, missing_package
 from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
-from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.start.run import run_rank, script_frames, show_own_frames_only
+from mpiddp.runtime.join import join
+from mpiddp.runtime.script import Go, script_frames
 from mpiddp.world import World
 
 _MAX_TRACEBACK = 1 << 20  # characters
 
 
 def main(argv: list[str]) -> int:
-    """Run the function as this rank. `argv` follows the function's name in sys.argv.
+    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv.
 
     Raises:
         UserError: `mpiddp.spawn` has not started this process.
     """
-    show_own_frames_only()
-    return run_rank(lambda session, coordinator: _run(session, coordinator, argv))
+    from mpiddp.runtime.agent import run_function as run_agent
+
+    return run_agent(argv)
 
 
-def _run(session: Session, coordinator: Coordinator, argv: list[str]) -> int:
-    if session.launcher is None or session.channel is None:
-        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
+def run_function(session: Session, go: Go) -> None:
+    """Run the function as this rank, in the process of its script, and answer with its result."""
+    assert go.caller is not None
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    world = coordinator.world
-    caller = Caller(session.channel.server, world)
-    with caller.reporting_errors():
-        with coordinator.all_or_none():
-            payload = caller.function()
-            facts = payload.facts
-            check_python(facts, world.hostname)
-            _show_lines_of(facts["sources"])
-            # What the function imports may lie beside the caller's script, if this host has that folder.
-            sys.path += [each for each in facts["path"] if each not in sys.path]
-            function, args = unpickled(payload, world.hostname)
-        sys.argv = [facts["name"], *argv]
-        try:
-            result = function(*args)
-        except SystemExit as end:
-            if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
-                raise
-            result = None
-        session.finish()  # a result that is refused ends the other ranks, which may still save
-        body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
-        caller.answer({"kind": "result"}, body)
-    return DONE
+    with join() as coordinator:
+        caller = Caller(Server(*go.caller), coordinator.world)
+        with caller.reporting_errors():
+            with coordinator.all_or_none():
+                payload = caller.function()
+                facts = payload.facts
+                check_python(facts, coordinator.world.hostname)
+                _show_lines_of(facts["sources"])
+                # What the function imports may lie beside the caller's script, if this host has that folder.
+                sys.path += [each for each in facts["path"] if each not in sys.path]
+                function, args = unpickled(payload, coordinator.world.hostname)
+            sys.argv[0] = facts["name"]
+            try:
+                result = function(*args)
+            except SystemExit as end:
+                if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
+                    raise
+                result = None
+            # A result that is refused ends the other ranks, which may still save.
+            session.finish()
+            world = coordinator.world
+            body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
+            caller.answer({"kind": "result"}, body)
 
 
 class Caller:
@@ -126,7 +128,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _connected(self, kind: str) -> Iterator[socket.socket]:
-        connection, _ = connect_to_launcher(self._launcher, self._world, kind)
+        connection = connect_to_launcher(self._launcher, self._world, kind).connection
         with connection:
             notice_silence(connection, is_read_slowly=True)
             try:

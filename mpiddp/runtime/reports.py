@@ -1,4 +1,4 @@
-"""A script announces to its launcher how to restart it, and reads what an earlier attempt announced.
+"""What a script announces to its launcher: how to restart it, and that it saves. Without one, nothing.
 
     mpiddp.announce(resume_args=["--resume", "last"], global_batch_size=512, max_ranks=256)
 
@@ -9,15 +9,16 @@ attempt from `announced()`, and decides itself how to divide it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.messages import LARGEST_WHOLE, is_argument
+from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT, is_argument
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.launcher.connected import script_session
+from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
 
 
@@ -58,6 +59,8 @@ def announce(
         raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
     if not all(map(is_argument, resume_args)):
         raise ValueError(f"resume_args: not the arguments of a command: {resume_args!r}")
+    if len(json.dumps(list(resume_args))) > LINE_LIMIT // 2:
+        raise ValueError(f"resume_args: expected at most {LINE_LIMIT // 2} bytes of JSON")
     for name, value in (("global_batch_size", global_batch_size), ("max_ranks", max_ranks)):
         if value is None:
             continue
@@ -102,3 +105,17 @@ def announced(env: Mapping[str, str] | None = None) -> Announced | None:
     raise UserError(
         f'{ANNOUNCED}="{shown(text)}" is not what mpiddp launch sets for a restart. Unset it.'
     )
+
+
+def saving() -> contextlib.AbstractContextManager[None]:
+    """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
+
+    `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
+    that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.
+
+        with mpiddp.saving():
+            torch.save(model.state_dict(), path)
+
+    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` needs none.
+    """
+    return script_session().saving()

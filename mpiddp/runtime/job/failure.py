@@ -1,0 +1,106 @@
+"""When one rank fails, all ranks end, and one line names the rank. This works without a launcher.
+
+Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, and Intel MPI after
+neither once MPI is finalized. A rank inside an NCCL collective notices nothing by itself. So the thread of
+every rank's channel waits for the news of the job. Under `mpiddp run` the agents do all of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+from mpiddp.errors import FAILED, print_error
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.ending import Ending, ending_of
+from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.stop import stop_on
+
+GRACE_S = 1.0  # in which a rank may end by itself once another has failed
+_NEVER = float("inf")
+
+
+class FailureWatch:
+    """Ends this process when another rank fails, and ends the other ranks when this one fails.
+
+    It also agrees with the other ranks on the step of a requested stop. The script of an agent leaves all
+    ends to it.
+    """
+
+    def __init__(self, session: Session, coordinator: Coordinator) -> None:
+        self._session = session
+        self._coordinator = coordinator
+        self._channel = coordinator.channel
+        self._is_rank = session.channel is None or not session.channel.group
+        self._is_over = threading.Event()
+        self._ends_at = _NEVER
+        self._has_printed = False  # the sentence of an error
+
+    def start(self) -> None:
+        stop_on(self._session.stop, signal.SIGUSR1)
+        channel = self._channel
+        if self._is_rank and channel is not None and self._coordinator.world.world_size > 1:
+            self._session.stop.is_alone = False
+            channel.listen(lambda facts: None, self._look)
+
+    def stop(self) -> None:
+        """This rank has left."""
+        self._is_over.set()
+
+    def fail(self, ending: Ending) -> None:
+        """This rank has failed: say so, and end the others.
+
+        The first rank to fail says it. Without a traceback to print, the others wait to be ended.
+        """
+        is_first = self._coordinator.claim_first_failure()
+        if is_first:
+            self._print_once(ending)
+        elif self._is_rank and (ending.is_verdict or ending.is_refusal) and self._channel:
+            self._is_over.wait(2 * GRACE_S)
+        self.stop()
+        if self._is_rank and self._channel is not None:
+            self._channel.fail(ending.code)
+
+    def fail_at_exit(self) -> None:
+        """Python has printed the error that ended the script."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._session.is_of_this_process and not self._is_over.is_set():
+            self.fail(ending_of(error))
+
+    def _print_once(self, ending: Ending) -> None:
+        """Print the line of an ending. A launcher and an agent print every line except that of bad input."""
+        world = self._coordinator.world
+        line = ending.line(f"rank {world.rank} on {world.hostname}")
+        if line and not self._has_printed and (ending.is_refusal or self._is_rank):
+            self._has_printed = True
+            print_error(line)
+
+    def _look(self) -> float:
+        """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
+        channel = self._channel
+        assert channel is not None
+        if self._is_over.is_set():
+            return _NEVER
+        if not (channel.code_of_failure or channel.is_lost):
+            self._session.stop.agree(channel)
+            return _NEVER
+        self._ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
+        if time.monotonic() < self._ends_at:
+            return self._ends_at
+        code = channel.code_of_failure or self._code_of_lost_job()
+        with contextlib.suppress(Exception):  # a script may replace stdout by anything
+            sys.stdout.flush()
+        os._exit(code)
+
+    def _code_of_lost_job(self) -> int:
+        """Rank 0 has ended without a word, or the process that serves the channel has."""
+        world = self._coordinator.world
+        if world.local_rank == 0:
+            rank = f"rank {world.rank} on {world.hostname}"
+            lost = f"{rank} lost the connection to rank 0; exiting"
+            self._print_once(Ending(FAILED, lost, is_verdict=True))
+        return FAILED

@@ -1,1 +1,0 @@
-"""A rank's connections to its launcher."""

@@ -1,0 +1,209 @@
+"""One stream of a script: its agent reads it, writes it to a file, and sends whole lines to the launcher.
+
+The agent never reads ahead of a slow launcher, so a stopped terminal stops the script as a full pipe does,
+and nothing is lost. Without a launcher, the script has the streams of the MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import termios
+import time
+import tty
+from collections.abc import Mapping
+
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS
+
+_CHUNK = 1 << 16  # bytes, the size of a pipe
+_MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
+_MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
+_MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
+
+
+def new_stream(number: int) -> tuple[int, int]:
+    """The two ends of a new stream. stdout stays a terminal if it is one, since Python buffers a pipe."""
+    if number == 1 and os.isatty(number):
+        with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
+            reader, writer = os.openpty()
+            tty.setraw(writer)  # it passes all bytes on unchanged
+            size = fcntl.ioctl(number, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+            return reader, writer
+    return os.pipe()
+
+
+class OutputStream:
+    """A stream of the script.
+
+    Args:
+        number: 1 or 2, the script's file descriptor.
+        source: the reading end.
+        rank: this rank and its host.
+
+    Attributes:
+        source: None after its end.
+        connection: to the launcher; None if it does not show this stream.
+        unread_bytes: what the script has written, at most, that is still in the source after its end.
+    """
+
+    def __init__(self, number: int, source: int, rank: str) -> None:
+        os.set_blocking(source, False)
+        self._number, self._rank = number, rank
+        self.source: int | None = source
+        self.connection: socket.socket | None = None
+        self.unread_bytes = 0
+        self._file: int | None = None
+        self._unfiled: bytearray | None = bytearray()  # None once there is a file
+        self._dropped = 0  # bytes that `_unfiled` could not take
+        self._line = bytearray()  # an open line that is not in `_unsent`
+        self._line_since = 0.0
+        self._unsent = bytearray()
+        self._has_complained = False
+
+    def show(self, connection: socket.socket) -> None:
+        """Send the stream over this connection."""
+        connection.setblocking(False)
+        self.connection = connection
+
+    @property
+    def is_done(self) -> bool:
+        return self.source is None and not self._unsent
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that was read has been sent."""
+        return not self._unsent
+
+    @property
+    def flushes_at(self) -> float:
+        """When the open line is sent, in time.monotonic()'s seconds."""
+        return self._line_since + OPEN_S if self._line else float("inf")
+
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` report what `act` needs."""
+        if self.source is not None and len(self._unsent) < _MOST_UNSENT:
+            poll.register(self.source, select.POLLIN)
+        if self.connection is not None:
+            poll.register(self.connection, select.POLLOUT if self._unsent else 0)
+
+    def act(self, ready: Mapping[int, int]) -> int:
+        """Read and send what the events of poll(2) allow, and return the number of bytes read."""
+        read = 0
+        if self.source is not None and len(self._unsent) < _MOST_UNSENT:
+            if self.source in ready:
+                read = self._read()
+            else:
+                self.unread_bytes = 0
+        if self.connection is not None and (events := ready.get(self.connection.fileno())):
+            if events & (select.POLLERR | select.POLLHUP):
+                self._lose()
+            else:
+                self._send()
+        if time.monotonic() >= self.flushes_at:
+            self.flush()
+        return read
+
+    def _read(self) -> int:
+        assert self.source is not None
+        try:
+            chunk = os.read(self.source, _CHUNK)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the end of a terminal
+            chunk = b""
+        self.unread_bytes = max(0, self.unread_bytes - len(chunk))
+        if chunk:
+            self._save(chunk)
+            self._forward(chunk)
+        else:
+            self.end()
+        return len(chunk)
+
+    def note_end_of_script(self) -> None:
+        """From now on, others write into the source. What the script has written comes first."""
+        self.unread_bytes = _CHUNK  # a terminal holds less
+        if self.source is not None:
+            with contextlib.suppress(OSError):
+                self.unread_bytes = fcntl.fcntl(self.source, fcntl.F_GETPIPE_SZ)
+
+    def end(self) -> None:
+        """Read no more."""
+        if self.source is not None:
+            os.close(self.source)
+            self.source = None
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the line that is still open."""
+        if self._line:
+            self._queue(bytes(self._line))
+            self._line.clear()
+
+    def _send(self) -> None:
+        if self.connection is None:
+            return
+        try:
+            del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose()
+
+    def _lose(self) -> None:
+        """The launcher is gone. The files still get everything."""
+        assert self.connection is not None
+        self.connection.close()
+        self.connection = None
+        self._unsent.clear()
+        self._line.clear()
+
+    def write_to(self, file: int) -> None:
+        """Write to this file, beginning with what was read so far."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file, before, self._unfiled = file, self._unfiled, None
+        if before:
+            self._save(bytes(before))
+        if self._dropped:
+            self._save(_MISSING % self._dropped)
+            self._dropped = 0
+
+    def _save(self, chunk: bytes) -> None:
+        if self._unfiled is not None:
+            kept = chunk[: _MOST_UNFILED - len(self._unfiled)]
+            self._unfiled += kept
+            self._dropped += len(chunk) - len(kept)
+            return
+        assert self._file is not None
+        rest = memoryview(chunk)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:  # a full disk may have room again, so the next chunk is tried
+            if not self._has_complained:
+                self._has_complained = True
+                name = STREAMS[self._number]
+                gap = f"mpiddp: {self._rank}: its log of {name} has a gap: {error.strerror}.\n"
+                self._forward(gap.encode(errors="backslashreplace"))
+
+    def _forward(self, chunk: bytes) -> None:
+        if self.connection is None:
+            return
+        if not self._line:
+            self._line_since = time.monotonic()
+        end = chunk.rfind(b"\n") + 1
+        self._line += chunk[:end] if end else chunk
+        if end or len(self._line) >= LONGEST_LINE:
+            self.flush()
+        if end and end < len(chunk):
+            self._line += chunk[end:]
+            self._line_since = time.monotonic()
+
+    def _queue(self, text: bytes) -> None:
+        if self.connection is not None:
+            self._unsent += FRAME.pack(len(text)) + text
+            self._send()

@@ -1,0 +1,132 @@
+"""What a rank runs: a script, a module, a command, or the function of `mpiddp.spawn`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from mpiddp.errors import UserError
+from mpiddp.paths import named_by
+from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, REPORT, RUN_ID
+from mpiddp.runtime.log import RankParser
+from mpiddp.world import RANK_SOURCES
+
+SCRIPT, MODULE, COMMAND, FUNCTION = "script", "module", "command", "function"
+_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
+# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
+_OF_MPI = (
+    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
+    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
+    *(name for source in RANK_SOURCES if source.speaks_mpi for name in source.variables),
+)
+
+
+class Program(NamedTuple):
+    """The program of a rank: its kind, its name, and its arguments."""
+
+    kind: str
+    name: str
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise UserError, or JobFailed for a broken disk, if a script or a module is not there."""
+        if self.kind == MODULE:
+            _check_module(self.name)
+        elif self.kind == SCRIPT:
+            with named_by(""):
+                _check_script(self.name)
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """The script and the modules beside it that it imports, each with its SHA-256."""
+        if self.kind != SCRIPT:
+            return []
+        found: dict[str, str] = {}
+        folder, todo = Path(self.name).parent, [Path(self.name)]
+        while todo:
+            path = todo.pop()
+            name = str(path.relative_to(folder))
+            if name not in found:
+                text = path.read_bytes()
+                found[name] = sha256(text).hexdigest()
+                todo += _imported(text, folder)
+        return sorted(found.items())
+
+
+def parse(argv: list[str]) -> Program:
+    """The program in the arguments of `mpiddp run`.
+
+    Raises:
+        UserError: there is none.
+    """
+    ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
+    rest = argv[len(ours) :]
+    is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]
+    job = rest[1:] if is_command or is_module else rest
+    parser = RankParser(
+        prog="mpiddp run",
+        usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
+        "ranks have joined.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+    parser.parse_args([*ours, *(["command"] if is_command else job[:1])])
+    if is_command and not job:
+        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+    kind = COMMAND if is_command else MODULE if is_module else SCRIPT
+    return Program(kind, job[0], tuple(job[1:]))
+
+
+def command_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the command of a rank that has joined, from those of the rank."""
+    # The command may start a torchrun with other ranks. The agent has applied GPUS.
+    left_out = (*_OF_MPI, GPUS, PLACEMENT, REPORT, AGENT_STORE)
+    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
+    return found
+
+
+def _check_script(name: str) -> None:
+    path = Path(name)
+    if not path.exists():
+        raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+    if path.is_dir():
+        raise UserError(f"{name} is a folder, not a script. To run a module: mpiddp run -m MODULE")
+    if not path.is_file():
+        raise UserError(f"{name} is no regular file, and each rank reads its script from the disk.")
+    with path.open("rb"):
+        pass
+
+
+def _check_module(name: str) -> None:
+    """Look for the first part of its name alone: the agent imports nothing of the user's."""
+    first, before = name.partition(".")[0], sys.path[0]
+    sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
+    try:
+        if not first or find_spec(first) is None:
+            raise UserError(
+                f"module {name} not found (looked in {Path.cwd()} and in the installed packages)."
+            )
+    finally:
+        sys.path[0] = before
+
+
+def _imported(text: bytes, folder: Path) -> list[Path]:
+    """The files in `folder` of the modules that a file's text imports. A package counts as a whole."""
+    found = []
+    for names in _IMPORT.findall(text):
+        for name in names.decode().split(","):
+            first = name.strip().partition(".")[0]
+            if (module := folder / f"{first}.py").is_file():
+                found.append(module)
+            elif first and (folder / first).is_dir():
+                found += (folder / first).rglob("*.py")
+    return found

@@ -1,0 +1,335 @@
+"""Inside the script's process: wait for the ranks to meet, and run the script as python would.
+
+    python -c "from mpiddp.runtime.script import main; main()" FD (script | module | function) NAME [ARGS ...]
+
+A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`), so torch is imported
+meanwhile. Then a line arrives over the file FD: the variables that a script finds under torchrun, and where
+the server of the job is. No function of Python is replaced: the agent sees how this process ends.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from mpiddp.errors import INTERRUPTED, STOPPED
+from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
+from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+START = "from mpiddp.runtime.script import main; main()"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
+_LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
+_END_S = 2.0  # for the agent to end this rank after another has failed
+_MOST_FILES = 2  # of `Go`
+_OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
+
+
+class Go(NamedTuple):
+    """What the agent sends once the ranks have met, with the open files that `files` names.
+
+    env: variables to set. server: the address and the key of the job's, None for a job of one rank without
+    one. has_launcher: `mpiddp launch` serves it. caller: the same server, with the key of a rank, for the
+    function of `mpiddp.spawn`. files: "store", on which rank 0 serves torch's store; "stdin". threads: for
+    torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is finalized.
+    """
+
+    rank: int
+    world_size: int
+    hostname: str
+    env: dict[str, str]
+    server: list[str] | None = None
+    has_launcher: bool = False
+    caller: list[str] | None = None
+    files: Sequence[str] = ()
+    threads: int | None = None
+    forbids_mpi: bool = False
+
+
+def main() -> None:
+    """Be the script of a rank. It ends as python would end it."""
+    number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    session, control = _prepare(number)
+    _set_first_path(kind, name)
+    with contextlib.suppress(ImportError):  # a script need not use it
+        import_torch()
+    session.tell_agent({"type": "ready"})
+    sys.argv = sys.argv[3:]
+    try:
+        go, files = _wait_for_go(control)
+        _begin(session, go, files)
+        if kind == "function":
+            import_module("mpiddp.runtime.function").run_function(session, go)
+        else:
+            _run(kind, name)
+        _leave(session, go)
+    except SystemExit as error:
+        session.error = error
+        if not error.code or (error.code == STOPPED and session.stop.has_stopped):
+            _leave(session, go)
+        else:
+            _say(session, error)
+        raise
+    except BaseException as error:
+        session.error = error
+        raise SystemExit(_fail(session, error)) from None
+
+
+def _prepare(number: int) -> tuple[Session, socket.socket]:
+    """End with the agent, print the stack of a crash, and keep the memory of a step."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.set_inheritable(number, False)
+    session, control = current(), socket.socket(fileno=number)
+    session.control = control
+    faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+    # The agent sends this signal to see where the main thread is, also while native code holds the GIL. Only
+    # that thread writes its stack: another one's may change while it is read, and the rank would crash.
+    faulthandler.register(signal.SIGURG, file=number, all_threads=False)
+    keep_freed_memory(os.environ)
+    atexit.register(_end_by_interrupt, session)  # the first of all, so it runs last
+    return session, control
+
+
+def _end_by_interrupt(session: Session) -> None:
+    """An uncaught Ctrl-C ends a script by the signal itself, as under python."""
+    if isinstance(session.error, KeyboardInterrupt) and session.is_of_this_process:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # a script may replace them by anything
+                stream.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _set_first_path(kind: str, name: str) -> None:
+    """Put what python puts in front of sys.path in the place of this program's own folder."""
+    if getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
+        return
+    if kind == "script":
+        sys.path[0] = str(Path(name).resolve().parent)
+    elif kind == "module":
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
+
+
+def keep_freed_memory(env: Mapping[str, str]) -> None:
+    """Let glibc keep freed memory, because the next step allocates the same amount.
+
+    By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
+    the kernel has found and zeroed every page again. With another libc, or a setting of the user's, this does
+    nothing.
+    """
+    is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & env.keys()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or is_configured or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT):
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)
+
+
+def import_torch() -> None:
+    """Import torch, unless it is imported, and tell the garbage collector that its modules are no garbage.
+
+    They live as long as the process. Otherwise the collector visits their 250,000 objects while they are
+    made, in each full collection of the training, and several times when the process ends: a third of the
+    processor time of a short rank.
+    """
+    if "torch" in sys.modules:
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import torch  # noqa: F401 - a rank that hangs here has not joined, and the launcher names the line
+
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _wait_for_go(control: socket.socket) -> tuple[Go, dict[str, int]]:
+    """Wait until the ranks have met. Without them, this process ends with its agent."""
+    line, files = bytearray(), array.array("i")
+    while not line.endswith(b"\n"):
+        chunk, rights, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(4 * _MOST_FILES))
+        if not chunk:
+            os._exit(1)
+        line += chunk
+        for _, _, numbers in rights:
+            files.frombytes(numbers)
+    go = Go(**json.loads(line))
+    for number in files:
+        os.set_inheritable(number, False)
+    return go, dict(zip(go.files, files, strict=True))
+
+
+def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
+    """Become the script of a rank that has met the others."""
+    os.environ.update(go.env)
+    if (stdin := files.get("stdin")) is not None:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    if go.server is not None:
+        session.connect(Server(*go.server), go, has_launcher=go.has_launcher)
+    if go.forbids_mpi:
+        from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
+
+        sys.meta_path.insert(0, FinalizedMPI())
+    stop_on(session.stop, signal.SIGUSR1)
+    if "multiprocessing.util" in sys.modules:
+        leave_sigterm_to_rank()
+    if torch := sys.modules.get("torch"):
+        if go.threads:
+            torch.set_num_threads(go.threads)
+        if go.has_launcher:
+            _report_optimizer_steps(session.optimizer_stepped)
+        if (listener := files.get("store")) is not None:
+            from mpiddp.runtime.rendezvous.store import serve_store
+
+            session.torch_store = serve_store(go.env, listener)
+    if observer := os.environ.get("MPIDDP_OBSERVER"):
+        import_module(observer).observe()
+
+
+def _report_optimizer_steps(report: Callable[[int], None]) -> None:
+    """Let torch call `report` after each step of any optimizer, with the number of steps of that one.
+
+    They are the steps of a script that tells none. It is a public hook of torch, and costs a microsecond a
+    step. A compiled optimizer reports none. A later optimizer, of the next fold for example, goes on from the
+    steps of the others.
+    """
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+    newest = 0
+
+    def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        nonlocal newest
+        if torch.compiler.is_compiling():
+            return
+        # Two optimizers of one step, as of a GAN, count it once.
+        counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
+        newest = max(newest, steps)
+        report(steps)
+
+    register_optimizer_step_post_hook(count)
+
+
+def _run(kind: str, name: str) -> None:
+    """Run a script, or a module, as `__main__`."""
+    main_module = vars(sys.modules["__main__"])
+    del main_module["main"]
+    if kind == "module":
+        import runpy
+
+        # What python -m calls.
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        return
+    file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
+    main_module.update(__file__=file, __cached__=None)
+    # Keep the `from __future__` imports of this file out of the script.
+    exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), main_module)
+
+
+def _leave(session: Session, go: Go) -> None:
+    """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
+    session.tell_agent({"type": "left"})
+    if session.channel is None or session.watch is not None or go.world_size == 1:
+        return
+    from mpiddp.runtime.job.channel import ChannelLost, Silent
+    from mpiddp.runtime.job.coordinator import LEAVE_TIMEOUT_S
+
+    session.stop.propose_step(session.channel, 0)
+    session.channel.put("left", None)
+    if go.rank == 0:
+        with contextlib.suppress(Silent, ChannelLost):
+            ranks = range(go.world_size)
+            session.channel.collect("left", ranks, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
+
+
+def _say(session: Session, error: BaseException) -> None:
+    """Tell the agent why the script ends."""
+    from mpiddp.runtime.job.ending import ending_of
+
+    session.report(ending_of(error, has_stopped=session.stop.has_stopped))
+
+
+def _fail(session: Session, error: BaseException) -> int:
+    """Print an uncaught error as python does, and return the exit code.
+
+    A sentence needs no traceback. The first rank to fail says what is wrong; errors of connections follow
+    from it, and would only hide it.
+    """
+    from mpiddp.errors import print_error
+    from mpiddp.runtime.job.ending import ending_of
+
+    is_first = session.claim_first_failure()
+    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    if isinstance(error, KeyboardInterrupt):
+        ending = ending._replace(code=INTERRUPTED)
+    session.report(ending)
+    if not is_first and (not ending.traceback or isinstance(error, RuntimeError)):
+        time.sleep(_END_S)
+    if ending.traceback:
+        frames = script_frames(error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+    elif ending.is_refusal and is_first:
+        print_error(ending.sentence)
+    return ending.code
+
+
+def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run `mpiddp train`, a program that uses public names only: it joins in its process group.
+
+    It supports a stop from its first moment on, and alone the first Ctrl-C requests one.
+    """
+    from mpiddp.runtime.gpu import prepare
+    from mpiddp.runtime.job.stop import listen_when_alone
+
+    world = World.from_env()
+    prepare(world)
+    keep_freed_memory(os.environ)
+    stop = script_session().stop
+    stop.declare_support()
+    if world.launcher.name == "none":
+        listen_when_alone(stop)
+    code = main(argv)
+    if code == STOPPED:
+        stop.stopped()
+    return code
+
+
+def script_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that lead to the script; all of it if no other is left."""
+    frame: Any = traceback
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen ") and not file.startswith(f"{_OURS}{os.sep}runtime"):
+            return frame  # type: ignore[no-any-return]
+        frame = frame.tb_next
+    return None
