@@ -40,8 +40,8 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
-`mpiddp explain LOGFILE` reads the log of a failed job (mpiddp, mpirun, torchrun, Slurm; `-` for stdin). It names the root
-cause and the fix:
+`mpiddp explain LOGFILE` reads the log of a failed job (mpiddp, mpirun, torchrun, Slurm; `-` for stdin). It
+names the root cause and the fix:
 
 ```console
 $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
@@ -52,16 +52,15 @@ Fix: …
 More: docs/troubleshooting.md#ssh-key-refused
 ```
 
-Exit code 0: explained; 1: nothing failed, or nothing is known. Replace NODE, NAME and PATH by yours. Elsewhere:
-[exit codes](reference.md#exit-codes), [lines that begin with `mpiddp:`](failures.md#read-the-verdict-of-a-failed-job),
-[hangs](failures.md#ranks-that-hang), [ranks that do not join](failures.md#ranks-that-do-not-join),
-[slow networks](clusters.md#fast-networks).
+Exit code 0: explained; 1: nothing failed, or nothing is known. Replace NODE, NAME and PATH by yours. See also
+[exit codes](reference.md#exit-codes), [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+[hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 
 
 def text() -> str:
     """The page."""
-    links = ",\n".join(f"[{name}](#{name})" for name in MOST_SEARCHED)
+    links = ", ".join(f"[{name}](#{name})" for name in MOST_SEARCHED)
     parts = [_HEAD, f"Most searched: {links}."]
     for key, program in PROGRAMS.items():
         parts.append(f"\n## {program}")
