@@ -14,6 +14,7 @@ from mpiddp.explain.failures import FAILURES, PROGRAMS, Failure
 PAGE = Path(__file__).with_suffix(".md")
 _TESTS = Path(__file__).parent.parent / "tests"
 _TEXTS = _TESTS / "data" / "failures"
+_MOST_WORDS = 6  # of a message; a search engine needs no more
 
 # The messages of torch, NCCL, MPI and ssh that people search for most: those that fill public issue trackers.
 MOST_SEARCHED = (
@@ -39,50 +40,35 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
-A job failed, and you have its log, of mpiddp, mpirun, torchrun or Slurm:
+`mpiddp explain LOGFILE` reads the log of a failed job (mpiddp, mpirun, torchrun, Slurm; `-` for stdin). It
+names the root cause and the fix:
 
 ```console
 $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
 $ mpiddp explain train.log
 train.log:1: ssh node2: Permission denied (publickey,password).
-ssh: The host does not accept this user's key.
-Fix:  ssh-copy-id NODE on the host that runs mpirun. Check the user's name; ssh -v NODE shows the keys.
+ssh: …
+Fix: …
 More: docs/troubleshooting.md#ssh-key-refused
 ```
 
-It names the root cause, what fixes it, and the entry below. `-` reads stdin. The exit code is 0 if a failure
-is explained, and 1 if nothing failed or nothing is known.
-What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours.
-
-| you have | look at |
-|---|---|
-| an exit code | [exit codes, with what to do](reference.md#exit-codes) |
-| a line that begins with `mpiddp:` | [the verdict][verdict] |
-| ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
-| a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
-| a command of torchrun, DeepSpeed, … | [Migration](migration.md) |
-
-[verdict]: failures.md#read-the-verdict-of-a-failed-job
-[hang]: failures.md#ranks-that-hang
-[join]: failures.md#ranks-that-do-not-join
-[networks]: clusters.md#fast-networks
-[sum]: parallelism.md#one-machine-or-several
+Exit code 0: explained; 1: nothing failed, or nothing is known. Replace NODE, NAME and PATH by yours. See also
+[exit codes](reference.md#exit-codes), [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+[hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 
 
 def text() -> str:
     """The page."""
-    parts = [_HEAD, "## Most searched\n", "| message | entry |\n|---|---|"]
-    rows = {failure.id: failure for failure in FAILURES}
-    for name in MOST_SEARCHED:
-        parts.append(f"| {rows[name].program}: `{rows[name].says[0]}` | [{name}](#{name}) |")
+    links = ", ".join(f"[{name}](#{name})" for name in MOST_SEARCHED)
+    parts = [_HEAD, f"Most searched: {links}."]
     for key, program in PROGRAMS.items():
         parts.append(f"\n## {program}")
         ours = [failure for failure in FAILURES if failure.id.partition("-")[0] == key]
         for failure in sorted(ours, key=lambda each: each.id):
             parts.append(
-                f"\n### {failure.id}\n\n```text\n{_looks_like(failure)}\n```\n\n"
-                f"{failure.cause}\n\n**Fix:** {failure.fix}"
+                f"\n### {failure.id}\n\n    {_looks_like(failure)}\n\n"
+                f"{failure.cause}\n**Fix:** {failure.fix}"
             )
     return "\n".join(parts) + "\n"
 
@@ -100,10 +86,13 @@ def sources() -> dict[str, tuple[str, str]]:
 
 
 def _looks_like(failure: Failure) -> str:
-    """The line of the real program's text that the row finds."""
+    """The real program's words that the row finds."""
     names = sorted(_TEXTS.glob(f"{failure.id}.*"), key=lambda path: len(path.name))
     with names[0].open("rb") as file:  # its own text, or else a variant's
-        return next(each.line for each in explain_file(file).found if each.failure == failure)
+        line = next(each.line for each in explain_file(file).found if each.failure == failure)
+    at = min(line.find(text) for text in failure.says if text in line)
+    words = line[line.rfind(" ", 0, at + 1) + 1 :].split()
+    return " ".join(words[:_MOST_WORDS]) + " …" * (len(words) > _MOST_WORDS)
 
 
 if __name__ == "__main__":
