@@ -1,4 +1,4 @@
-"""A script like those of most guides: a small network, DistributedDataParallel, nothing of mpiddp.
+"""A common training script: a small network, DistributedDataParallel, nothing of mpiddp.
 
     mpiddp launch --hostfile hostfiles/two_nodes examples/ddp.py
     torchrun --nproc-per-node 2 examples/ddp.py

@@ -1,4 +1,4 @@
-"""Rank 0 sends a tensor to every rank, and each rank replies: the first example of most multi-node guides.
+"""Rank 0 sends a tensor to every rank, and each rank replies: a first test of a cluster.
 
     mpiddp launch --hostfile hostfiles/two_nodes examples/message_passing.py --backend gloo
 

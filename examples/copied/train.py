@@ -2,7 +2,7 @@
 
     mpiddp launch -n 2 examples/copied/train.py runs/copied
 
-Stop it with Ctrl-C, and start it again with another number of ranks: it goes on with the next image.
+Stop it with Ctrl-C, and start it again with another number of ranks: it continues with the next sample.
 """
 
 import sys

@@ -5,7 +5,7 @@
         loss = summed_loss(net(batch.tokens, batch.mask), batch.targets) / count_targets(documents, step)
 
 A plan is a list of steps; a step has a list of rows for each rank; a row is a list of documents, by their
-numbers. Every document stands in a plan once. Plans depend on the lengths and the seed only, so every rank
+numbers. Every document is in a plan once. Plans depend on the lengths and the seed only, so every rank
 knows what the others have, and how many targets a step has over all ranks, without a message.
 """
 
@@ -119,7 +119,7 @@ def collate(documents: Sequence[Tensor], rows: Sequence[Row], width: int | None 
 def block_diagonal(documents: Tensor) -> Tensor:
     """What each position may see: those of the same document up to itself. [B, T] → bool [B, 1, T, T].
 
-    A row of one document needs no mask: its padding stands behind it, and no position sees what follows.
+    A row of one document needs no mask: its padding comes after it, and no position sees what follows.
     """
     is_same = documents[:, None, :, None] == documents[:, None, None, :]
     return is_same.tril()

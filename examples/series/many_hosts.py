@@ -43,7 +43,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
-        # A collective, so it stands outside of `if rank == 0`.
+        # Every rank calls a collective, so it is outside of `if rank == 0`.
         dist.all_reduce(loss_sum)
         if rank == 0:
             print(f"epoch {epoch}: loss {loss_sum.item() / len(loader) / ranks:.6f}", flush=True)

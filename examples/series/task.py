@@ -16,7 +16,7 @@ import mpiddp
 
 
 def parse() -> argparse.Namespace:
-    """The arguments of every script: total_epochs and save_every, as in most guides, and the sizes."""
+    """The arguments of every script: total_epochs, save_every, and the sizes."""
     parser = _Parser()
     add = parser.add_argument
     add("total_epochs", type=int, help="number of epochs")
