@@ -196,24 +196,6 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def azure_batch(env: Mapping[str, str]) -> Hosts | None:
-    """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
-    source = "AZ_BATCH_HOST_LIST" if env.get("AZ_BATCH_HOST_LIST") else "AZ_BATCH_NODE_LIST"
-    rows = [[name.strip()] for name in re.split("[,;]", env.get(source, "")) if name.strip()]
-    if not rows:
-        raise UserError(
-            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
-            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
-        )
-    hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
-    if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
-        raise UserError(
-            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
-            "ranks of all nodes. Write it in the application command of the task."
-        )
-    return hosts
-
-
 def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
     """A reader that refuses a job of several hosts, whose names no variable has.
 
@@ -312,11 +294,6 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler(
-        "Azure Batch",
-        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
-        azure_batch,
-    ),
     Scheduler(
         "Kubeflow",
         ("PET_NNODES",),
