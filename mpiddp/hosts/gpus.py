@@ -111,11 +111,7 @@ def _in_sysfs(address: str) -> str:
 
 
 def answer(
-    program: str,
-    arguments: tuple[str, ...],
-    path: str | None,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
+    program: str, arguments: tuple[str, ...], path: str | None, timeout_s: float
 ) -> str | None:
     """The program's output; "" without the program, None without an answer."""
     found = shutil.which(program, path=path)
@@ -124,7 +120,6 @@ def answer(
     try:
         tool = subprocess.Popen(
             [found, *arguments],
-            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
