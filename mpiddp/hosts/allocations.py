@@ -152,14 +152,11 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
             check=True,
         )
         names = expand_nodelist(answer.stdout.strip())
-    except subprocess.CalledProcessError as error:
-        said = shown((error.stderr.strip().splitlines() or ["no reason"])[-1])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = shown((said or ["no reason"])[-1])
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM}"
-        ) from None
-    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
+            f"FLUX_URI is set, but {' '.join(command)} fails: {reason}. {NAME_THEM}"
         ) from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
@@ -196,23 +193,23 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
-    """A reader that refuses a job of several hosts, whose names no variable has.
-
-    Args:
-        count: the variable with the number of hosts.
-        instead: a sentence with the right way to start.
-    """
-
-    def read(env: Mapping[str, str]) -> Hosts | None:
-        if env[count].strip() in ("", "1"):
-            return None
+def unread(env: Mapping[str, str], name: str, count: str, instead: str) -> None:
+    """Refuse a job of several hosts, whose names no variable has. The variable `count` has their number."""
+    if env[count].strip() not in ("", "1"):
         raise UserError(
             f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
             f"does not list them. {instead} {NAME_THEM}"
         )
 
-    return read
+
+def kubeflow(env: Mapping[str, str]) -> None:
+    instead = "Start the script with torchrun, or use an MPIJob."
+    unread(env, "a PyTorchJob or TrainJob", "PET_NNODES", instead)
+
+
+def aws_batch(env: Mapping[str, str]) -> None:
+    instead = "Start the script with torchrun on each node."
+    unread(env, "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", instead)
 
 
 _Parsed = TypeVar("_Parsed")
@@ -294,22 +291,8 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler(
-        "Kubeflow",
-        ("PET_NNODES",),
-        unread(
-            "a PyTorchJob or TrainJob",
-            "PET_NNODES",
-            "Start the script with torchrun, or use an MPIJob.",
-        ),
-    ),
-    Scheduler(
-        "AWS Batch",
-        ("AWS_BATCH_JOB_NUM_NODES",),
-        unread(
-            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
-        ),
-    ),
+    Scheduler("Kubeflow", ("PET_NNODES",), kubeflow),
+    Scheduler("AWS Batch", ("AWS_BATCH_JOB_NUM_NODES",), aws_batch),
 )
 
 
