@@ -1,17 +1,17 @@
-"""From what the hosts say of themselves to lines: pure functions of a value for each host's name.
+"""What is wrong, from what the hosts say of themselves: pure functions of a value for each host's name.
 
 What differs is named against the majority; a value that cannot be read is "unknown", never "ok".
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from ipaddress import ip_address
 from statistics import median, median_low
 from typing import Any
 
 from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
-from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Found, Line, lines
+from mpiddp.doctor.report import FAIL, UNKNOWN, WARN, Found
 from mpiddp.launch.preflight import by_value
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
@@ -38,24 +38,16 @@ def differences(what: str, values: Mapping[str, Any]) -> str:
     return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
 
 
-def shells(printed_before: Mapping[str, str]) -> list[Line]:
+def shells(printed_before: Mapping[str, str]) -> Iterator[Found]:
     """Whether the shell of each host starts without output, which other programs over ssh cannot bear."""
-    printed = {name: text.strip().partition("\n")[0] for name, text in printed_before.items()}
     fix = "print only in interactive shells: begin ~/.bashrc there with [[ $- == *i* ]] || return"
-    found = [
-        (WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', fix)
-        for name, text in printed.items()
-        if text
-    ]
-    return lines("ssh", found, "every host runs python3 from a shell that is not interactive")
+    for name, printed in printed_before.items():
+        if text := printed.strip().partition("\n")[0]:
+            yield WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', fix
 
 
-def names(facts: Facts) -> list[Line]:
+def names(facts: Facts) -> Iterator[Found]:
     """Whether every host resolves every other name to an address of that host, and its own to a real one."""
-    return lines("names", _names(facts), "every host resolves every name to the same host")
-
-
-def _names(facts: Facts) -> Iterator[Found]:
     for name, named in facts.items():
         answers = {here: found["names"].get(name, []) for here, found in facts.items()}
         if unresolved := [here for here, addresses in answers.items() if not addresses]:
@@ -71,15 +63,10 @@ def _names(facts: Facts) -> Iterator[Found]:
             yield WARN, fact, f"give it its real address in /etc/hosts of {name}"
 
 
-def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) -> list[Line]:
+def stacks(
+    found: Mapping[str, Mapping[str, str]], already: Collection[str] = ()
+) -> Iterator[Found]:
     """Whether the interpreter of the ranks loads the same on all hosts. `already`: what was compared."""
-    same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
-    same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
-    ok_text = f"the same on every host: {', '.join(sorted(same))}"
-    return lines("versions", _stacks(found, already), ok_text)
-
-
-def _stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str]) -> Iterator[Found]:
     for what in dict.fromkeys(what for each in found.values() for what in each):
         # A package that is missing or broken on a host tells nothing of its library there.
         values = {name: each[what] for name, each in found.items() if what in each}
@@ -95,14 +82,8 @@ def _stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str]) -> I
             yield WARN, f"{what} is missing on every host", ""
 
 
-def gpus(facts: Facts) -> list[Line]:
+def gpus(facts: Facts) -> Iterator[Found]:
     """GPUs of NVIDIA: count, model, memory, driver, clocks; who uses them; errors of memory."""
-    if all(found["gpus"] == {} for found in facts.values()):
-        return [Line("GPUs", OK, "no host has nvidia-smi")]
-    return lines("GPUs", _gpus(facts), "the same on every host, unused and without errors")
-
-
-def _gpus(facts: Facts) -> Iterator[Found]:
     known = {name: found["gpus"] for name, found in facts.items() if found["gpus"] is not None}
     for name in facts.keys() - known.keys():
         yield FAIL, f"nvidia-smi does not answer on {name}", "repair the driver there"
@@ -127,13 +108,8 @@ def _gpus(facts: Facts) -> Iterator[Found]:
             yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
 
 
-def processes(facts: Facts, where: str) -> list[Line]:
+def processes(facts: Facts, where: str) -> Iterator[Found]:
     """Limits, cores and shared memory of a process on each host. `where` says what kind of process."""
-    ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
-    return lines("limits", _processes(facts, where), ok_text)
-
-
-def _processes(facts: Facts, where: str) -> Iterator[Found]:
     for kind in ("open files", "locked memory", "processes"):
         values = {name: found["limits"][kind] for name, found in facts.items()}
         if kind == "open files":
@@ -156,12 +132,8 @@ def _processes(facts: Facts, where: str) -> Iterator[Found]:
             yield WARN, f"{fact} ({where})", ""
 
 
-def folders(facts: Facts) -> list[Line]:
+def folders(facts: Facts) -> Iterator[Found]:
     """Whether each folder can be used."""
-    return lines("folders", _folders(facts), "present, readable and with space")
-
-
-def _folders(facts: Facts) -> Iterator[Found]:
     for label in dict.fromkeys(label for found in facts.values() for label in found["folders"]):
         values = {name: found["folders"][label] for name, found in facts.items()}
         has = [name for name, each in values.items() if not each["error"]]
@@ -177,31 +149,20 @@ def _folders(facts: Facts) -> Iterator[Found]:
                 yield status, fact, f"free space there: df -h {path}"
 
 
-def files(facts: Facts) -> list[Line]:
+def files(facts: Facts) -> Iterator[Found]:
     """Whether the files of the job are the same, by their SHA-256."""
-    paths = list(dict.fromkeys(path for found in facts.values() for path in found["files"]))
-    ok_text = f"{counted(len(paths), 'file')} of the script, the same on every host"
-    rows = [(FAIL, fact, _PUSH) for path in paths for fact in _file(facts, path)]
-    return lines("files", rows, ok_text)
+    for path in dict.fromkeys(path for found in facts.values() for path in found["files"]):
+        each = {name: found["files"][path] for name, found in facts.items()}
+        errors = {name: file["error"] for name, file in each.items() if file["error"]}
+        for error, hosts in names_by_value(errors).items():
+            yield FAIL, f"{path} {error} on {all_of(hosts)}", _PUSH
+        hashes = {name: file["hash"] for name, file in each.items() if not file["error"]}
+        if fact := differences(path, hashes):
+            yield FAIL, fact, _PUSH
 
 
-def _file(facts: Facts, path: str) -> Iterator[str]:
-    """What is wrong with one of the files."""
-    each = {name: found["files"][path] for name, found in facts.items()}
-    errors = {name: file["error"] for name, file in each.items() if file["error"]}
-    for error, hosts in names_by_value(errors).items():
-        yield f"{path} {error} on {all_of(hosts)}"
-    hashes = {name: file["hash"] for name, file in each.items() if not file["error"]}
-    if fact := differences(path, hashes):
-        yield fact
-
-
-def clocks(skews: Mapping[str, float]) -> list[Line]:
+def clocks(skews: Mapping[str, float]) -> Iterator[Found]:
     """Whether the clocks agree; if not, which differ from that of most hosts."""
-    return lines("clock", _clocks(skews), f"all within {MOST_SKEW_S:g} s")
-
-
-def _clocks(skews: Mapping[str, float]) -> Iterator[Found]:
     in_order = sorted(skews, key=lambda name: skews[name])
     apart = skews[in_order[-1]] - skews[in_order[0]] if skews else 0.0
     if apart <= MOST_SKEW_S:
@@ -217,70 +178,37 @@ def _clocks(skews: Mapping[str, float]) -> Iterator[Found]:
         yield WARN, fact, f"start a time service: ssh {name} sudo timedatectl set-ntp true"
 
 
-def speeds(found: Mapping[str, float]) -> list[Line]:
+def speeds(found: Mapping[str, float]) -> Iterator[Found]:
     """Which hosts multiply matrices slowly, of the products a second of each rank's device."""
-    if len(found) < LEAST_COMPARED:
-        return []
-    usual = median(found.values())
-    slow: list[Found] = [
-        (
-            WARN,
-            f"{name} is slow: {100 * speed / usual:.0f} % of the others' speed",
-            f"ssh {name} top",
-        )
-        for name, speed in found.items()
-        if speed < LEAST_SPEED * usual
-    ]
-    return lines("speed", slow, "every rank's device multiplies matrices as fast as the others")
+    usual = median(found.values()) if len(found) >= LEAST_COMPARED else 0.0
+    for name, speed in found.items():
+        if speed < LEAST_SPEED * usual:
+            fact = f"{name} is slow: {100 * speed / usual:.0f} % of the others' speed"
+            yield WARN, fact, f"ssh {name} top"
 
 
-def links(facts: Facts, addresses: Mapping[str, str]) -> list[Line]:
+def links(facts: Facts, addresses: Mapping[str, str]) -> Iterator[Found]:
     """Whether the links of the job's network have the same speed and MTU. `addresses`: of each host there."""
     own = {
-        name: each
+        name: link
         for name, address in addresses.items()
-        for each in facts[name]["links"]
-        if each["address"] == address
+        for link in facts[name]["links"]
+        if link["address"] == address
     }
     if not own:
-        return [Line("network", UNKNOWN, "no host told of its link")]
-    fix = "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
-    mtu = differences("the MTU", {name: each["mtu"] for name, each in own.items()})
-    rates = {
-        name: f"{each['speed'] / 1000:g} Gbit/s" for name, each in own.items() if each["speed"]
-    }
-    speed = differences("the speed of the link", rates)
-    found: list[Found] = [(WARN, mtu, fix)] if mtu else []
-    found += [(WARN, speed, "see the cable and the switch: ethtool INTERFACE")] if speed else []
-    first = next(iter(own.values()))
-    return lines(
-        "network", found, f"{', '.join([*dict.fromkeys(rates.values()), ''])}MTU {first['mtu']}"
-    )
+        yield UNKNOWN, "no host told of its link", ""
+    if fact := differences("the MTU", {name: each["mtu"] for name, each in own.items()}):
+        yield WARN, fact, "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
+    speeds = {name: each["speed"] for name, each in own.items() if each["speed"]}
+    if fact := differences("the speed of the link", speeds):
+        yield WARN, fact, "see the cable and the switch: ethtool INTERFACE"
 
 
-def reach(
-    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], facts: Facts
-) -> list[Line]:
+def reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) -> Iterator[Found]:
     """Whether each host reaches each other on the job's network, in each direction, with large packets."""
-    taken = {here: {answer["source"] for answer in each.values()} for here, each in found.items()}
-    over = {
-        each["name"]
-        for here, sources in taken.items()
-        for each in facts[here]["links"]
-        if each["address"] in sources
-    }
-    count = sum(len(each) for each in found.values())
-    if not count:
-        return [Line("network", UNKNOWN, "no direction between the hosts was tried")]
-    return lines("network", _reach(found, addresses), f"all {count} directions open{_over(over)}")
-
-
-def _over(interfaces: Collection[str]) -> str:
-    return f", over {all_of(sorted(interfaces))}" if interfaces else ""
-
-
-def _reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) -> Iterator[Found]:
     errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    if not errors:
+        yield UNKNOWN, "no direction between the hosts was tried", ""
     unreached = {
         name
         for name in found

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.doctor import compare, network
 from mpiddp.doctor import job as small_job
 from mpiddp.doctor.job import HEAVY, LIGHT, PROOF
-from mpiddp.doctor.report import FAIL, OK, UNKNOWN, Line, as_json, text
+from mpiddp.doctor.report import FAIL, OK, UNKNOWN, Line, as_json, results, text
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -35,7 +34,7 @@ from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import Connections, program_with
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
-from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.options import parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.paths import named_by
@@ -48,18 +47,23 @@ _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
 
 
-class _Preflight(NamedTuple):
-    infos: Mapping[Host, preflight.HostInfo]
-    complaints: Mapping[Host, str]
-    lines: list[Line]
-
-
 class _Asked(NamedTuple):
-    """What the hosts are asked: the question for their facts, that for their libraries, the job's network."""
+    """What the checks are about.
+
+    facts: the question for the facts of a host.
+    env: what the ranks' interpreter gets.
+    networks: of the job.
+    known: the packages that the preflight has compared.
+    silent: the hosts that the preflight has named.
+    job: the options of `mpiddp launch`.
+    """
 
     facts: dict[str, Any]
-    stack: dict[str, Any]
-    networks: tuple[str, ...]
+    env: Mapping[str, str]
+    networks: Sequence[str]
+    known: Sequence[str]
+    silent: Collection[Host]
+    job: Sequence[str]
 
 
 def main(argv: list[str]) -> int:
@@ -79,11 +83,21 @@ def main(argv: list[str]) -> int:
     starter = find_starter(hosts.starter, launch.mpirun, python, os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
-    checked = _preflight(launch, hosts, starter)
-    lines = checked.lines
+    checked = plan.run_preflight(launch, hosts, starter, os.environ)
+    lines = _of_preflight(checked.infos, checked.complaints, starter)
     if not options.quick:
-        asked = _asked(options, launch, hosts, starter, checked.infos)
-        lines = _full(hosts, checked, asked, job)
+        wanted = _facts_wanted(options, hosts)
+        library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
+        library = library or str(starter.libmpi or "")
+        env = {"MPI4PY_LIBMPI": library} if library else {}
+        network_ = find_network(hosts, checked.infos.values(), launch.interface, dry_run=True)
+        known = _PACKAGES if checked.infos else ()
+        asked = _Asked(wanted, env, network_.networks, known, checked.complaints, job)
+        program = program_with(
+            (interfaces, gpus, facts, network), f"sys.modules[{network.__name__!r}].main()"
+        )
+        with Connections(hosts.usable, hosts.transport, program) as connected:
+            lines += _full(hosts.usable, connected, asked, lines)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -127,43 +141,31 @@ def _where(options: argparse.Namespace) -> list[str]:
     return [part for name, value in given.items() if value is not None for part in (name, value)]
 
 
-def _preflight(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Preflight:
-    checked = plan.run_preflight(launch, hosts, starter, os.environ)
-    lines = [Line("preflight", FAIL, *_split(each)) for each in checked.complaints.values()]
-    differing = preflight.disagreements(checked.infos.values(), str(starter.program))
-    lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
-    if not lines:
-        count = counted(len(checked.infos), "host")
-        said = f"{count} can start ranks" if checked.infos else "no other host was to be asked"
-        lines = [Line("preflight", OK, f"{said}, with {starter.name}")]
-    return _Preflight(checked.infos, checked.complaints, lines)
-
-
-def _asked(
-    options: argparse.Namespace,
-    launch: LaunchOptions,
-    hosts: Hosts,
-    starter: RankStarter,
+def _of_preflight(
     infos: Mapping[Host, preflight.HostInfo],
-) -> _Asked:
+    complaints: Mapping[Host, str],
+    starter: RankStarter,
+) -> list[Line]:
+    lines = [Line("preflight", FAIL, *_split(sentence)) for sentence in complaints.values()]
+    differing = preflight.disagreements(infos.values(), str(starter.program))
+    lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
+    count = counted(len(infos), "host")
+    said = f"{count} can start ranks" if infos else "no other host was to be asked"
+    return lines or [Line("preflight", OK, f"{said}, with {starter.name}")]
+
+
+def _facts_wanted(options: argparse.Namespace, hosts: Hosts) -> dict[str, Any]:
+    """The question for a host's facts."""
     folder = plan.working_folder(os.environ)
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
-    named = None if launch.mpirun else os.environ.get("MPI4PY_LIBMPI")
-    library = named or str(starter.libmpi or "")
-    wanted = {
+    return {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
         "files": _files(Path(folder), options.script),
         "path": os.environ.get("PATH", os.defpath),
     }
-    stack = {
-        "python": str(Path(sys.executable).absolute()),
-        "env": {"MPI4PY_LIBMPI": library} if library else {},
-    }
-    found = find_network(hosts, infos.values(), launch.interface, dry_run=True)
-    return _Asked(wanted, stack, tuple(found.networks))
 
 
 def _files(folder: Path, script: str | None) -> tuple[str, ...]:
@@ -178,72 +180,94 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _full(hosts: Hosts, checked: _Preflight, asked: _Asked, job: Sequence[str]) -> list[Line]:
-    begin = f"sys.modules[{network.__name__!r}].main()"
-    program = program_with((interfaces, gpus, facts, network), begin)
-    known = _PACKAGES if checked.infos else ()
-    lines = list(checked.lines)
-    with Connections(hosts.usable, hosts.transport, program) as connected:
-        answers = connected.ask("facts", asked.facts, limit_s=_FACTS_S)
-        found: dict[str, Any] = {host.name: answer for host, answer in answers.items()}
-        if found:
-            printed = {host.name: each for host, each in connected.printed_before.items()}
-            lines += [*compare.shells(printed), *compare.names(found)]
-            lines += _stacks(connected, asked.stack, LIGHT, known)
-            lines += compare.gpus(found)
-            lines += compare.files(found) if asked.facts["files"] else []
-            lines += compare.folders(found)
-            lines += compare.clocks({host.name: skew for host, skew in connected.skews.items()})
-            lines += _pairs(connected, found, asked.networks) if len(found) > 1 else []
-        lost = {h: each for h, each in connected.failures.items() if h not in checked.complaints}
-        lines += [Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()]
-        line, ranks = _run_job(lines, job)
-        of_ranks = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
-        if found and all(
-            of_ranks.values()
-        ):  # the ranks have loaded torch already, which takes seconds
-            loaded = {name: rank["stack"] for name, rank in of_ranks.items()}
-            lines += compare.stacks(loaded, known)
-            lines += compare.speeds({name: rank["speed"] for name, rank in of_ranks.items()})
-            lines += compare.processes(of_ranks, "in a launched process")
-        elif found:
-            lines += _stacks(connected, asked.stack, HEAVY, known)
-            lines += compare.processes(found, "in a login over ssh")
-        lines += [Line(question, UNKNOWN, sentence) for question, sentence in connected.refusals]
-    return [*lines, line]
-
-
-def _stacks(
-    hosts: Connections, question: dict[str, Any], packages: tuple[str, ...], known: Sequence[str]
+def _full(
+    hosts: Sequence[Host], connected: Connections, asked: _Asked, earlier: Sequence[Line]
 ) -> list[Line]:
+    """What the hosts, their pairs and a job of theirs show. `earlier`: the lines of the preflight."""
+    lines: list[Line] = []
+    found = _by_name(connected.ask("facts", dict.fromkeys(hosts, asked.facts), limit_s=_FACTS_S))
+    if found:
+        lines += _of_facts(found, connected)
+        lines += _stacks(connected, LIGHT, asked)
+    if len(found) > 1:
+        lines += _pairs(connected, found, asked.networks)
+    lost = [why for host, why in connected.failures.items() if host not in asked.silent]
+    lines += [Line("ssh", FAIL, *_split(sentence)) for sentence in lost]
+    job, ranks = _run_job([*earlier, *lines], asked.job)
+    of_ranks = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
+    where = "in a launched process"
+    if found and all(of_ranks.values()):
+        # The ranks have loaded torch already, which takes seconds.
+        lines += _versions({name: rank["stack"] for name, rank in of_ranks.items()}, asked.known)
+        speeds = compare.speeds({name: rank["speed"] for name, rank in of_ranks.items()})
+        lines += results("speed", speeds, "no rank's device is slower than the others")
+    elif found:
+        lines += _stacks(connected, HEAVY, asked)
+        of_ranks, where = found, "in a login over ssh"
+    if found:
+        limits = compare.processes(of_ranks, where)
+        lines += results("limits", limits, f"cores, ulimit and /dev/shm suffice ({where})")
+    lines += [Line(question, UNKNOWN, sentence) for question, sentence in connected.refusals]
+    return [*lines, job]
+
+
+def _by_name(answers: Mapping[Host, Any]) -> dict[str, Any]:
+    return {host.name: answer for host, answer in answers.items()}
+
+
+def _of_facts(found: compare.Facts, connected: Connections) -> list[Line]:
+    shells = compare.shells(_by_name(connected.printed_before))
+    clocks = compare.clocks(_by_name(connected.skews))
+    has_gpus = any(each["gpus"] != {} for each in found.values())
+    gpus_ok = "the same on every host, unused and without errors"
+    return [
+        *results("ssh", shells, "every host runs python3 from a shell that is not interactive"),
+        *results("names", compare.names(found), "every host resolves every name to the same host"),
+        *results("GPUs", compare.gpus(found), gpus_ok if has_gpus else "no host has nvidia-smi"),
+        *results("files", compare.files(found), "no file of a script differs"),
+        *results("folders", compare.folders(found), "present, readable and with space"),
+        *results("clock", clocks, f"all within {compare.MOST_SKEW_S:g} s"),
+    ]
+
+
+def _stacks(connected: Connections, packages: tuple[str, ...], asked: _Asked) -> list[Line]:
     """Whether the interpreter of the ranks loads the same of these packages on all hosts."""
-    name = small_job.__name__
-    program = program_with(
-        (small_job,), f"import json; print(json.dumps(sys.modules[{name!r}].stack({packages!r})))"
-    )
-    found = hosts.ask("stack", {**question, "program": program}, limit_s=_STACK_S)
-    named = {host.name: each for host, each in found.items()}
-    return compare.stacks(named, known) if named else []
+    stack = f"sys.modules[{small_job.__name__!r}].stack({packages!r})"
+    wanted = {
+        "python": str(Path(sys.executable).absolute()),
+        "env": dict(asked.env),
+        "program": program_with((small_job,), f"import json; print(json.dumps({stack}))"),
+    }
+    hosts = dict.fromkeys(connected.printed_before, wanted)
+    found = _by_name(connected.ask("stack", hosts, limit_s=_STACK_S))
+    return _versions(found, asked.known) if found else []
 
 
-def _pairs(hosts: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
+def _versions(found: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
+    same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
+    same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
+    ok_text = f"the same on every host: {', '.join(sorted(same))}"
+    return results("versions", compare.stacks(found, known), ok_text)
+
+
+def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
-    secret = secrets.token_hex(32)
     addresses = {name: _address(name, found, networks) for name in found}
-    own = {host: addresses[host.name] for host in hosts.hosts if addresses.get(host.name)}
-    wanted = {host: {"address": address, "secret": secret} for host, address in own.items()}
-    ports = hosts.ask_each("listen", wanted, limit_s=_NETWORK_S)
+    own = {host: addresses.get(host.name, "") for host in connected.printed_before}
+    asked = {host: address for host, address in own.items() if address}
+    ports = connected.ask("listen", asked, limit_s=_NETWORK_S)
     peers = {
         host: {"name": host.name, "address": own[host], "port": port}
         for host, port in ports.items()
     }
-    questions = {
-        host: {"secret": secret, "peers": [peers[other] for other in peers if other != host]}
-        for host in peers
-    }
-    answers = hosts.ask_each("reach", questions, limit_s=_NETWORK_S + len(peers))
-    reached = {host.name: answer for host, answer in answers.items()}
-    return [*compare.links(found, addresses), *compare.reach(reached, addresses, found)]
+    others = {host: [peers[other] for other in peers if other != host] for host in peers}
+    reached = _by_name(connected.ask("reach", others, limit_s=_NETWORK_S + len(peers)))
+    count = sum(map(len, reached.values()))
+    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses)
+    return [
+        *results("network", links, "the links have the same speed and MTU"),
+        *results("network", pairs, f"all {count} directions open"),
+    ]
 
 
 def _address(name: str, found: compare.Facts, networks: Sequence[str]) -> str:

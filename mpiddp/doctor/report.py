@@ -24,7 +24,7 @@ class Line:
     fix: str = ""
 
 
-def lines(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
+def results(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
     """The lines of a check; `ok_text` is the fact where it has found nothing."""
     return [Line(check, *each) for each in found] or [Line(check, OK, ok_text)]
 

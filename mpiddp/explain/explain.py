@@ -10,11 +10,10 @@ survived is at most "also seen". One regular expression finds the lines that mat
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import BinaryIO, NamedTuple
@@ -26,11 +25,9 @@ from mpiddp.text import escaped
 
 _PAGE = "docs/troubleshooting.md"
 _BLOCK_BYTES = 1 << 20
-_BLOCK_LINES = 1000
 _LONGEST_LINE = 1 << 16  # bytes; what is cut off is searched as a line of its own
 _AROUND = 500  # bytes of a line on each side of a text that a pattern sees
 _SHOWN = 160  # characters of a line
-_LONGEST_TRACEBACK = 2000  # lines, with those of other ranks between
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
@@ -57,9 +54,6 @@ _ENTRIES = (
     "_bootstrap_inner",
 )  # of an uncaught exception
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
-# Such an exception may have its cause in another rank, or in what a library has printed before.
-_OF_A_LIBRARY = re.compile(r"torch\.distributed\.|\w+: (NCCL|CUDA|\[.*gloo)")
-
 _OURS = "mpiddp: "
 _VERDICT = re.compile(
     r"mpiddp: (?:.* Then )?(?:(?:rank (?P<rank>\d+) on \S+ )?"
@@ -113,25 +107,16 @@ class Findings(NamedTuple):
 
 def explain(lines: Iterable[str]) -> Explanation | None:
     """The root cause of a job that has failed, as far as its lines show it; None if nothing is known."""
-    found = _findings(_joined(lines)).found
+    text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+    found = _findings([text.encode("utf-8", "backslashreplace")]).found
     return found[0] if found else None
 
 
 def explain_file(file: BinaryIO) -> Findings:
     """What the bytes of a file or a pipe show, in little memory."""
-    return _findings(_read(file))
-
-
-def _joined(lines: Iterable[str]) -> Iterator[bytes]:
-    rest = iter(lines)
-    while block := list(islice(rest, _BLOCK_LINES)):
-        text = "".join(line if line.endswith("\n") else f"{line}\n" for line in block)
-        yield text.encode("utf-8", "backslashreplace")
-
-
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
-        yield block + file.readline(_LONGEST_LINE)
+    return _findings(
+        block + file.readline(_LONGEST_LINE) for block in iter(lambda: file.read(_BLOCK_BYTES), b"")
+    )
 
 
 def _findings(blocks: Iterable[bytes]) -> Findings:
@@ -146,12 +131,16 @@ class _Traceback:
     """A traceback of one rank, "" for an unknown one. `row` is of its exception, or of one that led to it."""
 
     rank: str
-    lines_left: int = _LONGEST_TRACEBACK
     entry: str = ""  # the function of its first frame
     number: int = 0
     raised: str = ""  # the line of the exception
     row: Failure | None = None
     group: int = 0  # a step of the job stands between two groups
+
+    @property
+    def found(self) -> Explanation:
+        assert self.row is not None
+        return Explanation(self.row, self.number, _shown(self.raised, self.row))
 
 
 class _Scan:
@@ -200,11 +189,7 @@ class _Scan:
         """The order: what decides, other causes, symptoms, consequences, what was caught."""
         decisive = self._by_verdict() or self._by_traceback()
         places = [(_PLACE[each.failure.weight], each) for each in self._rows.values()]
-        places += [
-            (_CAUGHT, Explanation(each.row, each.number, _shown(each.raised, each.row)))
-            for each in self._tracebacks
-            if each.row is not None
-        ]
+        places += [(_CAUGHT, each.found) for each in self._tracebacks]
         if decisive is not None:
             number = self._verdict[0] if self._verdict else 0
             places = [each for each in places if each[1].number != number] + [decisive]
@@ -239,7 +224,7 @@ class _Scan:
         if verdict["error"] is not None:
             own = [each for each in self._tracebacks if each.rank == verdict["rank"]]
             if own:
-                return _placed(own[-1])
+                return _place(own[-1].found.failure), own[-1].found
         said = verdict["error"] or verdict["words"]
         rows = _shown_by(said or whole, Weight.EXCEPTION)
         if said and not rows:
@@ -258,12 +243,15 @@ class _Scan:
             return None  # the job has survived them, and failed later
         for number in sorted({each.group for each in self._tracebacks}, reverse=True):
             group = [each for each in self._tracebacks if each.group == number]
-            place = min(_placed(each)[0] for each in group)
-            if place != _CONSEQUENCE:
-                # Without names, the last one may be of the same rank as those before.
-                in_order = group if any(each.rank for each in group) else group[::-1]
-                return next(_placed(each) for each in in_order if _placed(each)[0] == place)
-        return _placed(self._tracebacks[0]) if self._tracebacks else None
+            # Without names, the last one may be of the same rank as those before.
+            in_order = group if any(each.rank for each in group) else group[::-1]
+            found = min((each.found for each in in_order), key=lambda each: _place(each.failure))
+            if _place(found.failure) != _CONSEQUENCE:
+                return _place(found.failure), found
+        if not self._tracebacks:
+            return None
+        first = self._tracebacks[0].found
+        return _place(first.failure), first
 
     def _pass_over(self, text: bytes) -> None:
         lines = text.count(b"\n")
@@ -280,8 +268,8 @@ class _Scan:
             self._last_sentence = text
             if verdict := _VERDICT.fullmatch(text):
                 self._verdict = self._number, verdict
-            elif self._verdict is not None or text.startswith(f'{_OURS}"'):
-                return self._verdict is not None  # one in quotes names a line that is in the log
+            elif self._verdict is not None:
+                return True
         if text.startswith(_CHAINED):
             own = [each for each in self._tracebacks if each.rank == rank]
             if own:
@@ -289,10 +277,6 @@ class _Scan:
         if _TRACEBACK in text:
             self._last, self._open[rank] = None, _Traceback(rank)
             return True
-        for each in list(self._open.values()):
-            each.lines_left -= 1
-            if each.lines_left == 0:
-                del self._open[each.rank]
         if rank in self._open:
             return self._continue(self._open[rank], text)
         found = _shown_by(text)
@@ -333,14 +317,6 @@ class _Scan:
         self._tracebacks.append(traceback)
         self._last = traceback
         return True
-
-
-def _placed(traceback: _Traceback) -> tuple[int, Explanation]:
-    row = traceback.row or _EXCEPTION
-    found = Explanation(row, traceback.number, _shown(traceback.raised, row))
-    if row is _EXCEPTION and _OF_A_LIBRARY.match(traceback.raised):
-        return _SYMPTOM, found
-    return _place(row), found
 
 
 def _place(row: Failure) -> int:
@@ -431,33 +407,19 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("log", metavar="LOGFILE", help="a file, or - for stdin")
     name: str = parser.parse_args(argv).log
-    findings = _explained(name)
-    if findings is None:
-        print(f"{escaped(name)} is empty.")
-        return FAILED
+    try:
+        # open(), as a Path would change //server/log
+        with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
+            is_empty = not file.peek(1)  # type: ignore[union-attr]
+            findings = explain_file(file)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
     if findings.found and not findings.survived:
         print(_report(name, findings.found))
         return DONE
-    print(f"{escaped(name)}: {_nothing(findings)}")
+    print(f"{escaped(name)} is empty." if is_empty else f"{escaped(name)}: {_nothing(findings)}")
     return FAILED
-
-
-def _explained(name: str) -> Findings | None:
-    """What the log shows; None for an empty one."""
-    try:
-        if name == "-":
-            return _unless_empty(sys.stdin.buffer)
-        with open(name, "rb") as file:  # noqa: PTH123 - a Path would change //server/log
-            return _unless_empty(file)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = (
-            os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        )
-        raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
-
-
-def _unless_empty(file: BinaryIO) -> Findings | None:
-    return explain_file(file) if file.peek(1) else None  # type: ignore[attr-defined]
 
 
 def _nothing(findings: Findings) -> str:

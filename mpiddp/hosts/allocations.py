@@ -152,14 +152,11 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
             check=True,
         )
         names = expand_nodelist(answer.stdout.strip())
-    except subprocess.CalledProcessError as error:
-        said = shown((error.stderr.strip().splitlines() or ["no reason"])[-1])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        reason = shown((said or ["no reason"])[-1])
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM}"
-        ) from None
-    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
+            f"FLUX_URI is set, but {' '.join(command)} fails: {reason}. {NAME_THEM}"
         ) from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
@@ -196,41 +193,23 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def azure_batch(env: Mapping[str, str]) -> Hosts | None:
-    """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
-    source = "AZ_BATCH_HOST_LIST" if env.get("AZ_BATCH_HOST_LIST") else "AZ_BATCH_NODE_LIST"
-    rows = [[name.strip()] for name in re.split("[,;]", env.get(source, "")) if name.strip()]
-    if not rows:
-        raise UserError(
-            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
-            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
-        )
-    hosts = replace(granted_hosts(rows, source), source="the Azure Batch task")
-    if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
-        raise UserError(
-            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
-            "ranks of all nodes. Write it in the application command of the task."
-        )
-    return hosts
-
-
-def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
-    """A reader that refuses a job of several hosts, whose names no variable has.
-
-    Args:
-        count: the variable with the number of hosts.
-        instead: a sentence with the right way to start.
-    """
-
-    def read(env: Mapping[str, str]) -> Hosts | None:
-        if env[count].strip() in ("", "1"):
-            return None
+def unread(env: Mapping[str, str], name: str, count: str, instead: str) -> None:
+    """Refuse a job of several hosts, whose names no variable has. The variable `count` has their number."""
+    if env[count].strip() not in ("", "1"):
         raise UserError(
             f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
             f"does not list them. {instead} {NAME_THEM}"
         )
 
-    return read
+
+def kubeflow(env: Mapping[str, str]) -> None:
+    instead = "Start the script with torchrun, or use an MPIJob."
+    unread(env, "a PyTorchJob or TrainJob", "PET_NNODES", instead)
+
+
+def aws_batch(env: Mapping[str, str]) -> None:
+    instead = "Start the script with torchrun on each node."
+    unread(env, "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", instead)
 
 
 _Parsed = TypeVar("_Parsed")
@@ -312,27 +291,8 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler(
-        "Azure Batch",
-        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
-        azure_batch,
-    ),
-    Scheduler(
-        "Kubeflow",
-        ("PET_NNODES",),
-        unread(
-            "a PyTorchJob or TrainJob",
-            "PET_NNODES",
-            "Start the script with torchrun, or use an MPIJob.",
-        ),
-    ),
-    Scheduler(
-        "AWS Batch",
-        ("AWS_BATCH_JOB_NUM_NODES",),
-        unread(
-            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
-        ),
-    ),
+    Scheduler("Kubeflow", ("PET_NNODES",), kubeflow),
+    Scheduler("AWS Batch", ("AWS_BATCH_JOB_NUM_NODES",), aws_batch),
 )
 
 

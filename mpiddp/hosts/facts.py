@@ -26,13 +26,6 @@ from mpiddp.hosts.interfaces import interfaces, own_addresses
 
 VERSION_S, _VERSION_BYTES = 10.0, 1 << 16  # of an mpirun --version
 LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
-OLDEST_PYTHON, _OLDEST = (3, 8), "3.8"
-# The first lines of a program that asks for facts.
-CHECK_PYTHON = f"""
-import sys
-if sys.version_info < {OLDEST_PYTHON}:
-    sys.exit("it is Python %d.%d, and {_OLDEST} or newer is needed" % sys.version_info[:2])
-"""
 LIMITS = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
 GPU_FIELDS = (
     *("index", "name", "memory.total", "memory.used", "driver_version"),
@@ -63,11 +56,6 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def network_facts() -> dict[str, Any]:
-    """The links of this host and its RDMA devices."""
-    return {"links": links(), "devices": devices()}
-
-
 def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
     """What `mpiddp doctor` compares. `wanted` has names of hosts, folders, files and a PATH."""
     names = {*wanted["names"], socket.gethostname()}
@@ -77,7 +65,7 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "addresses": list(own_addresses()),
         "interfaces": [asdict(each) for each in interfaces()],
-        **network_facts(),
+        "links": links(),
         "names": resolved,
         **process_facts(),
         "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
@@ -106,42 +94,32 @@ def process_facts() -> dict[str, Any]:
     }
 
 
-def links(root: str = "/sys") -> list[dict[str, Any]]:
-    """Each interface but the loopback: its address, Mbit/s, MTU and state."""
+def links(root: str = "/sys/class") -> list[dict[str, Any]]:
+    """Each interface but the loopback: its address, speed in Gbit/s, MTU and state. Then each RDMA port."""
     addresses = {each.name: each.address for each in interfaces()}
-    folder = os.path.join(root, "class", "net")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    return [
-        {
-            "name": name,
-            "address": addresses.get(name),
-            "speed": _number(os.path.join(folder, name, "speed")),
-            "mtu": _number(os.path.join(folder, name, "mtu")),
-            "state": _text(os.path.join(folder, name, "operstate")),
-        }
-        for name in names
-        if name != "lo" and os.path.isdir(os.path.join(folder, name))
-    ]
-
-
-def devices(root: str = "/sys") -> list[dict[str, Any]]:
-    """Each port of an RDMA device. Its kind is InfiniBand, or RoCE where its link is Ethernet."""
-    folder = os.path.join(root, "class", "infiniband")
     found = []
-    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-        ports = os.path.join(folder, name, "ports")
-        for port in sorted(os.listdir(ports)) if os.path.isdir(ports) else []:
-            path = os.path.join(ports, port)
-            layer = _text(os.path.join(path, "link_layer"))
-            found.append(
-                {
-                    "name": f"{name}:{port}",
-                    "kind": "RoCE" if layer == "Ethernet" else "InfiniBand",
-                    "rate": _text(os.path.join(path, "rate")),
-                    "state": _text(os.path.join(path, "state")).rpartition(" ")[2],  # "4: ACTIVE"
-                    "interface": _text(os.path.join(path, "gid_attrs", "ndevs", "0")),
-                }
-            )
+    for path in sorted(Path(root, "net").glob("*")):
+        if path.name == "lo" or not path.is_dir():
+            continue
+        speed = _text(path / "speed")  # -1: not known
+        link = {
+            "name": path.name,
+            "address": addresses.get(path.name, ""),
+            "speed": f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else "",
+            "mtu": _text(path / "mtu"),
+            "state": _text(path / "operstate"),
+        }
+        found.append(link)
+    for path in sorted(Path(root, "infiniband").glob("*/ports/*")):
+        kind = "RoCE" if _text(path / "link_layer") == "Ethernet" else "InfiniBand"
+        port = {
+            "name": f"{path.parents[1].name}:{path.name}",
+            "address": _text(path / "gid_attrs/ndevs/0"),
+            "speed": _text(path / "rate"),
+            "mtu": "",
+            "state": f"{_text(path / 'state').rpartition(' ')[2]}, {kind}",  # "4: ACTIVE"
+        }
+        found.append(port)
     return found
 
 
@@ -263,15 +241,9 @@ def _gpus(path: str) -> dict[str, Any] | None:
     }
 
 
-def _text(path: str) -> str:
+def _text(path: Path) -> str:
     """The line of a file of sysfs, "" where it cannot be read: the speed of a link that is down."""
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(4096).strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _number(path: str) -> int | None:
-    text = _text(path)
-    return int(text) if text.isdigit() else None  # -1: not known

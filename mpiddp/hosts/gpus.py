@@ -1,6 +1,6 @@
 """The GPUs of a host: as their vendor's tool lists them, and the variables that choose among them.
 
-The tools are nvidia-smi, amd-smi or rocm-smi, and xpu-smi. torch would know the GPUs too, but importing it
+The tools are nvidia-smi, amd-smi and xpu-smi. torch would know the GPUs too, but importing it
 takes seconds, and a host is asked before anything starts.
 
 A number in a variable is a GPU of one host. So the value of the launcher's host is not passed to the others;
@@ -42,15 +42,15 @@ _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 class Tool(NamedTuple):
     """A vendor's program: its arguments, and the pattern of a GPU's name and of its PCI address.
 
-    The GPUs are in the order of their numbers. Sources of AMD's and Intel's: amd-smi's and rocm-smi's
-    command lines in ROCm's documentation, and XPU Manager's "discovery -j".
+    The GPUs are in the order of their numbers. Sources of AMD's and Intel's: amd-smi's command line in
+    ROCm's documentation, and XPU Manager's "discovery -j".
     """
 
     program: str
     arguments: tuple[str, ...]
     name: str
-    address_arguments: tuple[str, ...]
     address: str
+    address_arguments: tuple[str, ...] = ()  # if another call prints it
 
 
 TOOLS = (
@@ -58,28 +58,14 @@ TOOLS = (
         "nvidia-smi",
         ("-L",),
         r"^GPU \d+: (.*?)(?: \(UUID: .*\))?$",  # GPU 0: NVIDIA H200 (UUID: GPU-…)
-        ("--query-gpu=pci.bus_id", "--format=csv,noheader"),
         rf"^({_ADDRESS})$",
+        ("--query-gpu=pci.bus_id", "--format=csv,noheader"),
     ),
-    Tool(
-        "amd-smi",
-        ("list", "--json"),
-        rf'"bdf": *"({_ADDRESS})"',
-        ("list", "--json"),
-        rf'"bdf": *"({_ADDRESS})"',
-    ),
-    Tool(
-        "rocm-smi",
-        ("--showbus",),
-        rf"^GPU\[\d+\].*PCI Bus: ({_ADDRESS})",
-        ("--showbus",),
-        rf"^GPU\[\d+\].*PCI Bus: ({_ADDRESS})",
-    ),
+    Tool("amd-smi", ("list", "--json"), rf'"bdf": *"({_ADDRESS})"', rf'"bdf": *"({_ADDRESS})"'),
     Tool(
         "xpu-smi",
         ("discovery", "-j"),
         r'"device_name": *"([^"]*)"',
-        ("discovery", "-j"),
         rf'"pci_bdf_address": *"({_ADDRESS})"',
     ),
 )
@@ -92,8 +78,10 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
         path: the folders to search for the tools, in PATH's format (default: this process's PATH).
     """
     for tool in TOOLS:
-        names = _found(tool.program, tool.arguments, tool.name, path, timeout_s)
-        if names is None or names:
+        text = answer(tool.program, tool.arguments, path, timeout_s)
+        if text is None:
+            return None
+        if names := re.findall(tool.name, text, re.MULTILINE):
             return names
     return []
 
@@ -101,54 +89,25 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
 def gpu_addresses(path: str | None = None) -> list[str]:
     """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
     for tool in TOOLS:
-        found = _found(tool.program, tool.address_arguments, tool.address, path, TIMEOUT_S)
-        if found:
+        arguments = tool.address_arguments or tool.arguments
+        text = answer(tool.program, arguments, path, TIMEOUT_S) or ""
+        if found := re.findall(tool.address, text, re.MULTILINE):
             return [_in_sysfs(address) for address in found]
     return []
 
 
 def gpu_uuids(path: str | None = None) -> dict[str, str]:
-    """The PCI address of each GPU of NVIDIA by its UUID, and by those of its MIG devices.
-
-    {} if they are not known.
-    """
-    arguments = (("-L",), ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
-    listing, table = (answer("nvidia-smi", each, path, TIMEOUT_S) for each in arguments)
-    return addresses_by_uuid(listing or "", table or "")
-
-
-def addresses_by_uuid(listing: str, table: str) -> dict[str, str]:
-    """The PCI addresses by UUID in what nvidia-smi prints.
-
-    Args:
-        listing: of `-L`. The MIG devices of a GPU stand below it, each with a UUID of its own.
-        table: a line "GPU-…, 00000000:18:00.0" for each GPU.
-    """
+    """The PCI address of each GPU of NVIDIA by its UUID; {} if they are not known."""
+    arguments = ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
+    table = answer("nvidia-smi", arguments, path, TIMEOUT_S) or ""
     rows = re.findall(rf"^(GPU-[^,\s]+), *({_ADDRESS})$", table, re.MULTILINE)
-    addresses = {uuid: _in_sysfs(address) for uuid, address in rows}
-    found = dict(addresses)
-    address: str | None = None  # of the GPU that was listed last
-    devices = re.findall(r"^[ \t]*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)[ \t]*$", listing, re.MULTILINE)
-    for kind, uuid in devices:
-        if kind == "GPU":
-            address = addresses.get(uuid)
-        elif address is not None:
-            found[uuid] = address
-    return found
+    return {uuid: _in_sysfs(address) for uuid, address in rows}
 
 
 def _in_sysfs(address: str) -> str:
     """nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough."""
     domain, _, rest = address.partition(":")
     return f"{int(domain, 16):04x}:{rest.lower()}"
-
-
-def _found(
-    program: str, arguments: tuple[str, ...], pattern: str, path: str | None, timeout_s: float
-) -> list[str] | None:
-    """What `pattern` finds in the program's output; [] without the program, None without an answer."""
-    text = answer(program, arguments, path, timeout_s)
-    return None if text is None else re.findall(pattern, text, re.MULTILINE)
 
 
 def answer(
@@ -201,18 +160,12 @@ def written(choices: Sequence[Mapping[str, str]]) -> str:
 
 
 def read(text: str, host: int) -> dict[str, str]:
-    """The variables of the host with this number in MPIDDP_GPUS.
-
-    Raises:
-        ValueError: any other text.
-    """
+    """The variables of the host with this number in MPIDDP_GPUS. Raises ValueError for any other text."""
     try:
-        choices = json.loads(text)
-        choice = choices[host]
-        if {*choice} <= {*VISIBLE, _ORDER} and all(
-            isinstance(each, str) for each in choice.values()
-        ):
-            return dict(choice)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
+        choice = json.loads(text)[host]
+        values = list(choice.values())
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError("not a list of each host's variables of GPUs") from None
+    if {*choice} <= {*VISIBLE, _ORDER} and all(isinstance(value, str) for value in values):
+        return dict(choice)
     raise ValueError("not a list of each host's variables of GPUs")

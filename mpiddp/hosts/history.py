@@ -83,28 +83,23 @@ class Record:
     @property
     def doubt(self) -> str:
         """Why a job would do better without it; "" for no reason."""
-        if not self.is_flaky:
-            return f"is {self._slowness}" if self.speed else ""
-        return self.summary
+        if self.is_flaky:
+            return self.summary
+        return f"is {self._slowness}" if self.speed else ""
 
     @property
     def summary(self) -> str:
-        """ "ended 3 of its last 5 jobs; 14 % slower than the others"."""
-        return "; ".join(each for each in (self.jobs and self._ends, self._slowness) if each)
+        """ "ended 3 of its last 5 jobs, and did not answer in 1; 14 % slower than the others"."""
+        ends = f"ended {self.ended or 'none'} of its last {counted(self.jobs, 'job')}"
+        if self.silent and self.ended:
+            ends += f", and did not answer in {self.silent}"
+        elif self.silent:
+            ends = f"did not answer in {self.silent} of its last {counted(self.jobs, 'job')}"
+        return "; ".join(each for each in (self.jobs and ends, self._slowness) if each)
 
     @property
     def _slowness(self) -> str:
         return f"{100 * (1 - self.speed):.0f} % slower than the others" if self.speed else ""
-
-    @property
-    def _ends(self) -> str:
-        """ "ended 3 of its last 5 jobs, and did not answer in 1"."""
-        jobs = f"of its last {counted(self.jobs, 'job')}"
-        if not self.silent:
-            return f"ended {self.ended or 'none'} {jobs}"
-        if not self.ended:
-            return f"did not answer in {self.silent} {jobs}"
-        return f"ended {self.ended} {jobs}, and did not answer in {self.silent}"
 
 
 @dataclass(frozen=True)

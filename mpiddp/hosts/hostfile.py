@@ -123,18 +123,11 @@ def read_hostfile(path: str | Path) -> Hosts:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        folder = "" if Path(path).is_absolute() else f" (looked in {_working_folder()})"
+        folder = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
         raise UserError(f"{source} not found{folder}. Not falling back to this machine.") from None
     except OSError as error:
         raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source)
-
-
-def _working_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        return "a folder that was removed"
 
 
 def parse_hostfile(data: bytes, source: str) -> Hosts:

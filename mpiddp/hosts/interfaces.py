@@ -1,8 +1,6 @@
 """The network interfaces of this host.
 
 Standard library only: the launcher sends this file to other hosts.
-
-    python -m mpiddp.hosts.interfaces        # prints them
 """
 
 from __future__ import annotations
@@ -113,8 +111,3 @@ def _ipv6_addresses() -> dict[str, str]:
             address = ipaddress.IPv6Address(int(digits, 16))
             addresses.setdefault(name, f"{address}/{int(prefix, 16)}")
     return addresses
-
-
-if __name__ == "__main__":
-    for interface in interfaces():
-        print(interface)

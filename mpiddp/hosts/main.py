@@ -15,10 +15,8 @@ keys, push, pull, run and `check --network` connect to the hosts; the others do 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED
@@ -27,8 +25,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.formats import diff, render
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import program_with
-from mpiddp.hosts.ssh import did_not_run, login_failed, run_on_hosts
+from mpiddp.hosts.remote import PROOF, ask_hosts, program_with
 from mpiddp.text import align_columns, counted, escaped, names_by_value
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
@@ -39,7 +36,6 @@ OVER_SSH = {
     "run": (run, "Run a command on every host"),
 }
 _ANSWER_S = 30.0
-_PROOF = "mpiddp-network"  # begins the line of facts
 
 
 def main(argv: list[str]) -> int:
@@ -142,47 +138,29 @@ def table(hosts: Hosts) -> str:
 def _check_network(hosts: Sequence[Host]) -> int:
     """Print the links of each host that answers, and a sentence for each that does not."""
     resolve_all([host.name for host in hosts])
-    program = program_with(
-        (interfaces, gpus, facts),
-        f"import json; print({_PROOF!r} + json.dumps(sys.modules[{facts.__name__!r}].network_facts()))",
-        first=facts.CHECK_PYTHON,
-    )
-    found: dict[str, Mapping[str, Any]] = {}
-    failures = []
-    for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_ANSWER_S).items():
-        _, proof, text = answer.stdout.partition(_PROOF)
-        if proof and answer.exit_code == 0:
-            found[host.name] = json.loads(text)
-            continue
-        missing = f"{host.name}: python3 is missing there."
-        code, said = answer.exit_code, answer.stderr
-        if answer.has_begun and code == 1:
-            failures.append(did_not_run(host, "python3", answer))
-        else:
-            failures.append(login_failed(host, code, said, limit_s=_ANSWER_S, missing=missing))
-    print(escaped(network_table(found), keep="\n"))
-    for sentence in failures:
+    links = f"sys.modules[{facts.__name__!r}].links()"
+    print_links = f"import json; print({PROOF!r} + json.dumps({links}))"
+    program = program_with((interfaces, gpus, facts), print_links)
+    found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S)
+    print(escaped(network_table({host.name: each for host, each in found.items()}), keep="\n"))
+    for sentence in failures.values():
         print(sentence, file=sys.stderr)
     return FAILED if failures else DONE
 
 
-def network_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The links and RDMA devices of each host, and a line for each property that differs."""
-    rows = [("host", "link", "address", "speed", "MTU", "state")]
-    values: dict[str, dict[str, str]] = {}
-    for host, each in found.items():
-        for link in each["links"]:
-            speed = f"{link['speed'] / 1000:g} Gbit/s" if link["speed"] else "-"
-            mtu, state = str(link["mtu"] or "-"), link["state"] or "-"
-            rows.append((host, link["name"], link["address"] or "-", speed, mtu, state))
+def network_table(found: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """The links and RDMA ports of each host, and a line for each property that differs."""
+    properties = ("speed", "mtu", "state")
+    rows = [["host", "link", "address", "speed", "MTU", "state"]]
+    values: dict[str, dict[str, str]] = {}  # of each property by host
+    for host, links in found.items():
+        for link in links:
+            cells = [link["address"], *(link[each] for each in properties)]
+            rows.append([host, link["name"], *(cell or "-" for cell in cells)])
             if not interfaces.Interface(link["name"], "", "").is_virtual:
-                for what, value in (("speed", speed), ("MTU", mtu), ("state", state)):
-                    values.setdefault(f"{link['name']}, {what}", {})[host] = value
-        for port in each["devices"]:
-            rate, state = port["rate"] or "-", f"{port['state'] or '-'}, {port['kind']}"
-            rows.append((host, port["name"], port["interface"] or "-", rate, "-", state))
-            for what, value in (("rate", rate), ("state", state)):
-                values.setdefault(f"{port['name']}, {what}", {})[host] = value
+                for each in properties:
+                    if link[each]:
+                        values.setdefault(f"{link['name']}, {each}", {})[host] = link[each]
     lines = []
     for name, by_host in values.items():
         # The state says on which hosts the link is missing.
@@ -190,5 +168,6 @@ def network_table(found: Mapping[str, Mapping[str, Any]]) -> str:
         groups = names_by_value({host: by_host.get(host, "missing") for host in hosts})
         if len(groups) > 1:
             texts = [f"{value} on {compress_names(names)}" for value, names in groups.items()]
+            name = name.replace("mtu", "MTU")
             lines.append(f"differs: {name}: {', '.join(texts)}")
     return "\n".join([align_columns(rows), *(lines or ["nothing differs between the hosts"])])

@@ -25,16 +25,16 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.push import without_name
-from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, ssh_complaint, ssh_options
+from mpiddp.hosts.push import VANISHED, rsync_target
+from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, ssh_complaint, ssh_options, without_name
 from mpiddp.text import counted, listed, shown, size_text
 
 _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host
+_PART = ".mpiddp-part"
 # The files of a checkpoint by which it is verified. checkpoints/directory.py says what they hold.
 _COMPLETE, _MANIFEST, _INDEX = "COMPLETE", "manifest.json", "shards.json"
-_PART = ".mpiddp-part"
 _BLOCK = 1 << 20
-_SSH_FAILED, _VANISHED = 255, 24  # rsync's exit codes
+_SSH_FAILED = 255  # rsync's exit code
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -67,9 +67,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
         fetched = dict(zip(others, threads.map(lambda h: _fetch(h, folder), others), strict=True))
     try:
-        unreached = [
-            f"{host.name}: {each}" for host, each in fetched.items() if isinstance(each, str)
-        ]
+        unreached = [f"{host.name}: {why}" for host, why in fetched.items() if isinstance(why, str)]
         if len(hosts.hosts) - len(unreached) < least:
             raise UserError("\n".join(unreached))
         if not was_here and all(each is None for each in fetched.values()):
@@ -77,21 +75,22 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         if any(map(_is_checkpoint, (folder, *(_arrived(folder, host) for host in others)))):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
-        has_failed = bool(unreached)
-        for host, problems in fetched.items():
-            if isinstance(problems, str):
-                lines = [problems]
+        has_failed = False
+        for host, unread in fetched.items():
+            if isinstance(unread, str):
+                text, problems = "", [unread]
             else:
-                try:
-                    lines, failed = _place(folder, host)
-                except OSError as error:
-                    lines, failed = [], [f"{error.filename}: {error.strerror}."]
-                lines = [*(problems or []), *failed] or lines
-                has_failed |= bool(problems or failed)
-            for line in lines:
+                text, problems = _place(folder, host)
+                problems = [*(unread or []), *problems]
+            has_failed |= bool(problems)
+            for line in problems or [text]:
                 print(f"{host.name}: {line}", flush=True)
     finally:
-        _remove_empty(folder, was_here)
+        # What still waits for the rest of it stays.
+        private = folder / _PRIVATE
+        for each in [*private.glob("*"), private, *([] if was_here else [folder])]:
+            with contextlib.suppress(OSError):
+                each.rmdir()
     return FAILED if has_failed else DONE
 
 
@@ -104,12 +103,10 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
 
     None if the host has no such folder, a sentence if it cannot be reached.
     """
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    target = f"{host.user}@{name}" if host.user else name
     arrived = _arrived(folder, host)
     arrived.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        _command(f"{target}:{folder}/", folder, arrived, ssh_options(host)),
+        _command(f"{rsync_target(host)}:{folder}/", folder, arrived, ssh_options(host)),
         env={**os.environ, "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -117,10 +114,9 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
         text=True,
         errors="replace",
     )
-    if done.returncode in (DONE, _VANISHED):
+    if done.returncode in (DONE, VANISHED):
         return []
-    lines = done.stderr.strip().splitlines() or ["no output"]
-    said = [line for line in lines if line.startswith("rsync: ")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("rsync: ")]
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
     if "change_dir" in said[0] and "No such file" in said[0]:
@@ -138,37 +134,43 @@ def _command(source: str, folder: Path, arrived: Path, ssh: Sequence[str]) -> li
     ]
 
 
-def _place(folder: Path, host: Host) -> tuple[list[str], list[str]]:
-    """Give what has arrived its place. Returns what is new, and a sentence for each damaged checkpoint."""
+def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
+    """Give what has arrived its place. Returns what is new, and a sentence for each failure."""
     arrived = _arrived(folder, host)
-    files, beside, problems, size = 0, list[str](), list[str](), 0
-    for at, folders, names in os.walk(arrived):
-        folders[:] = sorted(each for each in folders if each != _PART)
-        new = Path(at)
-        place = folder / new.relative_to(arrived)
-        if _is_checkpoint(new) or (_is_checkpoint(place) and (new / _MANIFEST).exists()):
-            total = _size(new)
-            found, problem = _place_checkpoint(new, place, host)
-            problems += [f"{place.relative_to(folder)} {problem}"] if problem else []
-            if found is not None:
-                files, size = files + len(names), size + total
-                beside += [str(found.relative_to(folder))] if found != place else []
-            shutil.rmtree(new, ignore_errors=True)
-            folders.clear()
-            continue
-        for name in sorted(names):
-            bytes_ = (new / name).stat().st_size
-            goal = _place_file(new / name, place / name, host)
-            if goal is not None:
-                files, size = files + 1, size + bytes_
-                beside += [str(goal.relative_to(folder))] if goal.name != name else []
-    shutil.rmtree(arrived)
-    if not files:
-        return ["nothing new"], problems
-    text = f"{counted(files, 'file')}, {size_text(size)}"
+    count, size, beside, problems = 0, 0, list[str](), list[str]()
+    try:
+        for at, folders, names in os.walk(arrived):
+            folders[:] = sorted(each for each in folders if each != _PART)
+            new = Path(at)
+            place = folder / new.relative_to(arrived)
+            if _is_checkpoint(new) or (_is_checkpoint(place) and (new / _MANIFEST).exists()):
+                folders.clear()
+                sizes = [path.stat().st_size for path in new.iterdir()]
+                try:
+                    placed = [(place, _place_checkpoint(new, place, host), sizes)]
+                except ValueError as problem:
+                    placed = []
+                    problems.append(f"{place.relative_to(folder)} {problem}")
+                shutil.rmtree(new, ignore_errors=True)
+            else:
+                placed = []
+                for name in names:
+                    sizes = [(new / name).stat().st_size]
+                    goal = _place_file(new / name, place / name, host)
+                    placed.append((place / name, goal, sizes))
+            for wanted, goal, sizes in placed:
+                if goal is not None:
+                    count, size = count + len(sizes), size + sum(sizes)
+                    beside += [str(goal.relative_to(folder))] if goal != wanted else []
+        shutil.rmtree(arrived)
+    except OSError as error:
+        return "", [*problems, f"{error.filename}: {error.strerror}."]
+    if not count:
+        return "nothing new", problems
+    text = f"{counted(count, 'file')}, {size_text(size)}"
     if beside:
         text += f"; kept beside what differs here: {listed(sorted(beside), 3)}"
-    return [text], problems
+    return text, problems
 
 
 def _place_file(new: Path, place: Path, host: Host) -> Path | None:
@@ -187,69 +189,70 @@ def _place_file(new: Path, place: Path, host: Host) -> Path | None:
     return new.replace(goal)
 
 
-def _place_checkpoint(new: Path, place: Path, host: Host) -> tuple[Path | None, str]:
+def _place_checkpoint(new: Path, place: Path, host: Host) -> Path | None:
     """Give a checkpoint its place by one rename, joined with the shards of the same save that are here.
 
-    Returns where it is, None if it is here already or is damaged, and what is wrong with it.
+    Returns where it is, None if it is here already. Raises ValueError if it is damaged.
     """
     for here in (place, place.with_name(f"{place.name}.{host.name}")):
         replaced = here.with_name(f"{here.name}.replaced")
         if replaced.exists() and not here.exists():  # an earlier pull broke off between two renames
             replaced.rename(here)
-        if here.exists():
-            try:
-                own, theirs = (json.loads((each / _MANIFEST).read_text()) for each in (here, new))
-                is_known = theirs.items() <= own.items()
-            except (OSError, ValueError, AttributeError):
-                is_known = False
-            if is_known:
-                return None, ""
-            index = new / _INDEX  # rsync brings none that is equal
-            is_same_save = (here / _INDEX).exists() and (
-                not index.exists() or index.read_bytes() == (here / _INDEX).read_bytes()
-            )
-            if not is_same_save:
-                continue
-        source = here if here.exists() else place
-        if problem := _damage(new, source, joins=here.exists()):
-            return None, f"is no complete checkpoint there: {problem}."
-        here.parent.mkdir(parents=True, exist_ok=True)
-        if here.exists():
+        if not here.exists():
+            _verify(new, place, {})
+            here.parent.mkdir(parents=True, exist_ok=True)
+            return new.rename(here)
+        own, theirs = _manifest(here), _manifest(new)
+        if theirs and theirs.items() <= own.items():
+            return None
+        index = new / _INDEX  # rsync brings none that is equal
+        is_equal = not index.exists() or index.read_bytes() == (here / _INDEX).read_bytes()
+        if own and (here / _INDEX).exists() and is_equal:
+            _verify(new, here, own)
             here.rename(replaced)
             new.rename(here)
             shutil.rmtree(replaced)
-        else:
-            new.rename(here)
-        return here, ""
-    return None, ""
+            return here
+    return None
 
 
-def _damage(new: Path, here: Path, *, joins: bool) -> str:
-    """Why `new` is no verified checkpoint, "" if it is.
-
-    rsync has brought no file that is equal in `here`: they are added. `joins`: those of the same save too.
-    """
+def _manifest(folder: Path) -> dict[str, dict[str, str]]:
     try:
-        theirs = json.loads((new / _MANIFEST).read_text())
-        own = json.loads((here / _MANIFEST).read_text()) if joins else {}
-        for name in {*theirs, *own, *(path.name for path in here.glob("*") if joins)} - {_COMPLETE}:
+        return dict(json.loads((folder / _MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
+    """Complete `new` with the files of `here` that rsync has not brought, and verify it.
+
+    Args:
+        own: the manifest of the same save in `here`, which becomes a part of that of `new`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    problem = "is no complete checkpoint there: "
+    try:
+        theirs = _manifest(new)
+        kept = {path.name for path in here.glob("*")} if own else set[str]()
+        for name in {*theirs, *own, *kept} - {_COMPLETE}:
             if "/" not in name and not (new / name).exists() and (here / name).exists():
                 _link(here / name, new / name)
-        if joins:
-            manifest = json.dumps({**theirs, **own}, indent=1)
-            (new / _MANIFEST).write_text(manifest)
-            (new / _COMPLETE).write_text(sha256(manifest.encode()).hexdigest())
+        if own:
+            text = json.dumps({**theirs, **own}, indent=1)
+            (new / _MANIFEST).write_text(text)
+            (new / _COMPLETE).write_text(sha256(text.encode()).hexdigest())
         content = (new / _MANIFEST).read_bytes()
         if (new / _COMPLETE).read_text() != sha256(content).hexdigest():
-            return f"{_MANIFEST} does not match its SHA-256"
+            raise ValueError(f"{problem}{_MANIFEST} does not match its SHA-256.")
         for name, entry in json.loads(content).items():
             if _sha256(new / name) != entry["sha256"]:
-                return f"{name} does not match its SHA-256"
+                raise ValueError(f"{problem}{name} does not match its SHA-256.")
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return f"{_MANIFEST} cannot be read"
-    return ""
+        raise ValueError(f"{problem}{Path(error.filename).name} is missing.") from None
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError(f"{problem}{_MANIFEST} cannot be read.") from None
 
 
 def _link(path: Path, to: Path) -> None:
@@ -264,6 +267,14 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / _COMPLETE).is_file() and (folder / _MANIFEST).is_file()
 
 
+def _sha256(path: Path) -> str:
+    digest = sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _begins_equal(a: Path, b: Path) -> bool:
     """Whether the shorter one is the beginning of the other."""
     left = min(a.stat().st_size, b.stat().st_size)
@@ -274,23 +285,3 @@ def _begins_equal(a: Path, b: Path) -> bool:
                 return False
             left -= size
     return True
-
-
-def _sha256(path: Path) -> str:
-    digest = sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _remove_empty(folder: Path, was_here: bool) -> None:
-    """Remove the private folder, but for what still waits for the rest of it."""
-    private = folder / _PRIVATE
-    for each in [*private.glob("*"), private, *([] if was_here else [folder])]:
-        with contextlib.suppress(OSError):
-            each.rmdir()

@@ -10,7 +10,6 @@ or deletes is kept in .mpiddp-replaced of the folder. What only a host has in th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -28,14 +27,8 @@ from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.ssh import (
-    NO_PROGRAM,
-    did_not_run,
-    login_failed,
-    run_on_hosts,
-    shell_command,
-    ssh_options,
-)
+from mpiddp.hosts.remote import PROOF, ask_hosts
+from mpiddp.hosts.ssh import shell_command, ssh_options, without_name
 from mpiddp.paths import cause_of
 from mpiddp.text import counted, names_by_value, shown, size_text
 
@@ -43,21 +36,22 @@ LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
 _EXCLUDED = ("__pycache__", "*.history.jsonl")  # each host has its own
 _AT_ONCE = 8  # rsync processes
-_LOGIN_S, _PYTHON_S = 15.0, 15.0
-_VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
+_ANSWER_S = 15.0
+VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
 
-# Makes the folders on a host, and says what is there.
+# Makes the folders on a host, and says whether it has rsync, and what failed.
 _PREPARE = """
 import json, os, shutil
-found = {{"rsync": shutil.which("rsync") is not None, "missing": [], "error": ""}}
+error = ""
 for folder in {folders!a}:
     try:
-        if not os.path.isdir(folder):
-            found["missing"].append(folder)
-            {dry_run} or os.makedirs(folder)
-    except OSError as error:
-        found["error"] = "%s: %s." % (folder, error.strerror)
-print("mpiddp-push" + json.dumps(found))
+        if not {dry_run}:
+            os.makedirs(folder, exist_ok=True)
+        elif os.path.exists(folder):
+            os.listdir(folder)
+    except OSError as failed:
+        error = "%s: %s." % (folder, failed.strerror)
+print("{proof}" + json.dumps([shutil.which("rsync") is not None, error]))
 """
 # Takes a tar archive on stdin, after the folder's name, which no shell interprets.
 _UNPACK = (
@@ -152,12 +146,8 @@ def default_folders(here: str) -> list[str]:
         found.append(str(package))
     return [
         each
-        for number, each in enumerate(found)
-        if not any(
-            Path(each).is_relative_to(other) and (each != other or at < number)
-            for at, other in enumerate(found)
-            if at != number
-        )
+        for each in dict.fromkeys(found)
+        if not any(Path(each).is_relative_to(other) for other in found if other != each)
     ]
 
 
@@ -193,28 +183,25 @@ def push(
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
     resolve_all([host.name for host in hosts])
     others = [host for host in hosts if not is_this_host(host.name)]
-    prepared = _prepare(others, [*names], dry_run)
-    refusals = {host: each for host, each in prepared.items() if isinstance(each, str)}
+    program = _PREPARE.format(folders=[*names], dry_run=dry_run, proof=PROOF)
+    found, refusals = ask_hosts(others, program, timeout_s=_ANSWER_S)
+    refusals = {host: without_name(host, each) for host, each in refusals.items()}
+    refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
         raise UserError("\n".join(f"{host.name}: {text}" for host, text in refusals.items()))
+    with_rsync = {host for host, (has_rsync, _) in found.items() if has_rsync}
 
     def send(host: Host) -> int | str:
-        there = prepared[host]
-        assert not isinstance(there, str)
-        counts = []
-        for folder in names:
-            if dry_run and folder in there["missing"]:
-                sent: int | str = _size(folder, names[folder])
-            elif there["rsync"]:
-                sent = _rsync(host, folder, names[folder], dry_run)
+        total = 0
+        for folder, entries in names.items():
+            if host in with_rsync:
+                sent = _rsync(host, folder, entries, dry_run)
             else:
-                sent = (
-                    _size(folder, names[folder]) if dry_run else _tar(host, folder, names[folder])
-                )
+                sent = _tar(host, folder, entries, dry_run)
             if isinstance(sent, str):
                 return sent
-            counts.append(sent)
-        return sum(counts)
+            total += sent
+        return total
 
     accepted = [host for host in others if host not in refusals]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -223,13 +210,15 @@ def push(
     sent = {host: each for host, each in results.items() if not isinstance(each, str)}
     if len(hosts) - len(refusals) - len(failures) < least:
         raise JobFailed("\n".join(f"{host.name}: {text}" for host, text in failures.items()))
-    notes = [
-        f"{host.name} has no rsync: all was sent. Install it there to send changes only."
-        for host in sent
-        if not prepared[host]["rsync"] and not dry_run  # type: ignore[index]
-    ]
-    if not dry_run and any(Path(sys.executable).is_relative_to(folder) for folder in names):
-        notes += _pythons([*sent])
+    notes = []
+    if not dry_run:
+        notes = [
+            f"{host.name} has no rsync: all was sent. Install it there to send changes only."
+            for host in sent
+            if host not in with_rsync
+        ]
+        if any(Path(sys.executable).is_relative_to(folder) for folder in names):
+            notes += _pythons([*sent])
     seconds = time.monotonic() - began
     return Pushed(sent, {**refusals, **failures}, notes, seconds, FAILED if failures else DONE)
 
@@ -251,35 +240,8 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     return names
 
 
-def _prepare(
-    hosts: Sequence[Host], folders: Sequence[str], dry_run: bool
-) -> dict[Host, dict[str, list[str]] | str]:
-    """What each host has, with its folders made, or why it cannot take them."""
-    program = _PREPARE.format(folders=folders, dry_run=dry_run)
-    found: dict[Host, dict[str, list[str]] | str] = {}
-    for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_LOGIN_S).items():
-        _, proof, text = answer.stdout.partition("mpiddp-push")
-        if proof:
-            there = json.loads(text)
-            found[host] = there["error"] or there
-        elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
-            found[host] = without_name(host, did_not_run(host, "python3", answer))
-        else:
-            missing = "python3 is missing. Install it there: mpiddp needs no more"
-            code, said = answer.exit_code, answer.stderr
-            failed = login_failed(host, code, said, limit_s=_LOGIN_S, missing=missing)
-            found[host] = without_name(host, failed)
-    return found
-
-
-def without_name(host: Host, sentence: str) -> str:
-    return sentence.removeprefix(f"{host.name}: ")
-
-
 def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
     """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    target = f"{host.user}@{name}" if host.user else name
     done = subprocess.run(
         [
             *("rsync", "-a", "--secluded-args", "--modify-window=-1", "--delete", "--delete-delay"),
@@ -288,7 +250,7 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int 
             *(f"--exclude={each}" for each in _EXCLUDED),
             *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
             *("-e", shlex.join(ssh_options(host))),
-            *("--", *(f"./{each}" for each in names), f"{target}:{folder}/"),
+            *("--", *(f"./{each}" for each in names), f"{rsync_target(host)}:{folder}/"),
         ],
         cwd=folder,
         env={**os.environ, "LC_ALL": "C"},
@@ -297,25 +259,27 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int 
         text=True,
         errors="replace",
     )
-    if done.returncode not in (DONE, _VANISHED):
+    if done.returncode not in (DONE, VANISHED):
         lines = done.stderr.strip().splitlines() or ["no output"]
         said = next((line for line in lines if line.startswith("rsync: ")), lines[-1])
         return f"{shown(said.removeprefix('rsync: '))[:200]} (rsync's exit code {done.returncode})"
-    stats = dict(re.findall(r"^([A-Z][a-z ]+): ([\d,]+)", done.stdout, re.MULTILINE))
-    changed, created, deleted, size = (
-        int(stats.get(each, "0").replace(",", ""))
-        for each in (
-            "Number of regular files transferred",
-            "Number of created files",
-            "Number of deleted files",
-            "Total transferred file size",
-        )
-    )
-    return max(size, 1) if changed + created + deleted else 0
+    stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
+    changes = ("regular files transferred", "created files", "deleted files")
+    if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
+        return 0
+    return max(1, int(stats["Total transferred file size"]))
 
 
-def _tar(host: Host, folder: str, names: Sequence[str]) -> int | str:
+def rsync_target(host: Host) -> str:
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    return f"{host.user}@{name}" if host.user else name
+
+
+def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
     """Send a folder as a tar archive to a host without rsync. Returns its bytes, or why it failed."""
+    size = _size(folder, names)
+    if dry_run:
+        return size
     tar = ["tar", "-c", *(f"--exclude={each}" for each in _EXCLUDED), "--", *names]
     command = shell_command(host, _UNPACK)
     with (
@@ -334,7 +298,7 @@ def _tar(host: Host, folder: str, names: Sequence[str]) -> int | str:
         said = unpacking.stderr.read().decode(errors="replace").strip().splitlines()
     if unpacking.returncode:
         return f"{shown((said or ['no output'])[-1])} (tar's exit code {unpacking.returncode})"
-    return _size(folder, names)
+    return size
 
 
 def _size(folder: str, names: Sequence[str]) -> int:
@@ -349,18 +313,15 @@ def _size(folder: str, names: Sequence[str]) -> int:
 def _pythons(hosts: Sequence[Host]) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
     here = "{}.{}".format(*sys.version_info[:2])
-    program = "import sys; print('mpiddp-python %d.%d' % sys.version_info[:2])\n"
-    found = []
-    for host, answer in run_on_hosts(hosts, sys.executable, program, timeout_s=_PYTHON_S).items():
-        _, proof, there = answer.stdout.partition("mpiddp-python ")
-        if not proof and answer.exit_code is not None:
-            found.append(
-                f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
-                f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
-            )
-        elif proof and there.strip() != here:
-            found.append(
-                f"{host.name}: {sys.executable} is Python {there.strip()} there, {here} here. "
-                "Install the same Python there."
-            )
-    return found
+    program = f"import sys; print('{PROOF}\"%d.%d\"' % sys.version_info[:2])\n"
+    found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
+    return [
+        f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
+        f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
+        for host in failures
+    ] + [
+        f"{host.name}: {sys.executable} is Python {there} there, {here} here. "
+        "Install the same Python there."
+        for host, there in found.items()
+        if there != here
+    ]

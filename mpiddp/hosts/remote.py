@@ -1,10 +1,9 @@
 """A program of ours on another host, which has none of our modules: it brings their sources along.
 
-    program_with((interfaces, facts), "print(...)")     # for `run_on_hosts`
-    with Connections(hosts, transport, program) as connections:
-        answers = connections.ask("facts", {...}, limit_s=30)
-
-A connection sends questions as lines of JSON, and gets an answer for each.
+program = program_with((interfaces, facts), "print(...)")
+found, failures = ask_hosts(hosts, program, timeout_s=30)      # one answer a host
+with Connections(hosts, transport, program) as connections:    # a conversation
+    answers = connections.ask("facts", dict.fromkeys(hosts, {}), limit_s=30)
 """
 
 from __future__ import annotations
@@ -15,20 +14,36 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.hosts.ssh import NO_PROGRAM, login_failed, logins_at_once, shell_command
+from mpiddp.hosts.ssh import (
+    NO_PROGRAM,
+    did_not_run,
+    login_failed,
+    logins_at_once,
+    run_on_hosts,
+    shell_command,
+)
 from mpiddp.hosts.transport import Transport
 
+PROOF = "mpiddp-answer"  # a start-up file may print before it, also on its line
+NO_PYTHON = "{name}: python3 is missing. Install it there: mpiddp needs no more"
+OLDEST_PYTHON = "3.8"
+# The first lines of each program.
+CHECK_PYTHON = f"""
+import sys
+if sys.version_info < {tuple(map(int, OLDEST_PYTHON.split(".")))}:
+    sys.exit("it is Python %d.%d, and {OLDEST_PYTHON} or newer is needed" % sys.version_info[:2])
+"""
 _LOAD = """
-import sys, types
+import types
 for name, source in SOURCES.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
@@ -38,25 +53,13 @@ _START = (
     f"command -v python3 >/dev/null 2>&1 || exit {NO_PROGRAM}; exec python3 -I -S -c "
     "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
 )
-_PROOF = "mpiddp-login"  # a start-up file may have printed before it, also on its line
-_OLDEST = (3, 8)
-_FIRST = f"""
-import sys
-print({_PROOF!r}, flush=True)
-if sys.version_info < {_OLDEST}:
-    sys.exit('python3 is %d.%d there; expected {_OLDEST[0]}.{_OLDEST[1]} or newer' % sys.version_info[:2])
-"""
 LOGIN_S = 15.0
 _FILES_PER_HOST = 3
 _END_S = 3.0
 
 
-def program_with(modules: Sequence[ModuleType], then: str, *, first: str = "") -> str:
-    """A program that loads `modules`, each after those that it imports, and then runs `then`. It is ASCII.
-
-    Args:
-        first: lines to run before.
-    """
+def program_with(modules: Sequence[ModuleType], then: str) -> str:
+    """A program that loads `modules`, each after those that it imports, and then runs `then`. It is ASCII."""
     sources: dict[str, str] = {}
     for module in modules:
         assert module.__file__ is not None
@@ -64,7 +67,26 @@ def program_with(modules: Sequence[ModuleType], then: str, *, first: str = "") -
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
         sources[module.__name__] = Path(module.__file__).read_text()
-    return f"{first}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
+    return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
+
+
+def ask_hosts(
+    hosts: Sequence[Host], program: str, *, timeout_s: float, python: str = "python3"
+) -> tuple[dict[Host, Any], dict[Host, str]]:
+    """The JSON that `program` prints after PROOF on each host, and a sentence for each other host."""
+    found: dict[Host, Any] = {}
+    failures: dict[Host, str] = {}
+    for host, answer in run_on_hosts(hosts, python, program, timeout_s=timeout_s).items():
+        _, proof, text = answer.stdout.partition(PROOF)
+        if proof and answer.exit_code == 0:
+            found[host] = json.loads(text)
+        elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
+            failures[host] = did_not_run(host, python, answer)
+        else:
+            missing, said = NO_PYTHON.format(name=host.name), answer.stderr
+            code = answer.exit_code
+            failures[host] = login_failed(host, code, said, limit_s=timeout_s, missing=missing)
+    return found, failures
 
 
 class _Connection:
@@ -84,35 +106,33 @@ class _Connection:
 
     def begin(self, program: bytes) -> bool:
         """Send the program. Returns whether it runs there."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError), self._killed_after(LOGIN_S):
-            self.process.stdin.write(b"%d\n" % len(program) + program)
-            self.process.stdin.flush()
-            while not self.has_begun and (line := self.process.stdout.readline()):
-                before, proof, _ = line.decode(errors="replace").partition(_PROOF)
+        data = b"%d\n" % len(program) + program
+        with contextlib.suppress(OSError), self._sent(data, LOGIN_S) as said:
+            while not self.has_begun and (line := said.readline()):
+                before, proof, _ = line.decode(errors="replace").partition(PROOF)
                 self.printed_before += before
                 self.has_begun = bool(proof)
         return self.has_begun
 
     def answer(self, question: str, argument: Any, limit_s: float) -> dict[str, Any] | None:
         """The answer's message, None if the connection is lost."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError, ValueError), self._killed_after(limit_s):
-            self.process.stdin.write(json.dumps([question, argument]).encode() + b"\n")
-            self.process.stdin.flush()
-            message: dict[str, Any] = json.loads(self.process.stdout.readline())
+        data = json.dumps([question, argument]).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError), self._sent(data, limit_s) as said:
+            message: dict[str, Any] = json.loads(said.readline())
             return {**message, "skew": message.get("clock", 0.0) - time.time()}
         return None
 
     @contextlib.contextmanager
-    def _killed_after(self, seconds: float) -> Any:
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.daemon = True
+    def _sent(self, data: bytes, limit_s: float) -> Iterator[IO[bytes]]:
+        """Send data, and yield the program's stdout. The program is killed after the limit."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        timer = threading.Timer(limit_s, self.process.kill)
         timer.start()
         try:
-            yield
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+            yield self.process.stdout
         finally:
             timer.cancel()
 
@@ -123,15 +143,10 @@ class _Connection:
         said = self._stderr.read().decode(errors="replace")
         name = self.host.name
         if not self.has_begun:
-            missing = f"{name}: python3 is missing. Install it: mpiddp needs no more there"
+            missing = NO_PYTHON.format(name=name)
             return login_failed(self.host, code, said, limit_s=LOGIN_S, missing=missing)
         reason = "no answer in time" if code == -9 else "the connection was lost"
         return f"{name}: {', '.join([reason, *said.strip().splitlines()[-1:]])} ({question})"
-
-    def end_input(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
 
     def close(self, wait_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,9 +169,8 @@ class Connections:
 
     def __init__(self, hosts: Sequence[Host], transport: Transport, program: str) -> None:
         allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-        self._program = f"{_FIRST}{program}".encode()
+        self._program = f"print({PROOF!r}, flush=True)\n{program}".encode()
         self._transport = transport
-        self._hosts = hosts
         self._open: dict[Host, _Connection] = {}
         self.failures: dict[Host, str] = {}
         self.refusals: list[tuple[str, str]] = []
@@ -174,29 +188,22 @@ class Connections:
 
     def __exit__(self, *_: object) -> None:
         for each in self._open.values():
-            each.end_input()
+            assert each.process.stdin is not None
+            with contextlib.suppress(OSError):
+                each.process.stdin.close()
         deadline = time.monotonic() + _END_S
         for each in self._open.values():
             each.close(deadline - time.monotonic())
-
-    @property
-    def hosts(self) -> list[Host]:
-        """The hosts that have answered so far, in their order."""
-        return [host for host in self._hosts if host not in self.failures]
 
     @property
     def printed_before(self) -> dict[Host, str]:
         """What the start-up files of each host's shell have printed."""
         return {host: each.printed_before for host, each in self._open.items()}
 
-    def ask(self, question: str, argument: Any, *, limit_s: float) -> dict[Host, Any]:
-        """Ask all hosts the same. Returns the answers; `failures` and `refusals` say why one has none."""
-        return self.ask_each(question, dict.fromkeys(self.hosts, argument), limit_s=limit_s)
-
-    def ask_each(
+    def ask(
         self, question: str, arguments: Mapping[Host, Any], *, limit_s: float
     ) -> dict[Host, Any]:
-        """The same with an argument for each host."""
+        """Ask each host with its argument. Returns the answers; the attributes say why one has none."""
         asked = [host for host in arguments if host not in self.failures]
 
         def answer(host: Host) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.push import without_name
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, ssh_complaint
+from mpiddp.hosts.remote import NO_PYTHON
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, ssh_complaint, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -147,7 +147,7 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
     if _ENDED in answer.stderr:
         return f"exit code {code}" if code else ""
     if code == NO_PROGRAM:
-        return "python3 is missing. Install it there: mpiddp needs no more"
+        return without_name(host, NO_PYTHON.format(name=host.name))
     if answer.has_begun:
         return "the connection was lost"
     return without_name(host, ssh_complaint(host, answer.stderr))

@@ -330,6 +330,11 @@ def did_not_run(host: Host, program: str, answer: Answer) -> str:
     return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
 
 
+def without_name(host: Host, sentence: str) -> str:
+    """The sentence for a caller that prints the host's name itself."""
+    return sentence.removeprefix(f"{host.name}: ")
+
+
 def ssh_line(host: Host) -> str:
     """The command that a person types to log in."""
     return f"ssh {f'-p {host.port} ' if host.port else ''}{host.ssh_target}"

@@ -132,7 +132,7 @@ def preflight(
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     begin = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].host_info({asdict(needs)!a})))"
-    return program_with(TRAVELLING, begin, first=facts.CHECK_PYTHON)
+    return program_with(TRAVELLING, begin)
 
 
 def _has_failed_there(answer: Answer) -> bool:

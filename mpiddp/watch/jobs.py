@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
 from mpiddp.text import listed, shown
+
+Facts = Mapping[str, Any]
 
 _ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
 _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
@@ -76,16 +79,8 @@ def running_jobs() -> list[Job]:
 
 
 def find_job(name: str | None) -> Job:
-    """The running job with this pid or name, or the only one. Raises UserError as `chosen`."""
-    return chosen(running_jobs(), name)
-
-
-def chosen(jobs: list[Job], name: str | None) -> Job:
-    """The job with this pid or name, or the only one.
-
-    Raises:
-        UserError: there is none, or there are several.
-    """
+    """The running job with this pid or name, or the only one. Raises UserError for none or several."""
+    jobs = running_jobs()
     if not jobs:
         raise UserError(
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
@@ -97,6 +92,16 @@ def chosen(jobs: list[Job], name: str | None) -> Job:
     if found:
         raise UserError(f"several jobs run here: {titles}. Name one by its number.")
     raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+
+
+def hosts_of(facts: Facts) -> list[str]:
+    """The hosts of a job, in the order of their ranks."""
+    return list(dict.fromkeys(str(rank["host"]) for rank in facts["ranks"]))
+
+
+def rate(value: float | None) -> str:
+    """The text of a number of steps per second."""
+    return "-" if value is None else f"{value:.3g}/s"
 
 
 def _connected(path: Path) -> socket.socket | None:

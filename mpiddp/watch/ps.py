@@ -6,8 +6,10 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.protocol.viewers import taken
-from mpiddp.watch.jobs import running_jobs
-from mpiddp.watch.table import jobs_table
+from mpiddp.text import align_columns, duration, escaped
+from mpiddp.watch.jobs import Job, hosts_of, rate, running_jobs
+
+_HEAD = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
 
 
 def main(argv: list[str]) -> int:
@@ -19,6 +21,23 @@ def main(argv: list[str]) -> int:
     ).parse_args(argv)
     if why := taken():
         print(f"mpiddp: {why}", file=sys.stderr)
-    jobs = [(job.pid, job.facts) for job in running_jobs()]
-    print(jobs_table(jobs) if jobs else "no job of yours runs on this machine.")
+    jobs = running_jobs()
+    print(table(jobs) if jobs else "no job of yours runs on this machine.")
     return 0
+
+
+def table(jobs: list[Job]) -> str:
+    """A line for each job."""
+    return align_columns([_HEAD, *map(_row, jobs)], right=(0, 3, 4, 5))
+
+
+def _row(job: Job) -> list[str]:
+    facts, pid = job.facts, str(job.pid or "-")
+    if not facts:
+        return [pid, "-", "-", "-", "-", "-", "no answer", "-"]
+    hosts = hosts_of(facts)
+    more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
+    step = "-" if facts["step"] is None else str(facts["step"])
+    places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+    state = [step, rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
+    return [pid, *map(escaped, [*places, *state])]

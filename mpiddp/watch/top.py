@@ -2,181 +2,162 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import select
 import shutil
-import signal
-import sys
-import termios
 import textwrap
-import threading
-import tty
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import answer
 from mpiddp.hosts.names import is_this_host
-from mpiddp.text import did_you_mean
-from mpiddp.watch.jobs import Job, find_job
-from mpiddp.watch.stacks import stacks_text
-from mpiddp.watch.table import COLUMNS, Facts, head_lines, hosts_of, rank_lines, shown_ranks
+from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
+from mpiddp.watch.jobs import Facts, find_job, hosts_of, rate
 
-_EVERY_S, _GPUS_EVERY_S = 1.0, 5.0
-_KEYS = "q: quit  s: sort  h: host  a rank's number and Enter: its stack"
-# A screen of its own, without a cursor, and with lines that the terminal does not wrap.
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-# A line is erased before it is written: after a full one, the cursor is still on its last character.
-_HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
+_EVERY_S, _GPUS_EVERY = 1.0, 5  # the GPUs at every fifth turn
+_CLEAR, _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[2K", "\x1b[J"
 # Of nvidia-smi: who uses which GPU, and how busy each is.
 _QUERIES = ("--query-compute-apps=pid,gpu_uuid,used_gpu_memory", "--query-gpu=uuid,utilization.gpu")
-_ANSWER_S = 10.0
+_ANSWER_S = 5.0
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+# The columns: the fact of a rank, its text, and whether a sorted table begins with the largest.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
+    "rank": ("rank", str, False),
+    "host": ("host", escaped, False),
+    "state": ("state", escaped, False),
+    "step": ("step", str, False),
+    "rate": ("rate", rate, False),
+    "own": ("own_s", _seconds, True),
+    "wait": ("wait_s", _seconds, True),
+    "cpu": ("cores", "{:.0%}".format, True),
+    "memory": ("memory", size_text, True),
+    "ago": ("ago_s", duration, True),
+}
+# In this order, as a terminal is too narrow for all.
+_LEAST_IMPORTANT = ("memory", "own", "wait", "cpu", "ago", "host", "rate")
+_LEAST_LINE = 10  # characters of a rank's last line
+_LAST = "LAST LINE"
 
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
-    options = _parse(argv)
-    job = find_job(options.job)
-    facts = job.now()
-    if options.host and options.host not in hosts_of(facts):
-        hint = did_you_mean(options.host, hosts_of(facts))
-        raise UserError(f"--host {options.host}: the job has no such host.{hint}")
-    is_terminal = os.isatty(0) and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
-    if options.once or not is_terminal:
-        ranks = shown_ranks(facts, options.sort, options.host)
-        print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus_of(ranks))]))
-        return 0
-    with _screen():
-        why = _Top(job, options.sort, options.host).watch()
-    print(why)
-    return 0
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp top",
-        description="Watch the ranks of a job: steps per second, own and waiting time of a step, CPU, "
-        "memory, seconds since the last step, GPU and last line. Keys: q quits, s sorts by the next column, "
-        "h shows the next host, a rank's number and Enter its stack.",
+        description="Watch the ranks of a job until Ctrl-C: steps per second, own and waiting time of a "
+        "step, CPU, memory, seconds since the last step, GPU and last line.",
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
     parser.add_argument("--once", action="store_true", help="print it once, as without a terminal")
     parser.add_argument("--sort", choices=COLUMNS, default="rank", help="the column to sort by")
     parser.add_argument("--host", default="", help="only the ranks of this host")
-    return parser.parse_args(argv)
-
-
-@contextmanager
-def _screen() -> Iterator[None]:
-    before = termios.tcgetattr(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    print(_ENTER, end="", flush=True)
+    options = parser.parse_args(argv)
+    job = find_job(options.job)
+    facts = job.now()
+    if options.host and options.host not in hosts_of(facts):
+        hint = did_you_mean(options.host, hosts_of(facts))
+        raise UserError(f"--host {options.host}: the job has no such host.{hint}")
+    ranks = sorted_ranks(facts, options.sort, options.host)
+    gpus = gpus_of(ranks)
+    if options.once or not os.isatty(1) or os.environ.get("TERM", "dumb") == "dumb":
+        print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus)]))
+        return 0
+    print(_CLEAR, end="")
+    turn = 0
     try:
-        yield
-    finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
-        print(_LEAVE, end="", flush=True)
+        while True:
+            _draw(head_lines(facts), ranks, gpus)
+            time.sleep(_EVERY_S)
+            turn += 1
+            facts = job.now()
+            ranks = sorted_ranks(facts, options.sort, options.host)
+            if turn % _GPUS_EVERY == 0:
+                gpus = gpus_of(ranks)
+    except KeyboardInterrupt:
+        print()
+        return 0
+    except UserError as error:
+        print(f"\n{error}")
+        return 0
 
 
-class _Top:
-    """What the terminal shows, and what its keys change."""
+def _draw(head: Sequence[str], ranks: Sequence[Facts], gpus: Mapping[int, str]) -> None:
+    """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut.
 
-    def __init__(self, job: Job, sort: str, host: str) -> None:
-        self._job = job
-        self._sort, self._host = sort, host
-        self._typed = ""  # of a rank's number
-        self._facts: Facts = {"ranks": []}
-        self._gpus: dict[int, str] = {}
-
-    def watch(self) -> str:
-        """Redraw until the user or the job has ended it. Returns why."""
-        threading.Thread(target=self._ask_gpus, daemon=True).start()
-        try:
-            while True:
-                self._facts = self._job.now()
-                _show(*self._lines())
-                keys = _keys(_EVERY_S)
-                if "q" in keys:
-                    return f"job {self._job.title} goes on."
-                for key in keys:
-                    self._press(key)
-        except UserError as error:
-            return str(error)
-
-    def _lines(self) -> tuple[list[str], list[str]]:
-        shown = f"sorted by {self._sort}, {self._host or 'all hosts'}  {_KEYS} {self._typed}"
-        ranks = shown_ranks(self._facts, self._sort, self._host)
-        return [*head_lines(self._facts), shown], [
-            "",
-            *rank_lines(ranks, self._gpus, shutil.get_terminal_size().columns),
-        ]
-
-    def _press(self, key: str) -> None:
-        if key == "s":
-            self._sort = _next(list(COLUMNS), self._sort)
-        elif key == "h":
-            self._host = _next(["", *hosts_of(self._facts)], self._host)
-        elif key in ("\x7f", "\b"):
-            self._typed = self._typed[:-1]
-        elif key.isdecimal():
-            self._typed += key
-        elif key in ("\n", "\r") and self._typed:
-            rank, self._typed = int(self._typed[:9]), ""
-            try:
-                sentence, _, stacks = stacks_text(self._job, rank).partition("\n\n")
-            except UserError as error:  # no such rank; one of no job ends the loop at its next turn
-                sentence, stacks = str(error), ""
-            main_thread = stacks.partition("\n\n")[0].split("\n")
-            _show([sentence, "any key: back"], ["", *main_thread], shows_end=True)
-            _keys(None)
-
-    def _ask_gpus(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_GPUS_EVERY_S if self._gpus else _EVERY_S):
-            self._gpus = gpus_of(self._facts["ranks"])
+    A line is erased before it is written: after a full one, the cursor is still on its last character.
+    """
+    size = shutil.get_terminal_size()
+    wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
+    table = [line[: size.columns] for line in rank_lines(ranks, gpus, size.columns)]
+    lines = [*wrapped, "", *table][: size.lines - 1]
+    text = "\n".join(f"{_ERASE_LINE}{line}" for line in lines)
+    print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
 
 
-def _next(values: list[str], value: str) -> str:
-    return values[(values.index(value) + 1) % len(values)] if value in values else values[0]
+def sorted_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
+    """The ranks of a host, "" for all, sorted by a column. Those without the fact come last."""
+    fact, _, is_largest_first = COLUMNS[sort]
+    ranks = [rank for rank in facts["ranks"] if host in ("", rank["host"])]
+    known = [rank for rank in ranks if fact in rank]
+    known.sort(key=lambda rank: rank[fact], reverse=is_largest_first)
+    return known + [rank for rank in ranks if fact not in rank]
 
 
-def _show(prose: list[str], table: list[str], *, shows_end: bool = False) -> None:
-    """Fill the terminal, as large as it is now: prose is wrapped, and a table's lines are cut.
+def head_lines(facts: Facts) -> list[str]:
+    """What stands above the table."""
+    parts = [
+        f"{escaped(facts['name'])} (pid {facts['pid']})",
+        escaped(facts["phase"]),
+        f"{counted(len(facts['ranks']), 'rank')} on {counted(len(hosts_of(facts)), 'host')}",
+        *([] if facts["step"] is None else [f"step {facts['step']}, {rate(facts['rate'])}"]),
+        f"attempt {facts['attempt']}",
+        duration(facts["age_s"]),
+    ]
+    return [", ".join(parts), *([escaped(facts["holder"])] if "holder" in facts else [])]
+
+
+def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:
+    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs.
 
     Args:
-        shows_end: of a table with too many lines, show the last ones.
+        width: of the terminal, 0 for any. Whole columns are left out until the table fits.
     """
-    tty.setcbreak(0)  # again, because a shell changes it after Ctrl-Z
-    size = shutil.get_terminal_size()
-    wrapped = [part for line in prose for part in textwrap.wrap(line, size.columns) or [""]]
-    room = max(size.lines - len(wrapped), 0)
-    kept = table[max(len(table) - room, 0) :] if shows_end else table[:room]
-    lines = [*wrapped[: size.lines], *(line[: size.columns] for line in kept)]
-    text = "\r\n".join(f"{_ERASE_LINE}{line}" for line in lines)
-    below = f"\r\n{_END_OF_SCREEN}" if len(lines) < size.lines else ""
-    print(f"{_HOME}{text}{below}", end="", flush=True)
+    names = list(COLUMNS)
+    for left_out in ("", *_LEAST_IMPORTANT):
+        names = [name for name in names if name != left_out]
+        lines = _table(ranks, gpus, names)
+        if not width or lines[0].index(_LAST) + _LEAST_LINE <= width:
+            break
+    return [line.rstrip() for line in lines]
 
 
-def _keys(within_s: float | None) -> str:
-    """What is typed in time, "" for nothing. A terminal that has gone types q."""
-    if not select.select([0], [], [], within_s)[0]:
-        return ""
-    return os.read(0, 64).decode(errors="replace") or "q"
+def _table(ranks: Sequence[Facts], gpus: Mapping[int, str], names: Sequence[str]) -> list[str]:
+    rows = [[*map(str.upper, names), *(["GPU"] if gpus else []), _LAST]]
+    for rank in ranks:
+        facts = [(rank.get(fact), text) for fact, text, _ in map(COLUMNS.__getitem__, names)]
+        cells = ["-" if value is None else text(value) for value, text in facts]
+        gpu = [gpus.get(rank["rank"], "-")] if gpus else []
+        rows.append([*cells, *gpu, escaped(rank["line"])])
+    right = [index for index, name in enumerate(names) if name not in ("host", "state")]
+    return align_columns(rows, right=right).split("\n")
 
 
 def gpus_of(ranks: Sequence[Facts]) -> dict[int, str]:
     """ "87% 12.3 GB" for each rank of this machine that uses a GPU: how busy it is, and the rank's memory."""
-    pids = {rank["pid"]: rank["rank"] for rank in ranks if is_this_host(rank["host"])}
+    pids = {str(rank.get("pid")): rank["rank"] for rank in ranks if is_this_host(rank["host"])}
     processes, gpus = map(_rows, _QUERIES)
     busy = {row[0]: row[1] for row in gpus if len(row) == 2}
     found = {}
-    for pid, uuid, megabytes in (row for row in processes if len(row) == 3):
-        if pid.isdigit() and int(pid) in pids:
-            memory = f" {int(megabytes) / 1024:.1f} GB" if megabytes.isdigit() else ""
-            found[pids[int(pid)]] = f"{busy.get(uuid, '?')}%{memory}"
+    for pid, uuid, megabytes in (row for row in processes if len(row) == 3 and row[0] in pids):
+        memory = f" {int(megabytes) / 1024:.1f} GB" if megabytes.isdigit() else ""
+        found[pids[pid]] = f"{busy.get(uuid, '?')}%{memory}"
     return found
 
 

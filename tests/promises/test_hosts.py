@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import sys
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -236,6 +237,28 @@ def test_push_names_the_host_that_cannot_take_it(hosts: Hosts, file: str, projec
     done = hosts.run("hosts", "push", "--min-hosts", "2", file, project)
     assert done.code == 0, done.stderr
     assert contents(hosts["node2"].path(project)) == contents(project)
+
+
+def test_push_names_another_python(hosts: Hosts, file: str) -> None:
+    """A push names the hosts on which the environment's Python is another version, or does not run."""
+    env, base = hosts.folder / "env", hosts.folder / "base"
+    venv.create(env)
+    base.symlink_to(Path(sys.executable).resolve())  # on node2 it is missing
+    for name in ("python", "python3"):
+        (env / "bin" / name).unlink(missing_ok=True)
+        (env / "bin" / name).symlink_to(base)
+    there = hosts["node1"].path(base)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text(
+        "#!/bin/sh\n(echo 'import sys; sys.version_info = (3, 99)'; cat) | exec python3 -\n"
+    )
+    there.chmod(0o755)
+    push = [str(env / "bin/python"), "-m", "mpiddp", "hosts", "push", file, str(env)]
+    done = hosts["node0"].run(push, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    here = "{}.{}".format(*sys.version_info[:2])
+    assert f"node1: {env}/bin/python is Python 3.99 there, {here} here." in done.stderr
+    assert f"node2: {env}/bin/python does not run there" in done.stderr
 
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI

@@ -63,14 +63,6 @@ SKYPILOT = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "4",
     "SKYPILOT_NODE_RANK": "0",
 }
-# Azure Batch, "Azure Batch runtime environment variables".
-# https://learn.microsoft.com/en-us/azure/Batch/batch-compute-node-environment-variables
-AZURE = {
-    "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5",
-    "AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5",
-    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
-    "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
-}
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
 # The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
@@ -103,7 +95,6 @@ DRY_RUNS: dict[str, tuple[str, Env]] = {
     "Flux": ("openmpi5", FLUX),
     "MPIJob": ("openmpi5", MPIJOB),
     "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
-    "Azure Batch": ("openmpi5", AZURE),
     "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
     "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
 }

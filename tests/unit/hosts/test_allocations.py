@@ -17,7 +17,6 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.hostfile import read_hostfile
 from tests.support.allocations import (
-    AZURE,
     DRY_RUNS,
     FLUX,
     GRID_ENGINE,
@@ -42,7 +41,6 @@ SLURM_HETEROGENEOUS = SLURM | {
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
 }
 
-AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
 # Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
 # https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
@@ -109,8 +107,6 @@ HINT = ("--hostfile", "-H", "-H localhost")  # the ways out, in the order of the
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
         ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
          "the SkyPilot task", IPS, [4, 4]),
-        (AZURE, "the Azure Batch task", IPS, [None, None]),
-        (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
     ],
 )  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
@@ -238,16 +234,6 @@ def test_no_allocation(env: Env) -> None:
             SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
             '" is not',
             ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
-        ),
-        (
-            AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
-            "the primary",
-            ["mpiddp launch"],
-        ),
-        (
-            {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
-            "AZ_BATCH_MASTER_NODE is",
-            ["AZ_BATCH_MASTER_NODE ", "AZ_BATCH_HOST_LIST ", "AZ_BATCH_NODE_LIST", *HINT],
         ),
         (
             TRAIN_JOB,

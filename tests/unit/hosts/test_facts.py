@@ -19,7 +19,8 @@ import pytest
 
 from mpiddp.doctor import job, network
 from mpiddp.hosts import facts, gpus, interfaces, main, pidfd, processes
-from mpiddp.hosts.facts import devices, host_info, links
+from mpiddp.hosts.facts import host_info, links
+from mpiddp.hosts.remote import CHECK_PYTHON
 from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
 from tests.support.patience import PATIENCE_S
 
@@ -50,7 +51,7 @@ def test_the_program_needs_only_the_standard_library(tmp_path: Path) -> None:
 
 
 def test_a_python_that_is_too_old_says_so(tmp_path: Path) -> None:
-    program = f"import sys; sys.version_info = (3, 6, 9)\n{facts.CHECK_PYTHON}\nprint('more')"
+    program = f"import sys; sys.version_info = (3, 6, 9)\n{CHECK_PYTHON}\nprint('more')"
     done = run_bare(program, tmp_path)
     sentence = "it is Python 3.6, and 3.8 or newer is needed\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
@@ -151,7 +152,7 @@ def put(root: Path, files: dict[str, str]) -> str:
     for name, text in files.items():
         (root / "class" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "class" / name).write_text(f"{text}\n")
-    return str(root)
+    return str(root / "class")
 
 
 def test_links_and_devices_of_a_host(tmp_path: Path) -> None:
@@ -171,24 +172,34 @@ def test_links_and_devices_of_a_host(tmp_path: Path) -> None:
             "infiniband/mlx5_1/ports/1/gid_attrs/ndevs/0": "ens2",
         },
     )
-    one = {"name": "mpiddp0", "address": None, "speed": 25000, "mtu": 9000, "state": "up"}
-    two = {"name": "mpiddp1", "address": None, "speed": None, "mtu": None, "state": ""}
-    assert links(root) == [one, two]
-    ib, roce = devices(root)
-    assert (ib["name"], ib["kind"], ib["state"]) == ("mlx5_0:1", "InfiniBand", "ACTIVE")
-    assert (roce["kind"], roce["rate"], roce["interface"]) == ("RoCE", "", "ens2")
-    assert links(str(tmp_path / "none")) == devices(str(tmp_path / "none")) == []
+    one = {"name": "mpiddp0", "address": "", "speed": "25 Gbit/s", "mtu": "9000", "state": "up"}
+    two = {"name": "mpiddp1", "address": "", "speed": "", "mtu": "", "state": ""}
+    ethernets, (ib, roce) = links(root)[:2], links(root)[2:]
+    assert ethernets == [one, two]
+    assert (ib["name"], ib["speed"], ib["state"]) == (
+        "mlx5_0:1",
+        "400 Gb/sec (4X NDR)",
+        "ACTIVE, InfiniBand",
+    )
+    assert (roce["state"], roce["address"]) == (", RoCE", "ens2")
+    assert links(str(tmp_path / "none")) == []
 
 
-def link(name: str, mtu: int = 1500, speed: int | None = 10000) -> dict[str, object]:
-    return {"name": name, "address": "10.0.0.1", "speed": speed, "mtu": mtu, "state": "up"}
+def link(name: str, mtu: int = 1500) -> dict[str, str]:
+    return {
+        "name": name,
+        "address": "10.0.0.1",
+        "speed": "10 Gbit/s",
+        "mtu": str(mtu),
+        "state": "up",
+    }
 
 
 def test_a_link_that_differs_is_named() -> None:
     found = {
-        "n1": {"links": [link("eth0"), link("docker0", mtu=1)], "devices": []},
-        "n2": {"links": [link("eth0", mtu=9000), link("docker0", mtu=2)], "devices": []},
-        "n3": {"links": [], "devices": []},
+        "n1": [link("eth0"), link("docker0", mtu=1)],
+        "n2": [link("eth0", mtu=9000), link("docker0", mtu=2)],
+        "n3": [],
     }
     lines = [" ".join(line.split()) for line in main.network_table(found).splitlines()]
     assert lines[1] == "n1 eth0 10.0.0.1 10 Gbit/s 1500 up"

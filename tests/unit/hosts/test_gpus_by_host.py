@@ -42,10 +42,6 @@ HOST = socket.gethostname()
 AMD = """
 echo '[{"gpu": 0, "bdf": "0000:05:00.0", "uuid": "a"}, {"gpu": 1, "bdf": "0000:26:00.0", "uuid": "b"}]'
 """
-ROCM = """
-echo "GPU[0]		: PCI Bus: 0000:05:00.0"
-echo "GPU[1]		: PCI Bus: 0000:26:00.0"
-"""
 INTEL = """
 echo '{"device_list": [{"device_id": 0, "device_name": "Data Center GPU Max 1550",'
 echo ' "pci_bdf_address": "0000:29:00.0"}, {"device_id": 1, "device_name": "Data Center GPU Max 1550",'
@@ -58,7 +54,6 @@ NO_GPU = (
 ASKED = {  # by the commands that print names and addresses
     "nvidia-smi": ["-L", "--query-gpu=pci.bus_id --format=csv,noheader"],
     "amd-smi": ["list --json"] * 2,
-    "rocm-smi": ["--showbus"] * 2,
     "xpu-smi": ["discovery -j"] * 2,
 }
 
@@ -68,7 +63,6 @@ ASKED = {  # by the commands that print names and addresses
     [
         ("nvidia-smi", NVIDIA, ["NVIDIA H200"] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
         ("amd-smi", AMD, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
-        ("rocm-smi", ROCM, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
         ("xpu-smi", INTEL, ["Data Center GPU Max 1550"] * 2, ["0000:29:00.0", "0000:3a:00.0"]),
     ],
 )
@@ -224,8 +218,6 @@ FIRST, SECOND = "0000:18:00.0", "0000:9a:00.0"
         ({"HIP_VISIBLE_DEVICES": "1"}, 0, SECOND),
         ({"CUDA_VISIBLE_DEVICES": "GPU-19ac,GPU-18ac"}, 0, SECOND),
         ({"CUDA_VISIBLE_DEVICES": "GPU-19ac, GPU-18ac"}, 1, FIRST),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 0, FIRST),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 1, SECOND),
     ],
 )
 def test_the_gpu_of_a_local_rank(
@@ -268,7 +260,7 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "index"),
-    [(None, 0, 0), (None, 1, 1), ("GPU-19ac,GPU-18ac", 0, 1), ("MIG-aa02", 0, 0)],
+    [(None, 0, 0), (None, 1, 1), ("GPU-19ac,GPU-18ac", 0, 1)],
 )
 def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
     affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

@@ -257,17 +257,6 @@ def test_diff_lists_the_changes() -> None:
 # --- mpiddp hosts ---
 
 
-def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("hosts.txt").write_text("node1 slots=4\njoe@10.0.0.7 slots=2 port=2222\n")
-    assert main.main(["check", "hosts.txt"]) == 0
-    assert capsys.readouterr().out == (
-        "host       slots  user  port\n"
-        "node1          4  -     -\n"
-        "10.0.0.7       2  joe   2222\n"
-        "2 hosts, 6 slots\n"
-    )
-
-
 def test_check_marks_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1:1\nnode2\n")
     assert main.main(["check", "hosts.txt"]) == 0
@@ -275,27 +264,6 @@ def test_check_marks_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[st
         "node2    GPUs  -     -",
         "2 hosts, 1 slot, and one per GPU of node2 (1 on a CPU host)",
     ]
-
-
-def test_convert_prints_the_other_format(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("hosts.txt").write_text("node1 slots=4\nnode2\n")
-    assert main.main(["convert", "hosts.txt", "--to", "mpich"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "node1:4\nnode2\n"
-    assert printed.err == (
-        "note: hosts.txt:2: node2 has no slot count. mpiddp launch starts one rank per GPU, "
-        "Open MPI's mpirun one per core, MPICH's one per host.\n"
-    )
-
-
-def test_diff_is_0_for_the_same_hosts_and_1_for_others(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a").write_text("node1 slots=4\n")
-    Path("b").write_text("node1:4 # the same\n")
-    Path("c").write_text("node1 slots=2\n")
-    assert main.main(["diff", "a", "b"]) == 0
-    assert capsys.readouterr().out == ""
-    assert main.main(["diff", "a", "c"]) == 1
-    assert capsys.readouterr().out == "node1 slots=4 -> node1 slots=2\n"
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -42,10 +42,9 @@ def bring(there: Path) -> Pull:
         arrived.mkdir(parents=True)
         command = pull._command(f"{there}/", run, arrived, ["ssh"])
         subprocess.run(command, check=True, timeout=PATIENCE_S)
-        lines, problems = pull._place(run, HOST)
-        pull._remove_empty(run, was_here=True)
-        assert not (run / ".mpiddp-pull").exists()
-        return [*lines, *problems]
+        text, problems = pull._place(run, HOST)
+        arrived.parent.rmdir()
+        return [text, *problems]
 
     return bring
 
