@@ -20,6 +20,7 @@ import mpiddp
 from mpiddp.errors import DONE, STOPPED, JobFailed
 from mpiddp.train.config import gathered
 from mpiddp.train.datasets import Batch, Data, batches
+from mpiddp.train.measure import counted
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.step import State, learning_rate, train_step
@@ -55,12 +56,12 @@ def check_determinism(
         log.info("stopped before the two runs could be compared.")
         return STOPPED
     found, hosts = gathered(first_difference(first, second)), gathered(world.hostname)
-    runs = f"two runs of {len(first)} steps from the same start"
+    runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
     differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
     if not differences:
+        ranks = counted(len(found), "rank")
         log.info(
-            f"{runs} are equal bit for bit on {len(found)} ranks, in each of {len(first[0])} tensors of a "
-            "step."
+            f"{runs} are equal bit for bit on {ranks}, in each of {tensors} tensors of a step."
         )
         return DONE
     (step, _, name, num_different), rank = min(differences)
@@ -68,7 +69,7 @@ def check_determinism(
     with mpiddp.together():
         raise JobFailed(
             f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
-            f"({num_different} of {len(first[0])} tensors of that step).{hint}"
+            f"({num_different} of {tensors} tensors of that step).{hint}"
         )
     raise SystemExit  # not reached: together() has raised one
 
@@ -114,20 +115,19 @@ class Recorder:
         self._model, self._optimizer = state.model, state.optimizer
         self._optimizer.register_step_pre_hook(self._before_update)
         self._optimizer.register_step_post_hook(self._after_update)
-        self._batches = 0
-        self._inputs: dict[str, Tensor] = {}
         self._step: dict[str, Tensor] = {}
         self._digests: list[tuple[list[str], Tensor]] = []
 
     def record(self, images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
         for images, labels in images_and_labels:
-            self._batches += 1
-            self._inputs[f"the images of backward pass {self._batches}"] = digest(images)
-            self._inputs[f"the labels of backward pass {self._batches}"] = digest(labels)
+            number = 1 + len(self._step) // 2
+            self._add(f"the images of backward pass {number}", images)
+            self._add(f"the labels of backward pass {number}", labels)
             yield images, labels
 
     def _before_update(self, *_: object) -> None:
+        self._step["the loss"] = torch.empty(0)  # its place; its value is known after the update
         for name, buffer in self._model.named_buffers():
             self._add(f"the buffer {name}", buffer)
         for name, parameter in reversed(list(self._model.named_parameters())):
@@ -145,11 +145,10 @@ class Recorder:
         self._step[name] = digest(tensor)
 
     def end_step(self, loss: Tensor) -> None:
-        # The loss is known after the update, but computed before the gradients.
-        step = self._inputs | {"the loss": digest(loss)} | self._step
-        digests = torch.stack([each.to(loss.device) for each in step.values()])
-        self._digests.append((list(step), digests))
-        self._inputs, self._step, self._batches = {}, {}, 0
+        self._add("the loss", loss)
+        digests = torch.stack([each.to(loss.device) for each in self._step.values()])
+        self._digests.append((list(self._step), digests))
+        self._step = {}
 
     def read(self) -> Trace:
         """The digests of all steps. On a GPU this waits for the last one."""

@@ -193,14 +193,6 @@ def test_grey_and_transparent_images_become_rgb(folder: Path) -> None:
     assert pixels.shape == (12, 3, 16, 16)
 
 
-def test_16_bit_grey_images_become_8_bit(folder: Path) -> None:
-    Image.fromarray(np.full((20, 20), 77 * 257, np.uint16)).save(folder / "cat" / "0.png")
-    with Image.open(folder / "cat" / "0.png") as image:
-        assert image.mode.startswith("I")
-    pixels, _ = everything(source(folder))
-    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
-
-
 # Errors
 
 
