@@ -150,12 +150,12 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
     if not path.exists() or not (folder.is_checkpoint(path) or folder.find_checkpoints(path)):
-        reason = "contains no checkpoint"
+        reason = ": contains no checkpoint"
         if not path.exists():
-            reason = f"not found (looked in {Path.cwd()})"
+            reason = f" not found (looked in {Path.cwd()})"
         node = run.coordinator.world.node_rank
         nothing = Candidate(run.rank, node, str(path), -1, goes_back, False)
-        named = [replace(nothing, damage=f"{path}: {reason}. {_EXPECTED}")]
+        named = [replace(nothing, damage=f"{path}{reason}. {_EXPECTED}")]
     elif given := folder.find_checkpoints(path):
         named = [_candidate(run, each, of_this_run=False) for each in folder.list_steps(given)]
     else:
