@@ -59,8 +59,9 @@ class _Copied:
     state: dict[str, Any]  # {} on ranks that are no writers
     ranks: list[Tensor]  # what each rank saves for itself, uint8 [bytes]; on writers
     config: Mapping[str, Any]
-    # This rank's parts of sharded tensors, by name; None if nothing is sharded.
-    boxes: dict[str, Tensor] | None
+    boxes: (
+        dict[str, Tensor] | None
+    )  # this rank's parts of sharded tensors; None if nothing is sharded
     wait: Callable[[], None]  # until the copies are done
 
 
@@ -168,18 +169,21 @@ class Saver:
         """Wait for the save in flight, and send its result, and the next step, to all ranks."""
         problem = self._pending.result() if self._pending else ""
         self._pending = None
-        run, hosts = self._run, self._run.coordinator.hostnames
-        steps, problems = zip(*run.gather((next_step, problem)), strict=True)
+        run = self._run
+        answers = run.gather((next_step, problem))
         run.coordinator.forget(self._prefix)  # or a long run would fill the channel's server
-        if len(set(steps)) > 1:
-            calls = []
-            for step in dict.fromkeys(steps):
-                rank, call = steps.index(step), "closes" if step is None else f"saves step {step}"
-                calls.append(f"rank {rank} on {hosts[rank]} {call}")
-            raise ValueError(f"{', '.join(calls)}. All ranks must save the same step.")
+        names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
+        first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
+        if len(first) > 1:
+            calls = [
+                f"{name} {'closes' if step is None else f'saves step {step}'}"
+                for step, name in first.items()
+            ]
+            raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
+        problems = [text for _, text in answers]
         if any(problems) and must_succeed:
-            raise JobFailed(run.sentences(list(problems)))
-        for host, text in zip(hosts, problems, strict=True):
+            raise JobFailed(run.sentences(problems))
+        for host, text in zip(run.coordinator.hostnames, problems, strict=True):
             if text and run.rank == 0:
                 log.warning(f"warning: {host}: {text}")
 
@@ -212,7 +216,7 @@ class Saver:
         try:
             reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
             files = {file_of(rank): Entry(*each) for rank, each in enumerate(reports) if each}
-            if self._ring is not None and files:
+            if self._ring is not None and job.boxes is not None:
                 self._settle(job, "copied", lambda: self._send_copies(new, files))
             self._settle(job, "complete", lambda: self._complete(new, final, hashes, files))
         except BaseException:
@@ -291,10 +295,12 @@ class Saver:
 
     def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
         writer_of = self._run.writer_of
-        transfers = [
-            Transfer(rank, new / name, entry, (receiver_of(rank, writer_of),))
-            for rank, (name, entry) in enumerate(files.items())
-        ]
+        transfers = []
+        for rank in range(len(writer_of)):
+            receiver = receiver_of(rank, writer_of)
+            assert receiver is not None, "there are several file systems"
+            path = new / file_of(rank)
+            transfers.append(Transfer(rank, path, files[path.name], (receiver,)))
         send_files(transfers, self._run.rank, self._ring, new)
 
     def _complete(
@@ -304,14 +310,13 @@ class Saver:
         run = self._run
         if not run.is_writer:
             return
+        for rank in shards_at(run.rank, run.writer_of) if files else ():
+            name = file_of(rank)
+            hashes[name] = files[name].sha256
+            if (new / name).stat().st_size != files[name].bytes:
+                raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
         if files:
             (new / INDEX).write_text(index_of(self._plan.tensors, files))
-            for name in map(file_of, shards_at(run.rank, run.writer_of)):
-                hashes[name] = files[name].sha256
-                if (new / name).stat().st_size != files[name].bytes:
-                    raise RuntimeError(
-                        f"{name} is incomplete"
-                    )  # a file server has not shown it yet
         folder.complete(new, final, hashes)
 
     def _prune(self) -> None:
@@ -428,9 +433,13 @@ class SaveSchedule:
         if self._seconds is not None:
             if step < self._next_check:
                 return False
-            decides = self._coordinator.world.rank == 0
-            own = self._check(step, self._seconds) if decides else (False, 0)
-            is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
+            own = (
+                self._check(step, self._seconds)
+                if self._coordinator.world.rank == 0
+                else (False, 0)
+            )
+            answers = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)
+            is_due, pause = answers[0]
             self._next_check = step + pause
             return is_due
         if self._steps is None:

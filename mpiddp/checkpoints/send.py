@@ -112,9 +112,11 @@ def _bytes_of(chunk: Tensor) -> memoryview:
 # So the loss of one host loses nothing. `writer_of`: the writer of each rank's file system, [world_size].
 
 
-def receiver_of(rank: int, writer_of: Sequence[int]) -> int:
-    """The rank that keeps a copy of this rank's file: one of the next file system, if there are several."""
+def receiver_of(rank: int, writer_of: Sequence[int]) -> int | None:
+    """The rank that keeps a copy of this rank's file; None if there is no other file system."""
     writers = sorted(set(writer_of))
+    if len(writers) == 1:
+        return None
     index = writers.index(writer_of[rank])
     there = _ranks_at(writers[(index + 1) % len(writers)], writer_of)
     return there[_ranks_at(writers[index], writer_of).index(rank) % len(there)]
