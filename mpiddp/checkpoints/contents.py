@@ -26,6 +26,7 @@ from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint
 from mpiddp.checkpoints.shards import Like, ShardFiles, with_tensors
 from mpiddp.checkpoints.state import (
     RANKS,
+    Keys,
     is_sharded,
     mapped,
     read_tensors,
@@ -33,17 +34,13 @@ from mpiddp.checkpoints.state import (
     unpacked,
     write_tensors,
 )
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, read_error, read_limited
 
 FACTS = "state.json"
 _MAX_FACTS_BYTES = 16 << 20
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
-_ERRORS = (
-    *(RuntimeError, ValueError, LookupError, TypeError, AttributeError),
-    *(NotImplementedError, AssertionError),
-)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,9 @@ class Resumed:
                 raise UserError(
                     f"the checkpoint of step {self.step} does not fit: {name}: {error}"
                 ) from None
-            except _ERRORS as error:
+            except JobFailed:
+                raise
+            except Exception as error:  # whatever a load_state_dict raises
                 reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
                 raise UserError(
                     f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
@@ -107,31 +106,24 @@ class Resumed:
 
 def _like(target: Any) -> Like:
     """A function from a path in the target's state to a tensor that is sharded as the one there."""
-    if isinstance(target, torch.optim.Optimizer):
-        parameters = [each for group in target.param_groups for each in group["params"]]
-        return lambda path: _parameter_of(path, parameters)
-    if not isinstance(target, torch.nn.Module):
-        return lambda _: None
-    own = target.state_dict()
-    return lambda path: _tensor_or_none(own.get(path[0])) if len(path) == 1 else None
+    found: dict[Keys, Any] = {}
+    if isinstance(target, torch.nn.Module):
+        found = {(name,): value for name, value in target.state_dict().items()}
+    elif isinstance(target, torch.optim.Optimizer):
+        parameters = (each for group in target.param_groups for each in group["params"])
+        found = {("state", index): each for index, each in enumerate(parameters)}
 
+    def like(path: Keys) -> Tensor | None:
+        value = found.get(path[:2] if len(path) == 3 else path)
+        return value if isinstance(value, Tensor) else None
 
-def _parameter_of(path: tuple[Any, ...], parameters: list[Tensor]) -> Tensor | None:
-    """The parameter whose optimizer state is at the path."""
-    match path:
-        case ("state", int(index), _) if 0 <= index < len(parameters):
-            return parameters[index]
-    return None
-
-
-def _tensor_or_none(value: object) -> Tensor | None:
-    return value if isinstance(value, Tensor) else None
+    return like
 
 
 def _sharded_like(entry: Any, like: Like) -> Any:
     """The entry with a part of each whole tensor that is sharded in the object."""
 
-    def shard(path: tuple[Any, ...], value: Any) -> Any:
+    def shard(path: Keys, value: Any) -> Any:
         if not isinstance(value, Tensor) or is_sharded(value):
             return value
         target: Any = like(path)
@@ -199,13 +191,12 @@ def read(
             restore_rng_states(own["rng"], local_rank)
     except OSError as error:
         raise read_error(str(files[FACTS]), error) from None
-    except (*_ERRORS, RecursionError) as error:
-        raise UserError(f"{place} was not written by mpiddp: {_described(error)}.") from None
+    except (UserError, JobFailed):
+        raise
+    except Exception as error:  # files that fit their hashes, of another program
+        what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
+        raise UserError(f"{place} was not written by mpiddp: {what}.") from None
     return resumed, ranks
-
-
-def _described(error: Exception) -> str:
-    return f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
 
 
 # Random number generators
@@ -270,15 +261,16 @@ def export(checkpoint: Path, out: Path) -> list[str]:
         raise UserError(f"{out} exists already. Name a new folder.")
     try:
         folder.verify(checkpoint)
-        files, lacking = folder.listing(checkpoint).here, folder.missing_shards(checkpoint)
+        found = folder.listing(checkpoint)
     except BrokenCheckpoint as error:
-        raise error.of(checkpoint) from None
-    if lacking:
+        kind = JobFailed if error.is_failure else UserError
+        raise kind(f"{checkpoint}: {error}.") from None
+    if found.lacking:
         raise UserError(
-            f"{checkpoint} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of "
-            "the others here, or resume the run on its hosts."
+            f"{checkpoint} lacks {found.lacking[0]}: each host keeps the shards of two hosts. Copy the "
+            "shards of the others here, or resume the run on its hosts."
         )
-    saved, ranks = read({name: checkpoint / name for name in files}, None)
+    saved, ranks = read({name: checkpoint / name for name in found.here}, None)
     state = with_tensors(saved.state, lambda _: None)
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of, flush, flush_folder, read_limited
 from mpiddp.text import shown
 
@@ -47,10 +47,6 @@ class BrokenCheckpoint(Exception):
     def __init__(self, damage: str, *, is_failure: bool = False) -> None:
         super().__init__(damage)
         self.is_failure = is_failure
-
-    def of(self, place: object) -> UserError | JobFailed:
-        """The error of a command or a resume that needs the checkpoint at `place`."""
-        return (JobFailed if self.is_failure else UserError)(f"{place}: {self}.")
 
 
 @dataclass(frozen=True)
@@ -76,8 +72,8 @@ class Listing:
 
     @property
     def lacking(self) -> list[str]:
-        """The files of shards that the folder lacks, or has of another save. Other hosts may keep them."""
-        return [name for name, entry in self.shards.items() if self.here.get(name) != entry]
+        """The files of shards that the folder lacks. Other hosts may keep them."""
+        return [name for name in self.shards if name not in self.here]
 
 
 def step_of(folder: Path) -> int:
@@ -193,13 +189,23 @@ def set_aside(root: Path, step: int) -> list[Path]:
 # Read
 
 
-def verify(folder: Path) -> None:
-    """Verify every byte against the manifest.
+def verify(folder: Path, *, with_hashes: bool = True) -> None:
+    """Verify every byte against the manifest; without hashes, only that each file has its full size.
 
     Raises:
         BrokenCheckpoint: a file is missing, truncated or changed.
     """
-    _check(folder, with_hashes=True)
+    for name, entry in listing(folder).here.items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                raise _broken(folder, f"{name} is missing")
+            if (size := path.stat().st_size) != entry.bytes:
+                raise _broken(folder, f"{name} has {size} bytes instead of {entry.bytes}")
+            if with_hashes and _sha256(path) != entry.sha256:
+                raise _broken(folder, f"{name} does not match its SHA-256")
+        except OSError as error:
+            raise _unreadable(folder, name, error) from None
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -209,130 +215,76 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def is_verified(folder: Path) -> bool:
-    """Whether every file of the folder is verified and of one save. It may lack files of shards."""
+def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
+    """Whether `verify` finds no damage. The folder may lack files of shards."""
     try:
-        verify(folder)
-        missing_shards(folder)
+        verify(folder, with_hashes=with_hashes)
     except BrokenCheckpoint:
         return False
     return True
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether all files exist with their full size. `is_verified` also verifies every byte."""
-    try:
-        _check(folder, with_hashes=False)
-    except BrokenCheckpoint:
-        return False
-    return True
-
-
-def newest_verified(root: Path) -> Path | None:
-    """The newest verified checkpoint in `root`."""
-    return next(filter(is_verified, reversed(list_steps(root))), None)
+    """Whether all files exist with their full size."""
+    return is_verified(folder, with_hashes=False)
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """The files of shards that the folder lacks. Reads no file of tensors.
-
-    Raises:
-        BrokenCheckpoint: it has one of another save, or is not complete.
-    """
-    found = listing(folder)
-    for name in found.lacking:
-        if name in found.here:
-            raise BrokenCheckpoint(f"checkpoint {folder.name}: {name} is of another save")
-    return found.lacking
+    """The files of shards that the folder lacks. Raises BrokenCheckpoint as `listing`."""
+    return listing(folder).lacking
 
 
 def listing(folder: Path) -> Listing:
-    """What the folder lists.
+    """What the folder lists. Reads no file of tensors.
 
     Raises:
-        BrokenCheckpoint: it is not complete, or its manifest names a file outside of its folder.
+        BrokenCheckpoint: it is not complete, names a file outside of its folder, or has one of another save.
     """
-    with _naming(folder):
-        expected = _read(folder / COMPLETE)
-        manifest = _read(folder / MANIFEST)
-        save_id = hashlib.sha256(manifest).hexdigest()
-        if save_id.encode() != expected:
-            raise BrokenCheckpoint(f"{MANIFEST} does not match its SHA-256")
-        here = _entries(_json(manifest, MANIFEST), MANIFEST)
-        if INDEX not in here:
-            return Listing(here, {}, save_id)
-        shards = _json(_read(folder / INDEX), INDEX).get("files")
-        return Listing(here, _entries(shards, INDEX), here[INDEX].sha256)
+    expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
+    save_id = hashlib.sha256(manifest).hexdigest()
+    if save_id.encode() != expected:
+        raise _broken(folder, f"{MANIFEST} does not match its SHA-256")
+    here = _entries(folder, MANIFEST, manifest)
+    if INDEX not in here:
+        return Listing(here, {}, save_id)
+    shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
+    for name, entry in shards.items():
+        if here.get(name, entry) != entry:
+            raise _broken(folder, f"{name} is of another save")
+    return Listing(here, shards, here[INDEX].sha256)
 
 
-def _check(folder: Path, *, with_hashes: bool) -> None:
-    entries = listing(folder).here
-    with _naming(folder):
-        for name, entry in entries.items():
-            path = folder / name
-            if not path.is_file():
-                raise BrokenCheckpoint(f"{name} is missing")
-            if (size := path.stat().st_size) != entry.bytes:
-                raise BrokenCheckpoint(f"{name} has {size} bytes instead of {entry.bytes}")
-            try:
-                fits = not with_hashes or _sha256(path) == entry.sha256
-            except OSError as error:
-                error.filename = str(path)  # an error of read() names no file
-                raise
-            if not fits:
-                raise BrokenCheckpoint(f"{name} does not match its SHA-256")
+def _broken(folder: Path, damage: str, *, is_failure: bool = False) -> BrokenCheckpoint:
+    return BrokenCheckpoint(f"checkpoint {folder.name}: {damage}", is_failure=is_failure)
 
 
-@contextlib.contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Name the checkpoint in the errors of the body, among them those of its disk."""
+def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
+    """The damage of a file on a bad sector, or on a file server that is gone."""
+    is_failure = cause_of(error) is JobFailed
+    return _broken(folder, f"{name} cannot be read: {error.strerror}", is_failure=is_failure)
+
+
+def _read(folder: Path, name: str) -> bytes:
     try:
-        yield
-    except BrokenCheckpoint as error:
-        damage, is_failure = str(error), error.is_failure
-    except OSError as error:  # a bad sector, or a file server that is gone
-        name = Path(os.fsdecode(error.filename)).name if error.filename else "a file"
-        damage = f"{name} cannot be read: {error.strerror}"
-        is_failure = cause_of(error) is JobFailed
-    else:
-        return
-    raise BrokenCheckpoint(f"checkpoint {folder.name}: {damage}", is_failure=is_failure)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_limited(path, MAX_INDEX_BYTES)
+        return read_limited(folder / name, MAX_INDEX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        if path.name == INDEX:
-            raise BrokenCheckpoint(f"{INDEX} is missing") from None
-        raise BrokenCheckpoint("the save was never completed") from None
+        damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
+        raise _broken(folder, damage) from None
     except OSError as error:
-        error.filename = str(path)
-        raise
+        raise _unreadable(folder, name, error) from None
 
 
-def _json(content: bytes, file: str) -> dict[str, object]:
+def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str, Entry]:
+    """The files in the table `key` of `file`, or in all of it."""
     try:
         table = json.loads(content)
-    except (ValueError, RecursionError):
-        table = None
-    if not isinstance(table, dict):
-        raise BrokenCheckpoint(f"{file} is not a table of files")
-    return table
-
-
-def _entries(table: object, file: str) -> dict[str, Entry]:
-    """The files in a table of `file`."""
-    try:
-        entries = {
-            name: Entry(int(each["bytes"]), str(each["sha256"]))
-            for name, each in dict(table).items()  # type: ignore[call-overload]
-        }
-    except (ValueError, LookupError, TypeError, OverflowError):
-        raise BrokenCheckpoint(f"{file} is not a table of files") from None
+        rows = (table[key] if key else table).items()
+        entries = {name: Entry(each["bytes"], each["sha256"]) for name, each in rows}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise _broken(folder, f"{file} is not a table of files") from None
     for name in entries:
-        if name in ("", ".", "..") or {"/", "\0"} & set(name):  # it could lead out of the folder
-            raise BrokenCheckpoint(f'{file} lists "{shown(name)}", which is not the name of a file')
+        if "/" in name:  # it could lead out of the folder
+            raise _broken(folder, f'{file} lists "{shown(name)}", which is not the name of a file')
     return entries
 
 
@@ -343,9 +295,7 @@ def _remove(folder: Path) -> None:
 
 def _remove_hidden(folder: Path) -> None:
     """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
-    if (
-        folder.is_symlink() or folder.is_file()
-    ):  # a link to a checkpoint that the user keeps elsewhere
+    if folder.is_symlink() or folder.is_file():  # a link to a checkpoint kept elsewhere
         with contextlib.suppress(OSError):
             folder.unlink()
     else:

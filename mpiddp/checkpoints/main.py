@@ -49,24 +49,17 @@ def _line(folder: Path) -> str:
     files = [path.lstat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {_state(folder)}"
-
-
-def _state(folder: Path) -> str:
-    try:
-        folders.missing_shards(folder)
-    except BrokenCheckpoint:
-        return "broken"
-    return "intact" if folders.is_intact(folder) else "broken"
+    state = "intact" if folders.is_intact(folder) else "broken"
+    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}"
 
 
 def _verify(folder: Path) -> int:
     try:
         folders.verify(folder)
-        missing = folders.missing_shards(folder)
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
+    missing = folders.missing_shards(folder)
     without = f", without {listed(missing)}: other hosts must have them" if missing else ""
     print(f"checkpoint {folder.name}: verified{without}")
     return 0
@@ -90,7 +83,7 @@ def _export(given: Path, out: Path) -> int:
     given_folders = _checkpoints(given)
     folder: Path | None = given_folders[0]
     if len(given_folders) > 1:
-        folder = folders.newest_verified(given_folders[0].parent)
+        folder = next(filter(folders.is_verified, reversed(given_folders)), None)
     if folder is None:
         raise UserError(f"{given} contains no verified checkpoint.")
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])

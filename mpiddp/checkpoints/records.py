@@ -6,7 +6,6 @@ mpiddp.log_metrics(step, loss=0.5)      # {"step": 7, "loss": 0.5}
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -64,7 +63,7 @@ class RunRecords:
             return
         record = {"step": step, **{name: _plain(name, value) for name, value in values.items()}}
         try:
-            _append(self._run.metrics, json.dumps(_finite(record)).encode() + b"\n")
+            _append(self._run.metrics, _finite(record))
             self._is_warned = False
         except OSError as error:
             self._warn(error)
@@ -72,7 +71,7 @@ class RunRecords:
     def note(self, **facts: Any) -> None:
         """Append a line about this start of the run to attempts.jsonl."""
         with contextlib.suppress(OSError):
-            _append(self._run.attempts, json.dumps({"at": time.time(), **facts}).encode() + b"\n")
+            _append(self._run.attempts, {"at": time.time(), **facts})
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
@@ -88,13 +87,9 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        if file.write(line) < len(line):
-            file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _append(path: Path, values: Mapping[str, Any]) -> None:
+    with path.open("a") as file:  # written at its end: one line, in one piece
+        file.write(json.dumps(values) + "\n")
 
 
 @contextlib.contextmanager
@@ -102,8 +97,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once the body has written it. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     try:
-        part.unlink(missing_ok=True)  # an open would follow a link
-        with part.open("xb") as file:
+        with part.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

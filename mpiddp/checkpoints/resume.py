@@ -10,8 +10,8 @@ from its own host.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpiddp.checkpoints import folder
@@ -29,36 +29,28 @@ _EXPECTED = "Expected a run's folder or a checkpoint's folder."
 
 @dataclass(frozen=True)
 class Candidate:
-    """A complete checkpoint on one host."""
+    """A checkpoint on one host, or why it cannot be used."""
 
     rank: int  # the host's first
     node: int | None
     path: str
     step: int
-    save_id: str  # the same on all hosts of a save
-    lacking: tuple[str, ...]  # the files of shards that this host lacks
     of_this_run: bool
     is_named: bool  # the user has named the checkpoint itself
-
-    @property
-    def place(self) -> str:
-        """For sentences: with the path, if the user has named it."""
-        return f"{self.path}: " * self.is_named + f"checkpoint {Path(self.path).name}"
+    save_id: str = ""  # the same on all hosts of a save
+    lacking: tuple[str, ...] = ()  # the files of shards that this host lacks
+    damage: str = ""  # a sentence without its period
+    is_failure: bool = False  # a machine failed
 
     @property
     def order(self) -> tuple[bool, int]:
         """The highest is chosen: those of this run come first, unless the user goes back to a named one."""
         return self.of_this_run, self.step
 
-
-@dataclass(frozen=True)
-class Damage:
-    """A checkpoint that cannot be used, and why."""
-
-    step: int
-    sentence: str
-    is_failure: bool = False  # a machine failed
-    of_this_run: bool = False
+    def damaged(self, error: Exception) -> Candidate:
+        """The same, with the path in the sentence if the user has named it."""
+        damage = f"{self.path}: {error}" if self.is_named else str(error)
+        return replace(self, damage=damage, is_failure=getattr(error, "is_failure", False))
 
 
 @dataclass(frozen=True)
@@ -97,50 +89,34 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         UserError: there is no verified checkpoint at the path, or none of several in the run's folder.
         JobFailed: a disk has failed, and no host has a checkpoint that can be read.
     """
-    candidates, damages = list[Candidate](), list[Damage]()
-    if path is not None and path.resolve().parent == run.dir.checkpoints.resolve():
-        path = (
-            run.dir.checkpoints / path.resolve().name
-        )  # it may be a link, whose name says nothing
+    root = run.dir.checkpoints
+    if path is not None and path.resolve().parent == root.resolve():
+        path = root / path.resolve().name  # it may be a link, whose name says nothing
     with run.together(), named_by(""):
-        if run.local_rank == 0:
-            candidates, damages = _on_this_host(run, path)
-    answers = run.gather(
-        ([asdict(each) for each in candidates], [asdict(each) for each in damages])
-    )
-    everywhere = [
-        Candidate(**{**values, "lacking": tuple(values["lacking"])})
-        for found, _ in answers
-        for values in found
-    ]
-    damages = [Damage(**values) for _, found in answers for values in found]
-    incomplete: list[Candidate] = []
-    while everywhere:
-        best = max(everywhere, key=lambda each: (each.order, -each.rank))
-        same = [
-            each for each in everywhere if each.save_id == best.save_id and each.order == best.order
-        ]
+        own = _on_this_host(run, path) if run.local_rank == 0 else []
+    found = _gathered(run, own)
+    broken = [each for each in found if each.damage]
+    while left := [each for each in found if not each.damage]:
+        best = max(left, key=lambda each: (each.order, -each.rank))
+        same = [each for each in left if each.save_id == best.save_id and each.order == best.order]
         missing = set.intersection(*(set(each.lacking) for each in same))
         if missing:
-            incomplete.append(best)
-            sentence = (
-                f"{best.place}: {min(missing)} is on none of these hosts, or is of another save"
-            )
-            damages.append(Damage(best.step, sentence, False, best.of_this_run))
-            everywhere = [each for each in everywhere if each not in same]
-            continue
-        own_damages = run.gather([asdict(each) for each in _damages_of_own(run, same)])
-        broken = [each for each in same if own_damages[each.rank]]
-        if not broken:
+            name = f"checkpoint {Path(best.path).name}"
+            reason = f"{name}: {min(missing)} is on none of these hosts"
+            newly_broken = [each.damaged(BrokenCheckpoint(reason)) for each in same]
+        else:
+            newly_broken = _gathered(run, _damaged(each for each in same if each.rank == run.rank))
+        if not newly_broken:
             break
-        damages += [Damage(**each) for found in own_damages for each in found]
-        everywhere = [each for each in everywhere if each not in broken]
+        broken += newly_broken
+        of_hosts = {(each.rank, each.path) for each in newly_broken}
+        found = [each for each in left if (each.rank, each.path) not in of_hosts]
     else:
-        _log_damages(run, damages, None)
-        if path is not None or damages:
-            _refuse(run, path, damages)
+        _log_damages(run, broken, None)
+        if path is not None or broken:
+            _refuse(run, path, broken)
         return None
-    _log_damages(run, damages, best)
+    _log_damages(run, broken, best)
     if path is not None and best.of_this_run and not best.is_named:
         log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
     same.sort(key=lambda each: each.rank)
@@ -150,78 +126,70 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         entries = {name: (each.bytes, each.sha256) for name, each in listed.items()}
     rows = run.gather(entries)[same[0].rank]
     files = {name: Entry(size, sha256) for name, (size, sha256) in rows.items()}
-    # A later start may find their missing parts. It would jump forward again.
-    has_newer = any(each.step > best.step and each.of_this_run for each in incomplete)
+    # A later start may find the missing parts of a newer one. It would jump forward again.
+    has_newer = any(each.lacking and each.order > best.order for each in broken)
     return Found(tuple(same), files, leaves_newer=best.is_named or has_newer)
 
 
-def _on_this_host(run: Run, path: Path | None) -> tuple[list[Candidate], list[Damage]]:
-    """The complete checkpoints of this host that may be chosen, and those that are broken.
+def _gathered(run: Run, own: list[Candidate]) -> list[Candidate]:
+    """Those of all hosts. All ranks must call this."""
+    rows = [row for rows in run.gather([asdict(each) for each in own]) for row in rows]
+    return [Candidate(**{**row, "lacking": tuple(row["lacking"])}) for row in rows]
+
+
+def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
+    """The checkpoints of this host that may be chosen, and those that are broken.
 
     Raises:
         OSError: a folder cannot be read.
     """
-    own = _listed(run, run.dir.checkpoints, of_this_run=True)
-    goes_back = path is not None and path.parent == run.dir.checkpoints
-    if path is None or (own[0] and (not goes_back or is_restart(os.environ))):
+    root = run.dir.checkpoints
+    own = [_candidate(run, each, of_this_run=True) for each in folder.list_steps(root)]
+    goes_back = path is not None and path.parent == root
+    has_own = any(not each.damage for each in own)
+    if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
-    named: tuple[list[Candidate], list[Damage]]
-    if not path.exists():
-        named = [], [Damage(-1, f"{path} not found (looked in {Path.cwd()}). {_EXPECTED}")]
-    elif root := folder.find_checkpoints(path):
-        named = _listed(run, root, of_this_run=False)
-    elif not folder.is_checkpoint(path):
-        named = [], [Damage(-1, f"{path}: contains no checkpoint. {_EXPECTED}")]
-    elif goes_back and path not in folder.list_steps(run.dir.checkpoints):
-        named = (
-            [],
-            [
-                Damage(
-                    -1, f"{path}: the name of a checkpoint here is step_ and 8 digits. Rename it."
-                )
-            ],
-        )
+    if not path.exists() or not (folder.is_checkpoint(path) or folder.find_checkpoints(path)):
+        reason = ": contains no checkpoint"
+        if not path.exists():
+            reason = f" not found (looked in {Path.cwd()})"
+        node = run.coordinator.world.node_rank
+        nothing = Candidate(run.rank, node, str(path), -1, goes_back, False)
+        named = [replace(nothing, damage=f"{path}{reason}. {_EXPECTED}")]
+    elif given := folder.find_checkpoints(path):
+        named = [_candidate(run, each, of_this_run=False) for each in folder.list_steps(given)]
     else:
-        named = _entry_of(run, path, of_this_run=goes_back, is_named=True)
-    return named if goes_back else (own[0] + named[0], own[1] + named[1])
+        named = [_candidate(run, path, of_this_run=goes_back, is_named=True)]
+    return named if goes_back else own + named
 
 
-def _listed(run: Run, root: Path, *, of_this_run: bool) -> tuple[list[Candidate], list[Damage]]:
-    each = [_entry_of(run, path, of_this_run=of_this_run) for path in folder.list_steps(root)]
-    return [one for found, _ in each for one in found], [one for _, found in each for one in found]
-
-
-def _entry_of(
-    run: Run, path: Path, *, of_this_run: bool, is_named: bool = False
-) -> tuple[list[Candidate], list[Damage]]:
-    step = step_of(path) if of_this_run or not is_named else 0
+def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = False) -> Candidate:
+    node = run.coordinator.world.node_rank
+    found = Candidate(run.rank, node, str(path), 0, of_this_run, is_named)
     try:
-        found = folder.listing(path)
-    except BrokenCheckpoint as error:
-        sentence = f"{path}: {error}" if is_named else str(error)
-        return [], [Damage(step, sentence, error.is_failure, of_this_run)]
-    node, lacking = run.coordinator.world.node_rank, tuple(found.lacking)
-    return [
-        Candidate(run.rank, node, str(path), step, found.save_id, lacking, of_this_run, is_named)
-    ], []
+        step = step_of(path) if of_this_run or not is_named else 0
+        found = replace(found, step=step)
+        listed = folder.listing(path)
+    except (BrokenCheckpoint, ValueError) as error:
+        return found.damaged(error)
+    return replace(found, save_id=listed.save_id, lacking=tuple(listed.lacking))
 
 
-def _damages_of_own(run: Run, same: list[Candidate]) -> list[Damage]:
-    """Verify this host's part of the chosen checkpoint."""
-    for each in same:
-        if each.rank == run.rank:
-            try:
-                folder.verify(Path(each.path))
-            except BrokenCheckpoint as error:
-                sentence = f"{each.path}: {error}" if each.is_named else str(error)
-                return [Damage(each.step, sentence, error.is_failure, each.of_this_run)]
-    return []
+def _damaged(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those of this host's candidates that have a damaged file."""
+    found = []
+    for each in candidates:
+        try:
+            folder.verify(Path(each.path))
+        except BrokenCheckpoint as error:
+            found.append(each.damaged(error))
+    return found
 
 
-def _log_damages(run: Run, damages: list[Damage], best: Candidate | None) -> None:
+def _log_damages(run: Run, broken: list[Candidate], best: Candidate | None) -> None:
     """One sentence for each broken checkpoint at least as new as the one to resume from."""
     sentences: dict[str, None] = {}
-    for each in damages:
+    for each in broken:
         if each.step < 0 or (best is not None and each.step < best.step):
             continue
         if best is None:
@@ -231,24 +199,23 @@ def _log_damages(run: Run, damages: list[Damage], best: Candidate | None) -> Non
             rest = f"resuming from {Path(best.path).name} ({lost} steps lost)"
         else:
             rest = "another host has a verified copy"
-        sentences[f"{each.sentence}; {rest}."] = None
+        sentences[f"{each.damage}; {rest}."] = None
     for sentence in sentences:
         log.info(sentence)
 
 
-def _refuse(run: Run, path: Path | None, damages: list[Damage]) -> None:
+def _refuse(run: Run, path: Path | None, broken: list[Candidate]) -> None:
     """Raise why no checkpoint can be used, on all ranks."""
-    failed = next((each for each in damages if each.is_failure), None)
     with run.together():
-        if failed is not None:
-            raise JobFailed(f"{failed.sentence}.")
+        for each in broken:
+            if each.is_failure:
+                raise JobFailed(f"{each.damage}.")
         if path is None:
-            raise UserError(
-                f"{run.dir.checkpoints} contains no verified checkpoint. Name another folder."
-            )
-        named = [each for each in damages if not each.of_this_run or each.step < 0]
-        if len({each.sentence for each in named}) == 1:
-            raise UserError(f"{named[0].sentence.rstrip('.')}.")
+            root = run.dir.checkpoints
+            raise UserError(f"{root} contains no verified checkpoint. Name another folder.")
+        named = {each.damage for each in broken if not each.of_this_run or each.step < 0}
+        if len(named) == 1:
+            raise UserError(f"{named.pop().rstrip('.')}.")
         raise UserError(f"{path}: contains no verified checkpoint.")
 
 

@@ -37,43 +37,19 @@ _FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pi
 _held: set[Path] = set()  # the kernel grants a process its own lock again
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        """A line for each start of the run, and for each rank of it that says how it ended."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def owner(self) -> Path:
-        return self.path / "owner.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def rank_log(self, rank: int) -> Path:
-        return self.logs / f"rank_{rank:05d}.log"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        # A line for each start of the run, and for each rank of it that says how it ended.
+        self.attempts = path / "attempts.jsonl"
+        self.summary = path / "summary.json"
+        self.owner = path / "owner.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
 
     def __str__(self) -> str:
         return from_here(self.path)
@@ -107,18 +83,12 @@ class RunLock:
         self._path, self._pid = run.owner.absolute(), os.getpid()
         if self._path in _held:
             raise UserError(f"{run} is in use by this process. Close it there first.")
-        while True:
-            self._file = self._path.open("a+b", buffering=0)
-            try:
-                self._take(run)
-                if os.fstat(self._file.fileno()).st_ino == self._path.stat().st_ino:
-                    break
-            except FileNotFoundError:
-                pass  # an owner that has ended since has removed it
-            except BaseException:
-                self._file.close()
-                raise
+        self._file = self._path.open("a+b", buffering=0)
+        try:
+            self._take(run)
+        except BaseException:
             self._file.close()
+            raise
         _held.add(self._path)
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
@@ -180,7 +150,7 @@ class Run:
     timeout_s: float  # how long to wait for a rank that does not answer
     # The writer of each rank's file system, the lowest rank there: [world_size]. All ranks have the same.
     writer_of: tuple[int, ...] = (0,)
-    created: tuple[Path, ...] = ()  # the folders that opening it has created on this file system
+    created: tuple[Path, ...] = ()  # the folders that were not there before it was opened
     lock: RunLock | None = None  # on the ranks that write
 
     @property
@@ -246,10 +216,9 @@ class Run:
         """
         if self.lock is not None:
             self.lock.release()
-        if removes_new and self.is_writer:
-            for each in self.created:
-                with contextlib.suppress(OSError):
-                    each.rmdir()
+        for each in self.created if removes_new else ():
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 def open_run(run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> Run:
@@ -265,16 +234,15 @@ def open_run(run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> 
         with run.together():
             if not any(run.gather(run_dir.checkpoints.exists())):  # its file server may be away
                 raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
-    created: list[Path] = []
     with run.together(), named_by(""):
         if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
             raise UserError(
                 f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
             )
-        created = [each for each in (run_dir.checkpoints, run_dir.path) if not each.exists()]
+        new = tuple(each for each in (run_dir.checkpoints, run_dir.path) if not each.exists())
     with run.together(), run_dir.writing():
         run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-    run = _with_writers(run, created)
+    run = replace(run, writer_of=_writers(run), created=new)
     lock: RunLock | None = None
     try:
         with run.together(), run_dir.writing():
@@ -308,46 +276,24 @@ def _with_group(run: Run) -> Run:
     return replace(run, group=group)
 
 
-def _with_writers(run: Run, created: list[Path]) -> Run:
-    """With the writer of each file system on which the folder lies.
+def _writers(run: Run) -> tuple[int, ...]:
+    """The writer of each rank's file system on which the folder lies: [world_size].
 
-    One rank of each host creates a file in the folder, and looks for the files of the others. The next
-    `open_run` removes what a killed one leaves.
+    One rank of each host creates a file in the folder, and every rank looks for these files. The lowest rank
+    whose file it sees is its writer. The next `open_run` removes what a killed one leaves.
     """
-    root, own, seen = run.dir.checkpoints, "", list[int]()
+    root, mark = run.dir.checkpoints, ""
     if run.local_rank == 0:
-        own = f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}"
+        mark = folder.hidden(root, f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}").name
     try:
         with run.together(), run.dir.writing():
-            if own:
-                folder.hidden(root, own).touch()
-        marks = run.gather(own)
+            if mark:
+                (root / mark).touch()
+        marks = run.gather(mark)
         with run.together(), run.dir.writing():
-            if own:
-                seen = [
-                    rank
-                    for rank, mark in enumerate(marks)
-                    if mark and folder.hidden(root, mark).exists()
-                ]
-        # The lowest rank that a host sees writes for all hosts that see the same file system.
-        found = (
-            run.coordinator.world.node_rank,
-            seen[0] if seen else None,
-            list(map(str, created)),
-        )
-        answers = run.gather(found)
+            seen = [rank for rank, name in enumerate(marks) if name and (root / name).exists()]
+        return tuple(run.gather(seen[0]))
     finally:
-        if own:
+        if mark:
             with contextlib.suppress(OSError):
-                folder.hidden(root, own).unlink()
-    writer_of_node = {node: writer for node, writer, _ in answers if writer is not None}
-    writer_of = tuple(writer_of_node[node] for node, _, _ in answers)
-    here = {
-        path
-        for writer, (_, _, paths) in zip(writer_of, answers, strict=True)
-        for path in paths
-        if writer == writer_of[run.rank]
-    }
-    # The folder of checkpoints first: it lies in the other one.
-    created_here = tuple(each for each in (root, run.dir.path) if str(each) in here)
-    return replace(run, writer_of=writer_of, created=created_here)
+                (root / mark).unlink()

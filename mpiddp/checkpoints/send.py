@@ -5,9 +5,8 @@ A resume sends files to the hosts that lack them. A save of shards sends each ra
 
 from __future__ import annotations
 
-import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,50 +47,54 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
         RuntimeError: a connection broke, or a rank was silent.
     """
     problems: list[OSError] = []
-    with contextlib.ExitStack() as stack:
-        # The number of each file is its tag. A file that cannot be opened is None.
-        outgoing, incoming = list[tuple[int, Transfer, Any]](), list[tuple[int, Transfer, Any]]()
-        for tag, each in enumerate(transfers):
-            try:
-                if each.source == rank and each.receivers:
-                    outgoing.append((tag, each, None))
-                    outgoing[-1] = (tag, each, stack.enter_context(each.path.open("rb")))
-                if rank in each.receivers:
-                    incoming.append((tag, each, None))
-                    incoming[-1] = (tag, each, HashedFile(into / each.path.name))
-            except OSError as error:
-                problems.append(error)
-        sizes = [each.entry.bytes for _, each, _ in (*outgoing, *incoming)]
-        for start in range(0, max(sizes, default=0), CHUNK_BYTES):
-            works, parts = [], []
-            for tag, each, source in outgoing:
-                if (left := each.entry.bytes - start) > 0:
-                    chunk = _empty_chunk(left)
-                    try:
-                        if source is not None:
-                            source.readinto(_bytes_of(chunk))
-                    except OSError as error:
-                        problems.append(error)
-                    works += [group.send([chunk], receiver, tag) for receiver in each.receivers]
-            for tag, each, target in incoming:
-                if (left := each.entry.bytes - start) > 0:
-                    chunk = _empty_chunk(left)
-                    works.append(group.recv([chunk], each.source, tag))
-                    parts.append((target, chunk))
-            for work in works:
-                work.wait()
-            for target, chunk in parts:
-                if target is not None:
-                    target.write(_bytes_of(chunk))
-    for _, each, target in incoming:
+
+    def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+        """The result; None if the disk fails."""
         try:
-            if target is not None and target.close() != each.entry.sha256:
-                problem = f"{each.path.name} arrived damaged: its SHA-256 differs"
-                problems.append(OSError(errno.EIO, problem))
-            elif target is not None:
-                flush(into / each.path.name)
+            return work(*arguments)
         except OSError as error:
             problems.append(error)
+            return None
+
+    # The number of each file is its tag. A file that cannot be opened is None.
+    outgoing = [
+        (tag, each, attempt(each.path.open, "rb"))
+        for tag, each in enumerate(transfers)
+        if each.source == rank and each.receivers
+    ]
+    incoming = [
+        (tag, each, attempt(HashedFile, into / each.path.name))
+        for tag, each in enumerate(transfers)
+        if rank in each.receivers
+    ]
+    sizes = [each.entry.bytes for _, each, _ in (*outgoing, *incoming)]
+    for start in range(0, max(sizes, default=0), CHUNK_BYTES):
+        works, parts = [], []
+        for tag, each, source in outgoing:
+            if (left := each.entry.bytes - start) > 0:
+                chunk = _empty_chunk(left)
+                if source is not None:
+                    attempt(source.readinto, _bytes_of(chunk))
+                works += [group.send([chunk], receiver, tag) for receiver in each.receivers]
+        for tag, each, target in incoming:
+            if (left := each.entry.bytes - start) > 0:
+                chunk = _empty_chunk(left)
+                works.append(group.recv([chunk], each.source, tag))
+                parts.append((target, chunk))
+        for work in works:
+            work.wait()
+        for target, chunk in parts:
+            if target is not None:
+                target.write(_bytes_of(chunk))
+    for _, _, source in outgoing:
+        if source is not None:
+            source.close()
+    for _, each, target in incoming:
+        if target is not None and attempt(target.close) != each.entry.sha256:
+            problem = f"{each.path.name} arrived damaged: its SHA-256 differs"
+            problems.append(OSError(errno.EIO, problem))
+        elif target is not None:
+            attempt(flush, into / each.path.name)
     if problems:
         raise problems[0]
 

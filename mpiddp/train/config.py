@@ -58,6 +58,11 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Namesp
     return config
 
 
+def memory_format(config: Namespace) -> torch.memory_format:
+    """The layout of the images and of the model."""
+    return torch.channels_last if config.channels_last else torch.contiguous_format
+
+
 def _keep_global_batch(config: Namespace, before: mpiddp.Announced | None, ranks: int) -> None:
     """Keep the global batch of an earlier attempt on other ranks.
 
@@ -91,9 +96,7 @@ def _split_batch(config: Namespace, world_size: int, default: int) -> None:
 def _computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 on the device, not only possible."""
     if device.type == "cuda":
-        with torch.cuda.device(
-            device
-        ):  # it asks about the current device, which may be another one
+        with torch.cuda.device(device):  # it asks about the current device
             supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
         return supported
     if device.type != "cpu":

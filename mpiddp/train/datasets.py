@@ -25,6 +25,7 @@ from torch import Tensor
 import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train import cifar10
+from mpiddp.train.config import memory_format
 
 Batch = tuple[Tensor, Tensor]  # float [N, C, H, W] normalized, int64 [N]
 POOL_BATCHES = 4  # of synthetic images
@@ -98,7 +99,7 @@ def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> D
     is_folder = config.dataset == "image-folder"
     if config.use_syn:
         num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
-        images = SyntheticImages(config, world.rank, device, num_images, num_classes, shape)
+        images = SyntheticImages(config, world.rank, device, num_images, num_classes)
         return Data(f"synthetic {config.dataset}", num_classes, shape, images, None)
     if is_folder:
         from mpiddp.train.image_folder import open_folder  # takes Pillow along
@@ -138,10 +139,6 @@ def low_resolution(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images, (height, width))
 
 
-def _memory_format(config: Namespace) -> torch.memory_format:
-    return torch.channels_last if config.channels_last else torch.contiguous_format
-
-
 class DeviceImages:
     """Images uint8 [N, H, W, C] and labels [N] on `device`; shifted and flipped if `augment`."""
 
@@ -150,7 +147,7 @@ class DeviceImages:
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
         self.augment, self.seed, self.max_shift = augment, config.seed, config.max_shift
-        self.memory_format = _memory_format(config)
+        self.memory_format = memory_format(config)
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
         mean, std = (torch.tensor(each, device=device) for each in (cifar10.MEAN, cifar10.STD))
@@ -208,16 +205,10 @@ class SyntheticImages:
     """
 
     def __init__(
-        self,
-        config: Namespace,
-        rank: int,
-        device: torch.device,
-        num_images: int,
-        num_classes: int,
-        shape: tuple[int, int, int],
+        self, config: Namespace, rank: int, device: torch.device, num_images: int, num_classes: int
     ) -> None:
-        self.num_images, self.num_classes, self.shape = num_images, num_classes, shape
-        self.batch_size, self.memory_format = config.batch_size, _memory_format(config)
+        self.num_images, self.num_classes, self.size = num_images, num_classes, config.image_size
+        self.batch_size, self.memory_format = config.batch_size, memory_format(config)
         self._generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + rank)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
@@ -230,13 +221,17 @@ class SyntheticImages:
     @functools.cached_property
     def _pool(self) -> Batch:
         """Created at first use, after the sizes have been checked."""
-        size, device = POOL_BATCHES * self.batch_size, self._generator.device
-        images = torch.randn(size, *self.shape, generator=self._generator, device=device)
-        labels = torch.randint(self.num_classes, (size,), generator=self._generator, device=device)
+        number, draw = POOL_BATCHES * self.batch_size, self._generator
+        shape = (number, 3, self.size, self.size)
+        images = torch.randn(shape, generator=draw, device=draw.device)
+        labels = torch.randint(self.num_classes, (number,), generator=draw, device=draw.device)
         return images.contiguous(memory_format=self.memory_format), labels
 
 
-# On a GPU, the next batch is prepared on a side stream while a step computes
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all epochs, because the allocator keeps separate memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 def prefetched(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -246,16 +241,9 @@ def prefetched(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stream of the steps, a copy or a crop would wait for that step. Other accelerators than CUDA's and
     ROCm's do without.
     """
-    return _on_side_stream(found, device) if device.type == "cuda" else found
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all epochs, because the allocator keeps separate memory for each stream."""
-    return torch.cuda.Stream(device)
-
-
-def _on_side_stream(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    if device.type != "cuda":
+        yield from found
+        return
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
     while True:

@@ -20,6 +20,7 @@ import mpiddp
 from mpiddp.errors import DONE, STOPPED, JobFailed
 from mpiddp.train.config import gathered
 from mpiddp.train.datasets import Batch, Data, batches
+from mpiddp.train.measure import counted
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.step import State, learning_rate, train_step
@@ -54,21 +55,21 @@ def check_determinism(
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
-    found = gathered(first_difference(first, second))
-    runs = f"two runs of {len(first)} steps from the same start"
+    found, hosts = gathered(first_difference(first, second)), gathered(world.hostname)
+    runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
     differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
     if not differences:
+        ranks = counted(len(found), "rank")
         log.info(
-            f"{runs} are equal bit for bit on {len(found)} ranks, in each of {len(first[0])} tensors of a "
-            "step."
+            f"{runs} are equal bit for bit on {ranks}, in each of {tensors} tensors of a step."
         )
         return DONE
     (step, _, name, num_different), rank = min(differences)
     hint = "" if config.deterministic else " Try --deterministic."
     with mpiddp.together():
         raise JobFailed(
-            f"{runs} differ: first in step {step}, on rank {rank}, in {name} ({num_different} of "
-            f"{len(first[0])} tensors of that step).{hint}"
+            f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
+            f"({num_different} of {tensors} tensors of that step).{hint}"
         )
     raise SystemExit  # not reached: together() has raised one
 
@@ -114,19 +115,19 @@ class Recorder:
         self._model, self._optimizer = state.model, state.optimizer
         self._optimizer.register_step_pre_hook(self._before_update)
         self._optimizer.register_step_post_hook(self._after_update)
-        self._batches = 0
         self._step: dict[str, Tensor] = {}
         self._digests: list[tuple[list[str], Tensor]] = []
 
     def record(self, images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
         for images, labels in images_and_labels:
-            self._batches += 1
-            self._add(f"the images of backward pass {self._batches}", images)
-            self._add(f"the labels of backward pass {self._batches}", labels)
+            number = 1 + len(self._step) // 2
+            self._add(f"the images of backward pass {number}", images)
+            self._add(f"the labels of backward pass {number}", labels)
             yield images, labels
 
     def _before_update(self, *_: object) -> None:
+        self._step["the loss"] = torch.empty(0)  # its place; its value is known after the update
         for name, buffer in self._model.named_buffers():
             self._add(f"the buffer {name}", buffer)
         for name, parameter in reversed(list(self._model.named_parameters())):
@@ -147,7 +148,7 @@ class Recorder:
         self._add("the loss", loss)
         digests = torch.stack([each.to(loss.device) for each in self._step.values()])
         self._digests.append((list(self._step), digests))
-        self._step, self._batches = {}, 0
+        self._step = {}
 
     def read(self) -> Trace:
         """The digests of all steps. On a GPU this waits for the last one."""

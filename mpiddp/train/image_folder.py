@@ -21,7 +21,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -92,9 +91,8 @@ class ImageFolder:
             )
         self.num_images = len(self.samples)
         self._device, self._num_workers = device, config.num_workers
-        self._memory_format = (
-            torch.channels_last if config.channels_last else torch.contiguous_format
-        )
+        is_last = config.channels_last
+        self._memory_format = torch.channels_last if is_last else torch.contiguous_format
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)
@@ -127,11 +125,10 @@ class ImageFolder:
                     f"{path}: the image cannot be read ({reason}).{hint}"
                 )
             images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-            images = images * self._scale + self._shift
-            yield (
-                images.contiguous(memory_format=self._memory_format),
-                labels.to(self._device, non_blocking=True),
+            images = (images * self._scale + self._shift).contiguous(
+                memory_format=self._memory_format
             )
+            yield images, labels.to(self._device, non_blocking=True)
 
     def _start(self) -> DataLoader[Any]:
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
@@ -193,7 +190,7 @@ class _Decoder(Dataset[Any]):
             path, labels[position] = self.samples[number]
             try:
                 with Image.open(path, formats=tuple(FORMATS.values())) as file:
-                    image = _in_rgb(file)
+                    image = file.convert("RGB")
             except Exception as error:  # Pillow raises a dozen types for damaged files
                 errno = getattr(error, "errno", None)  # Pillow's own errors have none
                 reason = os.strerror(errno) if errno else str(error)
@@ -201,19 +198,9 @@ class _Decoder(Dataset[Any]):
                 return images, labels, (path, reason, is_failure)
             # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
             draw = random.Random(f"{self.seed}/{epoch}/{number}")
-            pixels[position] = (
-                random_resized_crop(image, self.size, draw)
-                if self.augment
-                else center_crop(image, self.size)
-            )
+            crop = partial(random_resized_crop, draw=draw) if self.augment else center_crop
+            pixels[position] = crop(image, self.size)
         return images, labels, None
-
-
-def _in_rgb(file: Image.Image) -> Image.Image:
-    """The image with 8 bits per color."""
-    if file.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip at 255
-        return Image.fromarray((np.asarray(file) // 257).astype(np.uint8)).convert("RGB")
-    return file.convert("RGB")
 
 
 def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:

@@ -98,19 +98,13 @@ def measure_speed(
     *times, total = slowest([*own, sum(own)], device)
     if not times:  # the run resumed after its last step
         return {"images_per_s": None, "step_time_p50_s": None, "step_time_p95_s": None}
+    percents = torch.tensor([0.5, 0.95], dtype=torch.float64)
+    middle, high = torch.tensor(times, dtype=torch.float64).quantile(percents).tolist()
     return {
         "images_per_s": len(times) * global_batch_size / total,
-        "step_time_p50_s": percentile(times, 50),
-        "step_time_p95_s": percentile(times, 95),
+        "step_time_p50_s": middle,
+        "step_time_p95_s": high,
     }
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The percentile, interpolated between the two nearest values."""
-    ordered = sorted(values)
-    index, rest = divmod(percent * (len(ordered) - 1), 100)
-    above = ordered[min(index + 1, len(ordered) - 1)]
-    return ordered[index] + (above - ordered[index]) * rest / 100
 
 
 def counted(number: int, noun: str) -> str:

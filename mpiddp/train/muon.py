@@ -7,7 +7,7 @@ them, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class Muon(torch.optim.Optimizer):
     The filters of a convolution keep a norm of 1 in the mean, because the BatchNorm that follows makes their
     size meaningless. That takes the place of weight decay.
 
-    Each rank computes the new weights of some convolutions, and an all-gather gives them to all. So the work
-    is shared, and all ranks have the same bits, even if their processors round differently.
+    Each rank computes the new weights of some convolutions, and broadcasts them to all. So the work is
+    shared, and all ranks have the same bits, even if their processors round differently.
 
     Args:
         convolutions: each followed by a BatchNorm, [C_out, C_in, height, width].
@@ -66,22 +66,20 @@ class Muon(torch.optim.Optimizer):
         rank, world_size = 0, 1
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        shares = _shares(convolutions, world_size)
-        buffers = {each: self._add_to_momentum(each, each.grad, _MOMENTUM) for each in convolutions}
-        largest = max(sum(parameter.numel() for parameter in share) for share in shares)
-        new = convolutions[0].new_zeros(largest)
-        for parameter, weight in _parts(new, shares[rank]):
-            assert parameter.grad is not None
-            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
-            direction = parameter.grad + _MOMENTUM * buffers[parameter]
-            weight.copy_((scaled - lr * orthogonal(direction)).permute(_order(parameter)))
-        of_ranks = [new]
-        if world_size > 1:
-            of_ranks = [torch.empty_like(new) for _ in shares]
-            dist.all_gather(of_ranks, new)
-        for share, weights in zip(shares, of_ranks, strict=True):
-            for parameter, weight in _parts(weights, share):
-                parameter.permute(_order(parameter)).copy_(weight)
+        works = []
+        # In the order of their sizes, so that each rank gets about as much work as the others.
+        for number, parameter in enumerate(sorted(convolutions, key=Tensor.numel, reverse=True)):
+            buffer = self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
+            source = number % world_size
+            if source == rank:
+                assert parameter.grad is not None
+                direction = orthogonal(parameter.grad + _MOMENTUM * buffer)
+                scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
+                parameter.copy_(scaled - lr * direction)
+            if world_size > 1:
+                works.append(dist.broadcast(parameter.detach(), source, async_op=True))
+        for work in works:
+            work.wait()
 
     def _add_to_momentum(
         self, parameter: nn.Parameter, gradient: Tensor | None, momentum: float
@@ -93,27 +91,6 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
         return buffer.mul_(momentum).add_(gradient)
-
-
-def _shares(parameters: list[nn.Parameter], world_size: int) -> list[list[nn.Parameter]]:
-    """Those of each rank, about as large as the others' are. The largest parameters are given out first."""
-    shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
-    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        min(shares, key=lambda share: sum(map(Tensor.numel, share))).append(parameter)
-    return shares
-
-
-def _parts(flat: Tensor, parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with its part of `flat`, in the `_order` of the parameter. `flat` may be longer."""
-    sizes = [parameter.numel() for parameter in parameters]
-    for parameter, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True):
-        yield parameter, part.view(parameter.permute(_order(parameter)).shape)
-
-
-def _order(weights: Tensor) -> tuple[int, ...]:
-    """The dimensions of [C_out, C_in, height, width] as they lie in memory. Such copies are quick."""
-    is_last = weights.is_contiguous(memory_format=torch.channels_last)
-    return (0, 2, 3, 1) if is_last else (0, 1, 2, 3)
 
 
 def orthogonal(weights: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import platform
@@ -18,15 +17,17 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import mpiddp
 
 _GIT_S = 10.0
-_HIDDEN = "…"  # in place of the password in user:password@host
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -43,38 +44,29 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
     """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
-    log = logging.getLogger("mpiddp.rank")
-    log.propagate = False  # keep it off the console
-    log.setLevel(logging.INFO)
-    handler = logging.FileHandler(path, errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s%(zone)s %(message)s"))
-    zone = {"zone": time.strftime("%z")}  # a container may have another one than the reader's host
-    # A record that a full disk does not take is lost silently: the saves report it.
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
-    log.addHandler(handler)
+
+    def write(text: str) -> None:
+        with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}\n")
+
     who = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank}"
     where = f"node {world.node_rank}, host {world.hostname}, pid {os.getpid()}"
-    versions = f"python {platform.python_version()}, torch {_version('torch')}"
-    log.info(f"started: {who}, {where}, {versions}, by {world.launcher.name}", extra=zone)
+    versions = f"python {platform.python_version()}, torch {torch.__version__}"
+    write(f"started: {who}, {where}, {versions}, by {world.launcher.name}")
     try:
         yield
-        log.info("done", extra=zone)
     except BaseException:
-        log.exception("failed", extra=zone)
+        write(f"failed\n{traceback.format_exc()}")
         raise
-    finally:
-        log.removeHandler(handler)
-        with contextlib.suppress(OSError):
-            handler.close()
+    write("done")
 
 
 @contextlib.contextmanager
 def recorded(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> Iterator[None]:
     """Write the record of this start while the body runs: git may be slow. Call this on rank 0 alone."""
-    command = [sys.executable, *sys.orig_argv[1:]]
     facts = {
         "started": started,  # local time, 20261122-070847
-        "command": shlex.join(map(without_password, command)),
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
         "started_by": world.launcher.name,
         "hosts_of_ranks": hosts,
@@ -85,25 +77,13 @@ def recorded(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> 
     writer.join(2 * _GIT_S)
 
 
-def without_password(text: str) -> str:
-    """The URL without its password. In `user:password@host`, everything before the last @ counts."""
-    before, at, host = text.rpartition("@")
-    scheme, slashes, login = before.rpartition("://")
-    user, colon, _ = login.partition(":")
-    return f"{scheme}{slashes}{user}:{_HIDDEN}@{host}" if at and colon else text
-
-
 def _write(folder: Path, facts: dict[str, Any]) -> None:
-    packages = {}
-    for each in distributions():
-        with contextlib.suppress(Exception):  # METADATA that is no text, for example
-            packages[each.metadata["Name"]] = each.version
-    versions = {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "packages": dict(sorted((name, version) for name, version in packages.items() if name)),
-    }
-    with contextlib.suppress(OSError):  # the training matters more than its record
+    with contextlib.suppress(OSError, ValueError):  # the training matters more than its record
+        versions = {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
+        }
         folder.mkdir(exist_ok=True)
         file = folder / f"start_{1 + len(list(folder.glob('start_*.json'))):04d}.json"
         save_json(file, {**facts, **versions, "git": git_state(Path.cwd())})
@@ -111,29 +91,16 @@ def _write(folder: Path, facts: dict[str, Any]) -> None:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """The commit of a folder, and whether files differ from it; None outside of a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None or commit.returncode:
-        return None
-    differs = _git(folder, "diff", "--quiet", "HEAD")
-    is_dirty = differs is not None and differs.returncode == 1
-    return {"commit": commit.stdout.strip(), "dirty": is_dirty}
-
-
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    command = ["git", "--no-optional-locks", *arguments]
     try:
-        return subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_GIT_S,
-        )
+        commit = _git(folder, "rev-parse", "HEAD")
+        differs = _git(folder, "diff", "--quiet", "HEAD")
     except (OSError, subprocess.TimeoutExpired):
         return None
+    if commit.returncode:
+        return None
+    return {"commit": commit.stdout.strip(), "dirty": differs.returncode == 1}
 
 
-def _version(package: str) -> str:
-    return str(getattr(sys.modules.get(package), "__version__", "-"))
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "--no-optional-locks", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_S)

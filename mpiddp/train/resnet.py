@@ -14,7 +14,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ARCHS", "build_resnet"]
+__all__ = ["ARCHS", "ResNet"]
 
 Block = Literal["basic", "bottleneck"]
 SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
@@ -143,10 +143,32 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """Images [N, in_channels, H, W] to logits [N, num_classes]. `build_resnet` describes the arguments."""
+    """A module from images, float [N, in_channels, H, W], to logits [N, num_classes].
 
-    def __init__(self, architecture: Architecture, num_classes: int, stem: str, in_channels: int):
+    Its fresh weights are He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        num_classes: int | None = None,
+        stem: str | None = None,
+        in_channels: int = 3,
+    ):
+        """
+        Args:
+            architecture: its blocks, a row of `ARCHITECTURES`. The functions of `ARCHS` have it already.
+            num_classes: number of logits; None for those of the data set that it was made for.
+            stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
+                "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None
+                for that of its own data set.
+            in_channels: channels of an image.
+
+        Raises:
+            ValueError: another stem.
+        """
         super().__init__()
+        stem = architecture.stem if stem is None else stem
         if stem not in STEMS:
             raise ValueError(f'stem="{stem}" is none of {", ".join(STEMS)}')
         size, stride = STEMS[stem]
@@ -168,13 +190,14 @@ class ResNet(nn.Module):
                 blocks.append(block(channels, width, stride, shortcut))
                 channels = out
             self.add_module(f"layer{stage}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, num_classes)
+        self.fc = nn.Linear(channels, num_classes or architecture.num_classes)
 
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
+        """The logits, float [N, num_classes]."""
         x = self.pool(F.relu(self.bn1(self.conv1(x)), inplace=True))
         for stage in range(1, self.num_stages + 1):
             x = self.get_submodule(f"layer{stage}")(x)
@@ -182,42 +205,11 @@ class ResNet(nn.Module):
         return logits
 
 
-def build_resnet(
-    architecture: Architecture,
-    num_classes: int | None = None,
-    stem: str | None = None,
-    in_channels: int = 3,
-) -> ResNet:
-    """Build a ResNet with fresh weights: He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
-
-    Args:
-        architecture: its blocks, as a row of `ARCHITECTURES`. The functions of
-            `ARCHS` have it already.
-        num_classes: number of logits; None for those of the data set that it was made for.
-        stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
-            "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None for
-            that of its own data set.
-        in_channels: channels of an image.
-
-    Returns:
-        A module from images, float [N, in_channels, H, W], to logits [N, num_classes].
-
-    Raises:
-        ValueError: another stem.
-    """
-    return ResNet(
-        architecture,
-        architecture.num_classes if num_classes is None else num_classes,
-        architecture.stem if stem is None else stem,
-        in_channels,
-    )
-
-
 BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
     "basic": BasicBlock,
     "bottleneck": Bottleneck,
 }
-ARCHS = {name: partial(build_resnet, each) for name, each in ARCHITECTURES.items()}
+ARCHS = {name: partial(ResNet, each) for name, each in ARCHITECTURES.items()}
 """The functions that build a ResNet, by the names of `mpiddp train --arch`.
 
     model = ARCHS["resnet18"](num_classes=10, stem="cifar")   # images [N, 3, 32, 32] to logits [N, 10]

@@ -3,8 +3,8 @@
     with sinks.following("tensorboard,wandb", run, config): …
 
 A thread of rank 0 follows metrics.jsonl. An error of a package becomes one warning, and the training goes on.
-RUN/log_to/tensorboard.json holds the id that the tool has given the run, and how much of
-metrics.jsonl it has. The next start of the run continues there.
+RUN/log_to/tensorboard.json holds the id that the tool has given the run, and the last step that it has. The
+next start of the run continues there.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def check_packages(tools: str | None) -> None:
 def following(tools: str | None, run: Path, config: Mapping[str, Any]) -> Iterator[None]:
     """Send the records of the run to these tools while the body runs. Call this on rank 0 alone."""
     is_over = threading.Event()
-    position = (run / "metrics.jsonl").stat().st_size  # a resume has dropped what it repeats
+    newest = max((step for step, _ in numbers(run / "metrics.jsonl", 0)[0]), default=-1)
     threads = [
-        threading.Thread(target=_follow, args=(tool, run, config, position, is_over), daemon=True)
+        threading.Thread(target=_follow, args=(tool, run, config, newest, is_over), daemon=True)
         for tool in (tools.split(",") if tools else ())
     ]
     for thread in threads:
@@ -153,10 +153,10 @@ def following(tools: str | None, run: Path, config: Mapping[str, Any]) -> Iterat
 
 
 def _follow(
-    tool: str, run: Path, config: Mapping[str, Any], position: int, is_over: threading.Event
+    tool: str, run: Path, config: Mapping[str, Any], newest: int, is_over: threading.Event
 ) -> None:
     try:
-        follow(tool, run, config, position, is_over)
+        follow(tool, run, config, newest, is_over)
     except (Exception, SystemExit) as error:
         first_line = str(error).strip().partition("\n")[0]
         log.warning(
@@ -166,49 +166,44 @@ def _follow(
 
 
 def follow(
-    tool: str, run: Path, config: Mapping[str, Any], position: int, is_over: threading.Event
+    tool: str, run: Path, config: Mapping[str, Any], newest: int, is_over: threading.Event
 ) -> None:
-    """Send the tool the records that it does not have yet, until `is_over`.
+    """Send the tool the records of the steps that it does not have yet, until `is_over`.
 
     Args:
-        position: the size of metrics.jsonl when this start of the run began.
+        newest: the last step of metrics.jsonl when this start of the run began. A run that resumed has
+            dropped the records of later steps, which the tool then gets again.
     """
     file, metrics = run / "log_to" / f"{tool}.json", run / "metrics.jsonl"
     file.parent.mkdir(exist_ok=True)
-    sent: dict[str, Any] = {"id": "", "bytes": 0}
+    known: dict[str, Any] = {"id": "", "step": -1}
     if file.exists():
-        sent = json.loads(file.read_bytes())
-    # A run that resumed has dropped the records of later steps, which the tool then gets again.
-    end = min(sent["bytes"], position)
-    kept, _ = read_records(metrics, 0, end)
-    first_step = kept[-1]["step"] + 1 if kept else 0
-    sink = SINKS[tool](RunFacts(run.absolute(), config, sent["id"], first_step))
-    save_json(file, {"id": sink.id, "bytes": end})
-    is_last = False
+        known = json.loads(file.read_bytes())
+    first_step = min(known["step"], newest) + 1
+    sink = SINKS[tool](RunFacts(run.absolute(), config, known["id"], first_step))
+    save_json(file, {"id": sink.id, "step": first_step - 1})
+    position, is_last = 0, False
     while not is_last:
         is_last = is_over.wait(_POLL_S)
-        records, end = read_records(metrics, end)
-        for record in records:
-            sink.log(record["step"], _numbers(record))
-        if records:
-            save_json(file, {"id": sink.id, "bytes": end})
+        records, position = numbers(metrics, position)
+        new = [(step, values) for step, values in records if step >= first_step]
+        for step, values in new:
+            sink.log(step, values)
+        if new:
+            save_json(file, {"id": sink.id, "step": new[-1][0]})
     sink.finish()
 
 
-def read_records(
-    metrics: Path, start: int, end: int | None = None
-) -> tuple[list[dict[str, Any]], int]:
-    """The complete records between two positions of the file, and the position behind the last one."""
+def numbers(metrics: Path, start: int) -> tuple[list[tuple[int, dict[str, float]]], int]:
+    """The step and the numbers of each record from this position on, and the position behind the last one."""
     with metrics.open("rb") as file:
         file.seek(start)
-        data = file.read(None if end is None else end - start)
+        data = file.read()
     data = data[: data.rfind(b"\n") + 1]
     records = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a full disk has cut it
-            records.append({**(record := json.loads(line)), "step": int(record["step"])})
+            record = json.loads(line)
+            step = int(record.pop("step"))
+            records.append((step, {k: v for k, v in record.items() if type(v) in (int, float)}))
     return records, start + len(data)
-
-
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mpiddp.errors import UserError
+from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import Step
@@ -50,8 +51,9 @@ def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Modul
         load_weights(model, config.weights)
     if config.sync_bn:
         model = synchronized(model, device)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+    return model.to(  # type: ignore[call-overload, no-any-return]
+        device, memory_format=memory_format(config)
+    )
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -69,20 +71,15 @@ def load_weights(model: nn.Module, path: str) -> None:
             f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
         ) from None
     try:
-        own = model.state_dict()
-        body = {
-            key: value
-            for key, value in weights.items()
-            if not key.startswith("fc.") or value.shape == own[key].shape
-        }
-        missing, unknown = model.load_state_dict(body, strict=False)
-    except Exception as error:  # a value that is no tensor, a shape of another model
+        own, weights = model.state_dict(), dict(weights)
+        # torchvision's oldest files have no num_batches_tracked
+        optional = {key for key in own if key.endswith("num_batches_tracked")}
+        head = {key for key in ("fc.weight", "fc.bias") if weights[key].shape != own[key].shape}
+        fresh = {key: own[key] for key in (optional - weights.keys()) | head}
+        model.load_state_dict({**weights, **fresh})
+    except Exception as error:  # no dict, a value that is no tensor, a shape of another model
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
-    # torchvision's oldest files have no num_batches_tracked
-    missing = [key for key in missing if not key.endswith("num_batches_tracked")]
-    if wrong := [*unknown, *(key for key in missing if not key.startswith("fc."))]:
-        raise UserError(f"--weights {path}: {wrong[0]} is in one of file and model. Check --arch.")
 
 
 def choose_kernels(config: Namespace) -> None:
@@ -157,8 +154,7 @@ def learning_rate(step: int, steps_per_epoch: int, config: Namespace) -> float:
     return peak
 
 
-def _untimed(phase: str) -> None:
-    """Nobody wants to know when a phase ends."""
+PhaseEnds = Callable[[str], object]
 
 
 def train_step(
@@ -169,7 +165,7 @@ def train_step(
     lr: float,
     config: Namespace,
     *,
-    phase_ends: Callable[[str], object] = _untimed,
+    phase_ends: PhaseEnds = str,
 ) -> Tensor:
     """One step of the optimizer over the next batches of this rank. It leaves its gradients.
 
@@ -196,7 +192,7 @@ def backward(
     scaler: torch.amp.GradScaler,
     config: Namespace,
     *,
-    phase_ends: Callable[[str], object] = _untimed,
+    phase_ends: PhaseEnds = str,
 ) -> Tensor:
     """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
 
@@ -224,7 +220,7 @@ def backward(
     return loss_sum
 
 
-def mark_last_gradient(model: nn.Module, phase_ends: Callable[[str], object]) -> None:
+def mark_last_gradient(model: nn.Module, phase_ends: PhaseEnds) -> None:
     """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
     first = next((p for p in model.parameters() if p.requires_grad), None)
     if first is not None and not is_sharded(model):

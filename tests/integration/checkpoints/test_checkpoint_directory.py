@@ -20,8 +20,6 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from tests.support import checkpoint_folders
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
 
@@ -81,16 +79,6 @@ def test_a_checkpoint_contains_its_files_and_a_manifest(tmp_path: Path) -> None:
     assert directory.step_of(folder) == 12
 
 
-def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
-    def write_and_check(folder: Path) -> None:
-        assert directory.list_steps(tmp_path) == []
-        write_files(folder)
-        assert not (tmp_path / "step_00000001").exists()
-
-    checkpoint_folders.write(tmp_path, 1, write_and_check)
-    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
-
-
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     folder = checkpoint_folders.write(tmp_path, 1, write_files)
     (folder / "model.pt").write_bytes(b"broken")
@@ -114,12 +102,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert names(tmp_path) == ["step_00000001"]
 
 
-def test_write_into_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        checkpoint_folders.write(tmp_path / "file" / "checkpoints", 1, write_files)
-
-
 HANGS_WHILE_WRITING = """
 import sys, time
 from pathlib import Path
@@ -133,29 +115,6 @@ def write_files(folder):
 
 checkpoint_folders.write(Path(sys.argv[1]), 2, write_files)
 """
-
-
-def test_an_undeletable_leftover_does_not_fail_a_save(tmp_path: Path) -> None:
-    """A leftover may belong to another user, or be open over NFS."""
-    code = """
-import os
-from pathlib import Path
-from mpiddp.checkpoints import folder as directory
-from tests.support import checkpoint_folders
-if os.getuid() == 0:
-    os.setuid(65534)  # root may remove everything
-for step in (1, 2, 3, 4):
-    folder = checkpoint_folders.write(Path(), step, lambda folder: (folder / "model.pt").touch())
-    folder.chmod(0o555)
-    directory.prune(Path(), 2, is_good=directory.is_intact)
-"""
-    tmp_path.chmod(0o777)
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True, timeout=PATIENCE_S
-    )
-    assert list(map(directory.step_of, directory.list_steps(tmp_path))) == [3, 4]
-    for left in tmp_path.iterdir():
-        left.chmod(0o777)  # for pytest to remove
 
 
 def test_set_aside_renames_newer_checkpoints(tmp_path: Path) -> None:
@@ -235,32 +194,6 @@ def folder(tmp_path: Path) -> Path:
     return checkpoint_folders.write(tmp_path, 7, write_files)
 
 
-def test_every_flipped_bit_is_detected(folder: Path) -> None:
-    files = sorted(folder.iterdir())
-    bits = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
-    draw = random.Random(1)
-    flips = [*draw.sample(bits, 300), *((path, draw.randrange(8)) for path in files)]
-    for path, bit in flips:
-        original = path.read_bytes()
-        changed = bytearray(original)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        assert not directory.is_verified(folder), (path.name, bit)
-        path.write_bytes(original)
-    directory.verify(folder)
-
-
-def test_every_truncation_is_detected(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        original = path.read_bytes()
-        for size in {0, 1, len(original) // 2, len(original) - 1}:
-            path.write_bytes(original[:size])
-            assert not directory.is_verified(folder), (path.name, size)
-        path.write_bytes(original + b"\0")
-        assert not directory.is_verified(folder), path.name
-        path.write_bytes(original)
-
-
 def test_the_message_names_the_damage(folder: Path) -> None:
     model = folder / "model.pt"
     model.write_bytes(bytes(4999))
@@ -275,21 +208,6 @@ def test_the_message_names_the_damage(folder: Path) -> None:
     assert complaint(folder) == "the save was never completed"
 
 
-def test_verify_of_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """Reading the start of /proc/self/mem fails with an I/O error, as a bad sector does."""
-    folder = checkpoint_folders.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
-    (folder / "model.pt").unlink()
-    (folder / "model.pt").symlink_to("/proc/self/mem")
-    assert complaint(folder) == "model.pt cannot be read: Input/output error"
-
-
-def test_verify_of_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    for name in ("empty", "file", "missing"):
-        assert complaint(tmp_path / name) == "the save was never completed"
-
-
 def craft(folder: Path, manifest: bytes) -> None:
     """Give the checkpoint another manifest, with the right SHA-256 of it."""
     (folder / "manifest.json").write_bytes(manifest)
@@ -297,26 +215,6 @@ def craft(folder: Path, manifest: bytes) -> None:
 
 
 ENTRY = {"bytes": 13, "sha256": hashlib.sha256(CONTENT["state.json"]).hexdigest()}
-
-
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        *(b"", b"\xff", b"[" * 100_000, b"[]", b"null"),
-        *(
-            json.dumps({"state.json": entry}).encode()
-            for entry in (1, [], {}, {"bytes": 13}, {**ENTRY, "bytes": "x"}, {**ENTRY, "bytes": -1})
-        ),
-        *(
-            json.dumps({name: ENTRY}).encode()
-            for name in ("", ".", "..", "../a", "/etc/passwd", "a\0")
-        ),
-    ],
-)
-def test_a_crafted_manifest_is_refused(folder: Path, manifest: bytes) -> None:
-    craft(folder, manifest)
-    assert complaint(folder)
-    assert not directory.is_intact(folder)
 
 
 def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
@@ -327,54 +225,24 @@ def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
     assert complaint(folder).startswith('manifest.json lists "../pipe"')
 
 
-def test_the_reason_why_complete_cannot_be_read(folder: Path) -> None:
-    complete = folder / "COMPLETE"
-    complete.unlink()
-    complete.mkdir()
-    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
-    complete.rmdir()
-    os.mkfifo(complete)
-    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
-    complete.unlink()
-    complete.symlink_to("/dev/zero")
-    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
-    complete.unlink()
-    complete.symlink_to("/proc/self/mem")  # as a bad sector
-    assert complaint(folder) == "COMPLETE cannot be read: Input/output error"
-    complete.unlink()
-    complete.symlink_to(complete)
-    assert complaint(folder) == "COMPLETE cannot be read: Too many levels of symbolic links"
-    complete.unlink()
-    complete.write_bytes(b"\xff")
-    assert complaint(folder) == "manifest.json does not match its SHA-256"
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("/dev/zero", "not a regular file"),
+        ("/proc/self/mem", "Input/output error"),  # as a bad sector
+        ("COMPLETE", "Too many levels of symbolic links"),
+    ],
+)
+def test_the_reason_why_a_file_cannot_be_read(folder: Path, target: str, reason: str) -> None:
+    (folder / "COMPLETE").unlink()
+    (folder / "COMPLETE").symlink_to(target)
+    assert complaint(folder) == f"COMPLETE cannot be read: {reason}"
 
 
-def test_the_reason_why_another_users_checkpoint_cannot_be_read(folder: Path) -> None:
-    code = """
-import os, sys
-from pathlib import Path
-from mpiddp.checkpoints import folder as directory
-from tests.support import checkpoint_folders
-if os.getuid() == 0:
-    os.seteuid(65534)  # root may read everything
-try:
-    directory.verify(Path(sys.argv[1]))
-except directory.BrokenCheckpoint as error:
-    print(error)
-"""
-    (folder / "COMPLETE").chmod(0)
-    for parent in [folder, *folder.parents][:3]:  # pytest's own folders are private
-        parent.chmod(0o755)
-    command = [sys.executable, "-c", code, folder.name]
-    done = subprocess.run(
-        command,
-        cwd=folder.parent,
-        env=clean_env(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.stdout == f"checkpoint {folder.name}: COMPLETE cannot be read: Permission denied\n"
+@pytest.mark.parametrize("manifest", [b"", b"\xff", b"[" * 100_000, b"[]", b'{"state.json": 1}'])
+def test_a_manifest_of_another_program_is_refused(folder: Path, manifest: bytes) -> None:
+    craft(folder, manifest)
+    assert complaint(folder) == "manifest.json is not a table of files"
 
 
 # Several checkpoints
@@ -400,19 +268,3 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path) == folders[2:]
     assert names(tmp_path) == [folder.name for folder in folders[2:]]
     assert directory.prune(tmp_path, 2, is_good=directory.is_intact) == []
-
-
-def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> None:
-    folders = write_several(tmp_path, 1, 2, 3)
-    for folder in folders[1:]:
-        (folder / "model.pt").write_bytes(b"cut")
-    assert directory.prune(tmp_path, 2, is_good=directory.is_intact) == []
-    assert directory.list_steps(tmp_path) == folders
-    assert directory.prune(tmp_path / "none", 2, is_good=directory.is_intact) == []
-
-
-def test_prune_can_count_by_size_or_by_hash(tmp_path: Path) -> None:
-    folders = write_several(tmp_path, 1, 2, 3)
-    (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert directory.prune(tmp_path, 2, is_good=directory.is_verified) == []
-    assert directory.prune(tmp_path, 2, is_good=directory.is_intact) == [folders[0]]

@@ -73,21 +73,6 @@ def test_every_image_is_one_of_its_shifts_and_flips() -> None:
     assert len(set(views)) > 20  # each image is shifted on its own
 
 
-def test_all_shifts_and_flips_are_about_equally_frequent() -> None:
-    picture = arrays(1, 16, 16)[0]
-    views = every_view(picture[0])
-    images = source((picture.repeat(40, 0), np.zeros(40, np.int64)))
-    counts = np.zeros((SHIFTS, SHIFTS, 2), int)
-    for epoch in range(100):
-        for image in batch(images, torch.arange(40), epoch=epoch):
-            counts[views[pixels_of(image).tobytes()]] += 1
-    assert counts.sum() == 4000
-    for axis in range(3):
-        of_each = counts.sum(tuple({0, 1, 2} - {axis}))
-        expected = 4000 / len(of_each)
-        assert np.abs(of_each - expected).max() < 4 * expected**0.5
-
-
 def test_the_border_is_mirrored_without_repeating_the_edge() -> None:
     """A crop of the row 0 1 2 … 9 that begins two pixels early is 2 1 0 1 2 …"""
     row = np.tile(np.arange(10, dtype=np.uint8)[None, :, None], (10, 1, 3))
@@ -136,7 +121,3 @@ def test_memory_layout(augment: bool) -> None:
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert first.is_contiguous()
     assert torch.equal(last, first)
-
-
-def test_an_empty_list_of_batches() -> None:
-    assert list(source(arrays()).batches([], epoch=0)) == []

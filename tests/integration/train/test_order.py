@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from mpiddp.train.order import Order, Step, share_of
 
@@ -63,13 +62,6 @@ def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
             assert step == order[k * global_batch : (k + 1) * global_batch], sizes
 
 
-def test_steps_do_not_depend_on_the_split_of_the_global_batch() -> None:
-    splits = [(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (8, 1, 3), (2, 3, 4), (1, 1, 24)]
-    for num_samples in (24, 25, 26, 47, 100):
-        first, *others = [global_steps(orders(num_samples, *split), epoch=1) for split in splits]
-        assert all(other == first for other in others)
-
-
 def test_each_epoch_and_seed_has_another_order() -> None:
     one = orders(100, 10, 1, 1)[0]
     other = replace(one, seed=6)
@@ -77,14 +69,6 @@ def test_each_epoch_and_seed_has_another_order() -> None:
     assert len({tuple(numbers) for numbers in found}) == 6
     assert found[0] == one.permutation(0).tolist() != list(range(100))
     assert all(sorted(numbers) == list(range(100)) for numbers in found)
-
-
-def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
-    for num_samples, batch_size, accum, world_size in combinations():
-        for rank in orders(num_samples, batch_size, accum, world_size):
-            for step in rank.steps(epoch=0):
-                assert step.num_images == rank.global_batch_size
-                assert [len(batch) for batch in step.micro_batches] == [batch_size] * accum
 
 
 @pytest.mark.parametrize("accum", [1, 2])
@@ -120,11 +104,6 @@ def test_resuming_at_a_position_is_exact_with_any_number_of_ranks() -> None:
             position = sum(map(len, first))
             rest = global_steps(orders(num_samples, *after), epoch=4, position=position)
             assert first + rest == whole
-
-
-def test_indices_are_int64_on_the_cpu() -> None:
-    (step,) = orders(4, 2, 2, 1)[0].steps(epoch=0)
-    assert all(b.dtype == torch.int64 and b.device.type == "cpu" for b in step.micro_batches)
 
 
 def test_evaluation_shares_have_every_image_once_and_differ_by_one() -> None:

@@ -6,7 +6,6 @@ python -m pytest tests/integration/train/test_step.py
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.errors import UserError
 from mpiddp.train.checkpoint import _restore
-from mpiddp.train.config import _computes_in_bf16
 from mpiddp.train.datasets import batches, open_data
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
@@ -82,16 +80,6 @@ def test_the_first_epochs_are_at_low_resolution_for_whoever_trains() -> None:
         ((images, _),) = batches(data.train, order, config, torch.device("cpu"), epoch=epoch)
         sizes.append(tuple(images.shape[2:]))
     assert sizes == [(24, 24), (32, 32)]
-
-
-def test_computes_in_bf16_agrees_with_torch() -> None:
-    """torch 2.8 has no public function for this."""
-    is_supported = (
-        torch.cpu._is_avx512_bf16_supported
-        if platform.machine() == "x86_64"
-        else torch.ops.mkldnn._is_mkldnn_bf16_supported
-    )
-    assert _computes_in_bf16(torch.device("cpu")) == is_supported()
 
 
 def test_weight_decay_excludes_batch_norm_and_biases() -> None:
