@@ -24,12 +24,9 @@ from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
 from mpiddp.bench.start import JOB
 
-PLAIN, DEFAULTS = "fp32, NCHW", "the defaults"
-FP32 = ("--amp=off", "--no-channels-last")
+PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {
-    PLAIN: FP32,
-    "fp32, channels_last": ("--amp=off",),
-    "bf16, NCHW": ("--no-channels-last",),
+    PLAIN: ("--amp=off",),
     DEFAULTS: (),
     "--compile default": ("--compile=default",),
     "--compile reduce-overhead": ("--compile=reduce-overhead",),
@@ -79,7 +76,7 @@ def resnet50(bench: Bench) -> Figure:
 def resnet152(bench: Bench) -> Figure:
     """ResNet-152 at 32×32 with 8192 images: the defaults and the fp32 of the guides."""
     model = ("--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192", "--epochs=8")
-    found = bench.alternate({DEFAULTS: (), PLAIN: FP32}, *model)
+    found = bench.alternate({name: SETTINGS[name] for name in (DEFAULTS, PLAIN)}, *model)
     speeds = found["images_per_s"]
     return {**found, "ratio": spread(ratios(speeds[DEFAULTS], speeds[PLAIN]))["median"]}
 

@@ -28,7 +28,7 @@ from mpiddp.world import World
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
-    with synthetic_job(World.from_env(), sys.argv[2:], fixed=()) as job:
+    with synthetic_job(World.from_env(), sys.argv[2:]) as job:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
         (step,) = synthetic_order(job, data, 1).steps(epoch=0)
