@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
         "environment": {
             "mpi": jobs.starter,
-            "hosts": results.pop("hosts", None) or [asdict(machine())],
+            "hosts": results.pop("hosts", None) or [machine()],
         },
         "options": {**own, "training": training},
         "results": results,
@@ -151,8 +151,8 @@ def _parser(
         for group in (WHERE, HOW):
             add_launch_options(parser, group)
     where = [each for each in parser._actions if each.dest != "help"]
-    add_options(parser, module.Options)
     add = parser.add_argument_group("the benchmark")
+    add_options(add, module.Options)
     limit = "time limit of one job"
     add.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
     out = "folder of the results (default: bench/<time>-<name>)"

@@ -97,7 +97,7 @@ def _compared(what: str, values: Sequence[dict[str, Any]]) -> str:
     title = counted(len(rows), what)
     if len(values) > 1:
         rows = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
-        title = f"{counted(len(rows), what)} that differ"
+        title = f"different: {counted(len(rows), what)}"
     return details(title, by_run(rows)) if rows else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,7 @@ def synthetic_job(world: World, training: Sequence[str]) -> contextlib.AbstractC
 
 def hosts_of(coordinator: Coordinator) -> list[Result]:
     """Gather each host's machine and its number of ranks. All ranks must call this."""
-    own = asdict(machine()) if coordinator.world.local_rank == 0 else None
+    own = machine() if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 

@@ -184,7 +184,7 @@ def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -
         (folder / "starts/start_0001.json").write_text(json.dumps(each))
         runs.append(read_run(folder))
     assert texts(environment(runs)) == [
-        *("3 facts that differ", "A", "B", "packages torch", "2.13.0", "2.12.1"),
+        *("different: 3 facts", "A", "B", "packages torch", "2.13.0", "2.12.1"),
         *("git commit", "1f3a", "-", "git diff", "-lr = &lt;1&gt;\n+lr = 2", "-"),
     ]
     assert {"environment A", "3.11.7"} <= {*texts(environment(runs[:1]))}
