@@ -62,18 +62,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(
-        "reference", "rounds; each variant runs once in each", type=whole(1), default=3
-    )
-    hosts: tuple[int, ...] = option("reference", "numbers of hosts", type=wholes(2), default="2,4")
-    cores: float = option("reference", "cores of each worker", type=float, default=0.4)
-    steps: int = option("reference", "steps to time in each job", type=whole(1), default=20)
-    warmup: int = option("reference", "steps before the timed ones", type=whole(0), default=5)
-    arch: str = option("reference", "model", default="resnet20")
-    batch_size: int = option("reference", "images per worker and pass", type=whole(2), default=32)
-    chart: str | None = option(
-        "reference", "draw the chart of the page into this PNG", metavar="FILE"
-    )
+    rounds: int = option("rounds; each variant runs once in each", type=whole(1), default=3)
+    hosts: tuple[int, ...] = option("numbers of hosts", type=wholes(2), default="2,4")
+    cores: float = option("cores of each worker", type=float, default=0.4)
+    steps: int = option("steps to time in each job", type=whole(1), default=20)
+    warmup: int = option("steps before the timed ones", type=whole(0), default=5)
+    arch: str = option("model", default="resnet20")
+    batch_size: int = option("images per worker and pass", type=whole(2), default=32)
+    chart: str | None = option("draw the chart of the page into this PNG", metavar="FILE")
 
 
 def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:

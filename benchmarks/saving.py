@@ -30,9 +30,9 @@ VARIANTS = (NO_SAVE, THREAD, AT_ONCE)
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option("saving", "rounds of all variants", type=whole(1), default=5)
-    steps: int = option("saving", "steps of a block, and so of a save", type=whole(2), default=20)
-    folder: str | None = option("saving", "folder of the checkpoints (default: a temporary one)")
+    rounds: int = option("rounds of all variants", type=whole(1), default=5)
+    steps: int = option("steps of a block, and so of a save", type=whole(2), default=20)
+    folder: str | None = option("folder of the checkpoints (default: a temporary one)")
 
 
 def measure(options: Options, jobs: Jobs) -> Result:

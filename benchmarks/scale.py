@@ -33,7 +33,7 @@ TIMEOUT_S = 900
 @dataclass(frozen=True)
 class Options:
     ranks: tuple[int, ...] = option(
-        "scale", "numbers of ranks", type=wholes(1), default="64,256,1024,4096,16384"
+        "numbers of ranks", type=wholes(1), default="64,256,1024,4096,16384"
     )
 
 

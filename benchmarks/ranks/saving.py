@@ -15,29 +15,26 @@ import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.ranks.training import open_source, synthetic_job, synthetic_order
+from mpiddp.bench.ranks.training import build_bare, open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import gathered
 from mpiddp.train.datasets import batches
-from mpiddp.train.parallel import find_copies, wrap
-from mpiddp.train.step import State, backward, build_model, build_optimizer, build_scaler
+from mpiddp.train.parallel import wrap
+from mpiddp.train.step import backward
 from mpiddp.world import World
 
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
-    with synthetic_job(World.from_env(), sys.argv[2:], fixed=()) as job:
+    with synthetic_job(World.from_env(), sys.argv[2:]) as job:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
         (step,) = synthetic_order(job, data, 1).steps(epoch=0)
         images = list(batches(data.train, step.micro_batches, config, device, epoch=0))
         root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
-        model = build_model(config, data, device)
-        copies = find_copies(config, gathered(str(coordinator.world.node_rank)))
-        ddp = wrap(model, config, data.shape, copies)
-        state = State(model, build_optimizer(model, config), build_scaler(config, device))
+        state = build_bare(job, data)
+        ddp = wrap(state.model, config, data.shape, [])
         checkpoints = checkpoint.open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 

@@ -16,7 +16,7 @@ from mpiddp.bench.figures import Result, aligned
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option
 from mpiddp.errors import UserError
-from mpiddp.text import percentile, shown
+from mpiddp.text import percentile, shown, size_text
 
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next
@@ -37,11 +37,11 @@ def size_bytes(text: str) -> int:
 @dataclass(frozen=True)
 class Options:
     backend: str | None = option(
-        "allreduce", "one of them (default: both if there are GPUs)", choices=("gloo", "nccl")
+        "one of them (default: both if there are GPUs)", choices=("gloo", "nccl")
     )
-    max_size: int = option("allreduce", "largest message", type=size_bytes, default="1G")
-    seconds: float = option("allreduce", "time for each size", type=duration, default=1.0)
-    repeats: int = option("allreduce", "least repeats of a size", type=whole(1), default=5)
+    max_size: int = option("largest message", type=size_bytes, default="1G")
+    seconds: float = option("time for each size", type=duration, default=1.0)
+    repeats: int = option("least repeats of a size", type=whole(1), default=5)
 
     @property
     def sizes(self) -> list[int]:
@@ -55,7 +55,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
     ranks = jobs.slots
     if ranks < 2:
         raise UserError("an all-reduce needs at least 2 ranks. Example: -H localhost:2")
-    note(f"allreduce: {ranks} ranks, up to {_size_name(options.sizes[-1])}")
+    note(f"allreduce: {ranks} ranks, up to {size_text(options.sizes[-1])}")
     found = jobs.run("allreduce", options, ranks=ranks)
     points = [_point(each, ranks) for each in found["sums"]]
     return {"ranks": ranks, "points": points, "hosts": found["hosts"]}
@@ -78,21 +78,13 @@ def table(results: Result) -> str:
     rows = [
         [
             point["backend"],
-            _size_name(point["bytes"]),
+            f"{point['bytes']:,}",
             str(point["count"]),
             f"{1000 * point['time_s']:.3f}",
             *(f"{point['bus_gb_per_s'][name]:.3f}" for name in ("median", "low", "high")),
         ]
         for point in results["points"]
     ]
-    head = ("backend", "size", "times", "ms", "bus GB/s", "p10", "p90")
+    head = ("backend", "bytes", "times", "ms", "bus GB/s", "p10", "p90")
     title = f"All-reduce over {results['ranks']} ranks, fp32, time of the slowest rank"
     return f"{title}\n\n{aligned(head, rows)}"
-
-
-def _size_name(num_bytes: int) -> str:
-    """ "1 KiB", "64 MiB"."""
-    for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:g} {unit}"
-    return f"{num_bytes / 1024:g} KiB"

@@ -9,8 +9,6 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -94,42 +92,24 @@ def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
     before, started_at = _cpu_s(), time.time()
-    timed_out = threading.Event()
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-        subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors.fileno(),
-            text=True,
-            errors="replace",
-        ) as child,
-    ):
-        assert child.stdout is not None
-
-        def end() -> None:
-            timed_out.set()  # before the child ends, so that the reader of its end finds the cause
-            child.terminate()
-
-        alarm = threading.Timer(timeout_s, end)
-        alarm.start()
+    with subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as child:
         try:
-            lines = [line.rstrip("\n") for line in child.stdout]
-            code = child.wait()
+            printed, said = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise BenchJobFailed(1, f"it did not end within {timeout_s:g} s.") from None
         finally:
-            alarm.cancel()
-            if child.poll() is None:  # Ctrl-C
-                child.terminate()
-                child.wait()
-        wall_s = time.time() - started_at
-        errors.seek(0)
-        text = errors.read().strip()
-    if timed_out.is_set():
-        raise BenchJobFailed(1, f"it did not end within {timeout_s:g} s.")
-    if code != 0:
-        raise BenchJobFailed(code, text)
-    return Finished(started_at, wall_s, _cpu_s() - before, lines)
+            child.terminate()  # if it has not ended: after this time, or on Ctrl-C
+    wall_s = time.time() - started_at
+    if child.returncode != 0:
+        raise BenchJobFailed(child.returncode, said.strip())
+    return Finished(started_at, wall_s, _cpu_s() - before, printed.splitlines())
 
 
 def _cpu_s() -> float:

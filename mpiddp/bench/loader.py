@@ -20,11 +20,11 @@ _MOST_TIMES = 10.0  # the model never waits for a source that is so much faster
 @dataclass(frozen=True)
 class Options:
     workers: tuple[int, ...] = option(
-        "loader", "numbers of workers for a folder of images", type=wholes(0), default="0,2,4"
+        "numbers of workers for a folder of images", type=wholes(0), default="0,2,4"
     )
-    images: int = option("loader", "images in the generated folder", type=whole(4), default=512)
-    batches: int = option("loader", "batches per pass and rank", type=whole(2), default=32)
-    rounds: int = option("loader", "rounds of all numbers of workers", type=whole(1), default=3)
+    images: int = option("images in the generated folder", type=whole(4), default=512)
+    batches: int = option("batches per pass and rank", type=whole(2), default=32)
+    rounds: int = option("rounds of all numbers of workers", type=whole(1), default=3)
 
 
 def measure(options: Options, jobs: Jobs) -> Result:

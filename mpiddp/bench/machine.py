@@ -5,38 +5,26 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpiddp.hosts.facts import package_version
 from mpiddp.hosts.gpus import gpu_names
 
 
-@dataclass(frozen=True)
-class Machine:
-    host: str
-    cpu: str
-    cores: int | None
-    memory_gib: float
-    gpus: list[str]
-    python: str
-    torch: str | None
-    mpi4py: str | None
-
-
-def machine() -> Machine:
+def machine() -> dict[str, Any]:
     """Describe this host, using only the standard library."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(
-        host=socket.gethostname(),
-        cpu=_cpu_model(),
-        cores=os.cpu_count(),
-        memory_gib=round(pages / 1024**3, 1),
-        gpus=gpu_names() or [],
-        python=platform.python_version(),
-        torch=package_version("torch"),
-        mpi4py=package_version("mpi4py"),
-    )
+    return {
+        "host": socket.gethostname(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 1024**3, 1),
+        "gpus": gpu_names() or [],
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "mpi4py": package_version("mpi4py"),
+    }
 
 
 def _cpu_model() -> str:

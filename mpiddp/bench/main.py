@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import shell_line, without_values
 from mpiddp.paths import named_by
+from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
 
 _OF_ALL_SLOTS = ("n", "npernode")  # a job of fewer ranks says so itself
@@ -44,17 +45,7 @@ class Row:
     takes_training: bool = False
 
 
-# Options of a training's length, its checkpoints, its log and its checks.
-_NOT_APPLICABLE = {
-    *(
-        "--epochs",
-        "--steps-per-epoch",
-        "--stop-at-step",
-        "--check-determinism",
-        "--check-divergence",
-    ),
-    *("--out", "--resume", "--save-every", "--keep", "--log-every", "--log-to", "--per-rank-log"),
-}
+_NOT_APPLICABLE = {*OF_RUN, "out", "log_every", "parallel"}
 BENCHMARKS = {
     "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
@@ -98,7 +89,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     parser, where = _parser(prog, name, row, module)
     values, training = parser.parse_known_args(argv)
     if row.takes_training:
-        _check_training(prog, name, training)  # before the ranks start
+        _check_training(prog, training)  # before the ranks start
     elif training:
         parser.error(f"unrecognized arguments: {' '.join(training)}")
     own = {each: getattr(values, each) for each in module.Options.__dataclass_fields__}
@@ -121,7 +112,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
         "environment": {
             "mpi": jobs.starter,
-            "hosts": results.pop("hosts", None) or [asdict(machine())],
+            "hosts": results.pop("hosts", None) or [machine()],
         },
         "options": {**own, "training": training},
         "results": results,
@@ -133,21 +124,14 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     return DONE
 
 
-def _check_training(prog: str, name: str, training: list[str]) -> None:
-    """Raise UserError for options of the training that are wrong, or mean nothing to this benchmark."""
-    options = parse_training(training)
-    if options.parallel != "ddp" and name == "step":
-        raise UserError(
-            f"--parallel {options.parallel} does not apply to {prog}, which measures "
-            "DistributedDataParallel. Leave it out."
-        )
-    if options.use_syn and name == "loader":
-        raise UserError(f"{prog} always measures synthetic images. Leave out --use-syn.")
+def _check_training(prog: str, training: list[str]) -> None:
+    """Raise UserError for options of the training that are wrong, or mean nothing to a benchmark."""
+    parse_training(training)
     for argument in training:
-        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
+        if argument.partition("=")[0].lstrip("-").replace("-", "_") in _NOT_APPLICABLE:
             raise UserError(
-                f"{argument} does not apply to {prog}, which runs a fixed number of steps and keeps "
-                "no checkpoint. Leave it out."
+                f"{argument} does not apply to {prog}, which runs a fixed number of steps of "
+                "DistributedDataParallel and keeps no checkpoint. Leave it out."
             )
 
 
@@ -167,8 +151,8 @@ def _parser(
         for group in (WHERE, HOW):
             add_launch_options(parser, group)
     where = [each for each in parser._actions if each.dest != "help"]
-    add_options(parser, module.Options)
     add = parser.add_argument_group("the benchmark")
+    add_options(add, module.Options)
     limit = "time limit of one job"
     add.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
     out = "folder of the results (default: bench/<time>-<name>)"

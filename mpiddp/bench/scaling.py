@@ -22,11 +22,11 @@ from mpiddp.train.options import parse as parse_training
 @dataclass(frozen=True)
 class Options:
     ranks: tuple[int, ...] | None = option(
-        "scaling", "numbers of ranks (default: 1, 2, 4, … and all slots)", type=wholes(1)
+        "numbers of ranks (default: 1, 2, 4, … and all slots)", type=wholes(1)
     )
-    rounds: int = option("scaling", "rounds of all numbers of ranks", type=whole(1), default=3)
-    steps: int = option("scaling", "steps to time in each job", type=whole(1), default=20)
-    warmup: int = option("scaling", "steps before the timed ones", type=whole(0), default=5)
+    rounds: int = option("rounds of all numbers of ranks", type=whole(1), default=3)
+    steps: int = option("steps to time in each job", type=whole(1), default=20)
+    warmup: int = option("steps before the timed ones", type=whole(0), default=5)
 
 
 def measure(options: Options, jobs: Jobs) -> Result:

@@ -23,18 +23,8 @@ LAUNCHERS = ("mpiddp", "torchrun")
 
 @dataclass(frozen=True)
 class Options:
-    ranks: tuple[int, ...] = option(
-        "start", "numbers of ranks", type=wholes(1), default="2,4,8,16,32"
-    )
-    rounds: int = option("start", "rounds of both launchers", type=whole(1), default=5)
-
-
-@dataclass(frozen=True)
-class Start:
-    """One job: seconds to its first all-reduce, CPU seconds of all its processes."""
-
-    wall_s: float
-    cpu_s: float
+    ranks: tuple[int, ...] = option("numbers of ranks", type=wholes(1), default="2,4,8,16,32")
+    rounds: int = option("rounds of both launchers", type=whole(1), default=5)
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
@@ -52,22 +42,22 @@ def measure(options: Options, jobs: Jobs) -> Result:
 
 
 def _point(ranks: int, rounds: int, timeout_s: float) -> Result:
-    starts: dict[str, list[Start]] = {launcher: [] for launcher in LAUNCHERS}
+    starts: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in LAUNCHERS}
     for number, launcher in turns(LAUNCHERS, rounds, warmup=1):
         start = time_start(launcher, ranks, timeout_s)
         if number > 0:
             starts[launcher].append(start)
-            progress(f"start, {launcher}", ranks, number, rounds, f"{start.wall_s:.2f} s")
+            progress(f"start, {launcher}", ranks, number, rounds, f"{start['wall_s']:.2f} s")
     found: Result = {"ranks": ranks}
     for name in ("wall_s", "cpu_s"):
-        ours, theirs = ([getattr(start, name) for start in starts[each]] for each in LAUNCHERS)
+        ours, theirs = ([start[name] for start in starts[each]] for each in LAUNCHERS)
         spreads = (spread(ours), spread(theirs), spread(ratios(ours, theirs)))
         found[name] = dict(zip((*LAUNCHERS, "ratio"), spreads, strict=True))
     return found
 
 
-def time_start(launcher: str, ranks: int, timeout_s: float) -> Start:
-    """Start JOB. Its rank 0 prints a line after its first all-reduce.
+def time_start(launcher: str, ranks: int, timeout_s: float) -> dict[str, float]:
+    """Start JOB: seconds until its first all-reduce, CPU seconds of all its processes.
 
     Raises:
         BenchJobFailed: it did not succeed within `timeout_s`.
@@ -78,7 +68,7 @@ def time_start(launcher: str, ranks: int, timeout_s: float) -> Start:
         command = [*launch_command("-H", f"localhost:{ranks}", "--timeout", limit), *JOB]
     finished = time_command(command, timeout_s=timeout_s)
     (at,) = re.findall(rf"{ranks} ranks at ([\d.]+)", "\n".join(finished.lines))
-    return Start(float(at) - finished.started_at, finished.cpu_s)
+    return {"wall_s": float(at) - finished.started_at, "cpu_s": finished.cpu_s}
 
 
 def table(results: Result) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,3 @@ def _with_absolute_files(options: Sequence[str]) -> list[str]:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(path)  # noqa: PTH100 - a link stays a link
-
-
-def program(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "mpiddp", *arguments]

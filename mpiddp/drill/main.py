@@ -7,24 +7,32 @@ mpiddp drill --only kill,sigterm -n 2 -m mpiddp train --use-syn --out {out}
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.drill import report
 from mpiddp.drill.command import OUT, Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Drill, Rehearsal
-from mpiddp.drill.verdict import Case, Result, judge, judge_undisturbed
+from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.launch.options import option_parser, parse_values
 from mpiddp.paths import named_by
-from mpiddp.text import counted, did_you_mean
+from mpiddp.text import align_columns, counted, did_you_mean
+
+_HEAD = (
+    *("fault", "verdict", "samples repeated", "samples skipped", "checkpoint lost"),
+    *("weights equal", "leftover processes"),
+)
+_VERDICTS = {None: "-", True: "pass", False: "FAIL"}
+_YES_OR_NO = {None: "-", True: "yes", False: "no"}
 
 
 def main(argv: list[str]) -> int:
@@ -37,15 +45,17 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
     seed = options.seed if options.seed is not None else random.randrange(1000)
     work = _new_folder(options.work, command)
-    drill, results = Drill(command, work, options.steps, seed), []
+    drill, results = Drill(command, work, options.steps, seed), list[Result]()
     try:
         for result in _results(drill, options.only):
             results.append(result)
-            _say(f"{len(results)}/{len(options.only) + 1} {report.line(result)}")
+            why = result.cause and f": {result.cause}"
+            verdict = f"{result.fault}: {_VERDICTS[result.passed]}{why}"
+            _say(f"{len(results)}/{len(options.only) + 1} {verdict}")
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
-    print(report.as_json(results) if options.json else report.table(results))
+    print(json.dumps([*map(asdict, results)], indent=2) if options.json else table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:
         _say(f"what the runs printed and wrote: {work} (--seed {seed})")
@@ -57,8 +67,8 @@ def main(argv: list[str]) -> int:
 def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     if not drill.command.names_folder:
         _say(
-            f"no argument has {OUT}, so each run has an empty working folder; relative paths of data are not "
-            "found there"
+            f"no argument has {OUT}, so each run has an empty working folder; relative paths of data "
+            "are not found there"
         )
     undisturbed = drill.undisturbed()
     yield judge_undisturbed(undisturbed)
@@ -76,14 +86,14 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
         if why := _why_not(fault, drill.command, undisturbed):
             yield Result(fault.name, None, f"left out: {why}")
             continue
-        disturbed = drill.run(fault, undisturbed)
-        step = Case(fault, undisturbed, disturbed).first_difference
-        if step is not None and not has_said:
+        result = judge(undisturbed, fault, drill.run(fault, undisturbed))
+        if result.differs_from is not None and not has_said:
             has_said = True
             _say(
-                f"weights, samples and random numbers not compared: two runs differ from step {step}"
+                "weights, samples and random numbers not compared: two runs differ from step "
+                f"{result.differs_from}"
             )
-        yield judge(undisturbed, fault, disturbed)
+        yield result
 
 
 def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
@@ -93,6 +103,23 @@ def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
     if fault.is_of_save and not undisturbed.recording.saves:
         return "the script never calls torch.save"
     return ""
+
+
+def table(results: Sequence[Result]) -> str:
+    sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
+    return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    samples = (result.samples_repeated, result.samples_skipped)
+    return (
+        result.fault,
+        _VERDICTS[result.passed],
+        *("-" if number is None else str(number) for number in samples),
+        _YES_OR_NO[result.checkpoint_lost],
+        _YES_OR_NO[result.weights_equal],
+        str(result.leftover_processes),
+    )
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:

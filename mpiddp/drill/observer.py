@@ -109,9 +109,7 @@ class _Observer:
             self._samples = [number for _, numbers in self.batches for number in numbers]
             self.batches.clear()
         samples, self._samples = self._samples, []
-        self._write(
-            kind="step", at=time.time(), rates=rates, samples=samples, **self._state(optimizer)
-        )
+        self._write(kind="step", rates=rates, samples=samples, **self._state(optimizer))
         step = self._position + self.steps
         self.fault.after_step(step)
         if self.plan.last and step >= self.plan.last:
@@ -147,12 +145,6 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 def _digest(values: list[Any]) -> str:
     """A hash of the bits of tensors, and of other values as they print."""
     found = hashlib.blake2b(digest_size=8)
@@ -160,7 +152,8 @@ def _digest(values: list[Any]) -> str:
         if not isinstance(value, torch.Tensor):
             found.update(repr(value).encode())
             continue
-        tensor = _local(value).detach().cpu().contiguous()
+        local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded tensor
+        tensor = local.detach().cpu().contiguous()
         if size := tensor.numel() * tensor.element_size():
             found.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
     return found.hexdigest()
@@ -213,38 +206,31 @@ def _watch_batches(observer: _Observer) -> None:
     from torch.utils.data import dataloader
 
     Loader: Any = dataloader._BaseDataLoaderIter
-    create, reset, draw, deliver = (
-        getattr(Loader, name) for name in ("__init__", "_reset", "_next_index", "__next__")
-    )
+    draw, deliver = Loader._next_index, Loader.__next__
 
-    def forget(self: Any, loader: object) -> None:
+    def beginning(call: Callable[..., None]) -> Callable[..., None]:
         """An epoch begins. What a `break` has left of the one before is never delivered, or never used."""
-        self.__dict__["_drill_drawn"] = []
-        observer.batches[:] = [each for each in observer.batches if each[0] is not loader]
 
-    def begin(self: Any, loader: Any) -> None:
-        forget(self, loader)
-        self.__dict__["_drill_loader"] = loader
-        create(self, loader)
+        def begin(self: Any, loader: object, *args: Any, **kwargs: Any) -> None:
+            self.__dict__.update(_drill_drawn=[], _drill_loader=loader)
+            observer.batches[:] = [each for each in observer.batches if each[0] is not loader]
+            call(self, loader, *args, **kwargs)
 
-    def begin_again(self: Any, loader: Any, first_iter: bool = False) -> None:
-        forget(self, loader)
-        reset(self, loader, first_iter)
+        return begin
 
     def next_index(self: Any) -> Any:
         drawn = draw(self)
-        self.__dict__.setdefault("_drill_drawn", []).append(drawn)
+        self._drill_drawn.append(drawn)
         return drawn
 
     def deliver_next(self: Any) -> Any:
         batch = deliver(self)
-        numbers = self.__dict__.get("_drill_drawn") or [[]]
-        numbers = numbers.pop(0)
+        numbers = self._drill_drawn.pop(0) if self._drill_drawn else []
         if torch.is_grad_enabled():
             many = numbers if isinstance(numbers, (list, tuple)) else [numbers]
             whole = [int(each) for each in many if each is not None]
-            observer.batches.append((self.__dict__.get("_drill_loader"), whole))
+            observer.batches.append((self._drill_loader, whole))
         return batch
 
-    Loader.__init__, Loader._reset = begin, begin_again
+    Loader.__init__, Loader._reset = beginning(Loader.__init__), beginning(Loader._reset)
     Loader._next_index, Loader.__next__ = next_index, deliver_next

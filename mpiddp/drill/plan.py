@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from mpiddp.drill import injectors
 
 SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
 HELD_S = 60.0  # a rank waits at most so long for the signal from outside
@@ -72,7 +71,10 @@ class PlannedFault:
         elif plan.rank == self._rank:
             time.sleep(SETTLE_S)
             self._fired.touch()
-            (injectors.kill if plan.act == "kill" else injectors.hang)()
+            if plan.act == "kill":
+                kill()
+            while True:  # "hang"
+                time.sleep(1)
 
     def in_save(self, step: int, write: Callable[[bytes], object], data: bytes) -> None:
         """From the planned step on, write a half of each save, then die or find no space."""
@@ -82,5 +84,9 @@ class PlannedFault:
         write(data[: len(data) // 2])
         self._fired.touch()
         if plan.act == "kill in save":
-            injectors.kill()
+            kill()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,14 @@ class History:
                 continue
             at: int | None = 0
             if self.steps:
-                at = find(self.steps, attempt.first["weights"])
+                at = self.find(attempt.first["weights"])
                 self.resumed_from.append(at)
             self.steps = [*(self.steps[: (at or 0) + 1] or [attempt.first]), *attempt.steps]
+
+    def find(self, weights: str) -> int | None:
+        """The newest step after which the weights had these bits; None if there is none."""
+        found = (number for number, step in enumerate(self.steps) if step["weights"] == weights)
+        return max(found, default=None)
 
     @property
     def last_resume(self) -> int | None:
@@ -71,11 +74,12 @@ class Recording:
     def saved_steps(self) -> list[int]:
         return sorted({save["step"] for save in self.saves})
 
-    def saved_before_fault(self, undisturbed: Recording) -> list[int]:
+    @property
+    def saved_before_fault(self) -> list[int]:
         """The steps of the saves of the first attempts."""
         saves = [save for rank in self.ranks for save in rank.attempts[0].saves]
-        written = [each for each in saves if each["path"] or not undisturbed.saves_files]
-        return sorted({each["step"] for each in written if each["step"] < self.reached})
+        written = [each["step"] for each in saves if each["path"] or not self.saves_files]
+        return sorted({step for step in written if step < self.reached})
 
     @property
     def resumed_from(self) -> int | None:
@@ -93,43 +97,30 @@ class Recording:
         first = self.ranks[0].attempts[0].first if self.ranks else None
         return first["ahead"] if first else 1
 
-    @property
-    def longest_step_s(self) -> float:
-        times = [step["at"] for step in self.ranks[0].steps[1:]] if self.ranks else []
-        return max((b - a for a, b in pairwise(times)), default=1.0)
-
     def samples(self) -> Counter[int]:
         """How often each sample was in the steps that count."""
         steps = (step for rank in self.ranks for step in rank.steps[1:])
         return Counter(number for step in steps for number in step["samples"])
 
 
-def find(steps: list[State], weights: str) -> int | None:
-    """The newest step after which the weights had these bits; None if there is none."""
-    matches = (number for number in range(len(steps) - 1, -1, -1))
-    return next((number for number in matches if steps[number]["weights"] == weights), None)
-
-
 def read(folder: Path) -> Recording:
     """The recording in this folder. What a killed process has half written is left out."""
     attempts: dict[int, list[Attempt]] = {}
-    for file in sorted(folder.glob("rank_*.jsonl"), key=_started):
-        attempt = _read_attempt(file)
-        if attempt is not None:
-            attempts.setdefault(attempt.rank, []).append(attempt)
+    for attempt in _read_attempts(folder, "*"):
+        attempts.setdefault(attempt.rank, []).append(attempt)
     return Recording([History(attempts[rank]) for rank in sorted(attempts)])
 
 
 def position(folder: Path, rank: int, weights: str) -> int:
     """The step that earlier attempts of this rank had reached with these weights; 0 if none."""
-    files = sorted(folder.glob(f"rank_{rank}_*.jsonl"), key=_started)
-    earlier = [each for each in map(_read_attempt, files) if each is not None][:-1]
-    return find(History(earlier).steps, weights) or 0
+    return History(_read_attempts(folder, str(rank))[:-1]).find(weights) or 0
 
 
-def _started(file: Path) -> int:
-    found = re.fullmatch(r"rank_\d+_(\d+)\.jsonl", file.name)
-    return int(found[1]) if found else 0
+def _read_attempts(folder: Path, rank: str) -> list[Attempt]:
+    """In the order of their starts, which their files' names end with."""
+    files = folder.glob(f"rank_{rank}_*.jsonl")
+    ordered = sorted(files, key=lambda file: int(file.stem.rpartition("_")[2]))
+    return [found for each in ordered if (found := _read_attempt(each)) is not None]
 
 
 def _read_attempt(file: Path) -> Attempt | None:

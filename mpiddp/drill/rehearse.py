@@ -1,35 +1,34 @@
-"""One rehearsal: the undisturbed run, or one with a fault and its resumes, in a folder of its own."""
+"""One rehearsal: the undisturbed run, or one with a fault and its resume, in a folder of its own."""
 
 from __future__ import annotations
 
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.drill import injectors
-from mpiddp.drill.command import Command, program
-from mpiddp.drill.faults import Fault
+from mpiddp.drill.command import Command
+from mpiddp.drill.faults import Fault, damage_newest_save
 from mpiddp.drill.plan import FIRED, Plan
 from mpiddp.drill.records import Recording, read
-from mpiddp.errors import BAD_INPUT, DONE
+from mpiddp.errors import DONE
 from mpiddp.hosts.pidfd import kill_marked, marked
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times as long as the undisturbed one
-_MOST_RESUMES = 2
 _END_S = 5.0  # for processes to end after the launcher
 _POLL_S = 0.02
-_NOTHING = Fault("none", act="")
+_NOTHING = Fault("undisturbed", act="")
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What happened. `codes`: of the first command and of each resume; None for one that took too long.
+    """What happened. `codes`: of the first command and of the resume; None for one that took too long.
 
     injected: whether the fault has hit. leftover: processes of this host that still ran after a command had
     ended.
@@ -59,17 +58,17 @@ class Drill:
         return self._rehearse(_NOTHING, Plan(last=self.last), UNDISTURBED_S, 0)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
-        rng = random.Random(f"{self.seed} {fault.name}")
         limit_s = max(_LEAST_S, 4 * undisturbed.seconds)
-        hang_s = 5 + round(20 * undisturbed.recording.longest_step_s) if fault.act == "hang" else 0
-        return self._rehearse(fault, self._plan(fault, undisturbed.recording, rng), limit_s, hang_s)
+        hang_s = 5 + round(undisturbed.seconds) if fault.act == "hang" else 0
+        return self._rehearse(fault, self._plan(fault, undisturbed.recording), limit_s, hang_s)
 
-    def _plan(self, fault: Fault, undisturbed: Recording, rng: random.Random) -> Plan:
+    def _plan(self, fault: Fault, undisturbed: Recording) -> Plan:
         """When the fault hits: after the first save, if the undisturbed run has saved, and before its end."""
         saved, length, ahead = undisturbed.saved_steps, undisturbed.length, undisturbed.ahead
         second = saved[min(1, len(saved) - 1)] if saved else 0
         if fault.is_of_save:
             return Plan(fault.act, 0, second, self.last, undisturbed.saves_files, ahead)
+        rng = self._random(fault)
         rank = rng.randrange(self.command.ranks - fault.fewer_ranks_first)
         # After the second save there is an older one too, to which a damaged newest one can give way. In the
         # later half a run has finished epochs.
@@ -77,53 +76,64 @@ class Drill:
         step = rng.randint(min(early, length - 1), max(1, length - 1))
         return Plan(fault.act, rank, max(1, step), self.last, ahead=ahead)
 
+    def _random(self, fault: Fault) -> random.Random:
+        return random.Random(f"{self.seed} {fault.name}")
+
     def _rehearse(self, fault: Fault, planned: Plan, limit_s: float, hang_s: int) -> Rehearsal:
-        """The run, and its resumes if it has not come to its end."""
-        name = fault.name if fault.act else "undisturbed"
-        records, out = self.work / name / "records", self.work / name / "out"
+        """The run, and its resume if it has not come to its end."""
+        command, folder = self.command, self.work / fault.name
+        records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
         planned.write(records)
-        fewer = (fault.fewer_ranks_first, fault.fewer_ranks_at_resume)
-        command, ranks = self.command, self.command.ranks - fewer[0]
-        run = _Run(command, records, out, limit_s)
         since = time.monotonic()
-        first = command.arguments(out, fewer=fewer[0], hang_s=hang_s)
-        again = command.arguments(out, fewer=fewer[1])
-        codes, said = [run.run(first, "first", ranks, fault.send)], [run.said("first")]
-        leftover = run.end_leftover()
+        run = _Run(records, command.folder(out), limit_s)
+        fewer = fault.fewer_ranks_first
+        first = command.arguments(out, fewer=fewer, hang_s=hang_s)
+        ended = [run.run(first, "first", command.ranks - fewer, fault.send)]
         injected = (records / FIRED).exists()
         if injected and fault.damage:
-            rng = random.Random(f"{self.seed} {fault.name}")
-            injectors.damage_newest_save(out, fault.damage, rng)
-        while injected and len(codes) <= _MOST_RESUMES and _goes_on(codes):
-            same = again if fault.changes_ranks else command.resume(said[-1], again)
-            label = f"resume_{len(codes)}"
-            codes.append(run.run(same, label, 0, None))
-            said.append(run.said(label))
-            leftover += run.end_leftover()
-        seconds = time.monotonic() - since
-        return Rehearsal(injected, codes, said, leftover, seconds, read(records))
+            damage_newest_save(out, fault.damage, self._random(fault))
+        if injected and ended[0].code != DONE:
+            again = command.arguments(out, fewer=fault.fewer_ranks_at_resume)
+            if not fault.changes_ranks:
+                again = command.resume(ended[0].said, again)
+            ended.append(run.run(again, "resume"))
+        return Rehearsal(
+            injected,
+            [each.code for each in ended],
+            [each.said for each in ended],
+            sum(each.leftover for each in ended),
+            time.monotonic() - since,
+            read(records),
+        )
 
 
-def _goes_on(codes: list[int | None]) -> bool:
-    """Whether another resume can help: the first always, a further one only after a stop on request."""
-    return (codes[-1] != DONE) if len(codes) == 1 else codes[-1] not in (DONE, None, 1, BAD_INPUT)
+@dataclass(frozen=True)
+class _Ended:
+    """A command that has ended: its code, its stderr, and the number of its processes that still ran."""
+
+    code: int | None
+    said: str
+    leftover: int
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The commands of one rehearsal."""
+    """Runs the commands of one rehearsal, in the working folder `out`, each for `limit_s` at most."""
 
-    command: Command
     records: Path
     out: Path
-    limit_s: float  # for one command
+    limit_s: float
 
     def run(
-        self, arguments: list[str], label: str, ranks: int, send: Callable[[int], None] | None
-    ) -> int | None:
-        """Run `mpiddp ARGUMENTS` to its end, and return its exit code; None if it took too long."""
+        self,
+        arguments: list[str],
+        label: str,
+        ranks: int = 0,
+        send: Callable[[int], None] | None = None,
+    ) -> _Ended:
+        """Run `mpiddp ARGUMENTS`. When so many ranks hold, `send` gets the pid of the launcher."""
         path = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {
             **os.environ,
@@ -131,14 +141,14 @@ class _Run:
             OBSERVER: "mpiddp.drill.observer",
             DRILL: str(self.records),
         }
-        folder = self.records.parent
+        said, printed = (self.records.parent / f"{label}.{end}" for end in ("err", "out"))
         with (
-            (folder / f"{label}.out").open("w") as stdout,
-            (folder / f"{label}.err").open("w") as stderr,
+            printed.open("w") as stdout,
+            said.open("w") as stderr,
             subprocess.Popen(
-                program(arguments),
+                [sys.executable, "-m", "mpiddp", *arguments],
                 env=env,
-                cwd=self.command.folder(self.out),
+                cwd=self.out,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -155,19 +165,16 @@ class _Run:
                         send = None
                     time.sleep(_POLL_S)
             finally:
-                ended = process.poll() is not None
-                if not ended:
-                    self.end_leftover(wait_s=0.0)
+                code = process.poll()
+                if code is None:
+                    self._end_leftover(wait_s=0.0)
                     process.kill()
-        return process.returncode if ended else None
+        return _Ended(code, said.read_text(errors="replace"), self._end_leftover(_END_S))
 
     def _all_hold(self, ranks: int) -> bool:
         return all((self.records / f"held_{rank}").exists() for rank in range(ranks))
 
-    def said(self, label: str) -> str:
-        return (self.records.parent / f"{label}.err").read_text(errors="replace")
-
-    def end_leftover(self, wait_s: float = _END_S) -> int:
+    def _end_leftover(self, wait_s: float) -> int:
         """Give the processes of the run this time to end. Kill those that remain, and return their number."""
         mark = f"{DRILL}={self.records}".encode()
         deadline = time.monotonic() + wait_s

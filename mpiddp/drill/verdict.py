@@ -1,13 +1,13 @@
 """From what was recorded to pass or fail, with the cause in one sentence and what to change. Pure functions.
 
 A resumed run passes if it ends with the bits of the undisturbed one. Only then does it not matter how it got
-there; otherwise the first check of CHECKS that has a sentence names the cause.
+there; otherwise the first sentence of `_causes` names the cause.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,14 +30,16 @@ _PHRASE_LENGTH = 160
 class Result:
     """One row of the table. `passed` is None if the fault did not occur; other None are not known.
 
-    weights_equal: the bits of parameters, optimizer and buffers at the end. checkpoint_lost: the run resumed
-    from an older step than that of its newest save.
+    differs_from: the first step before the fault whose weights are not those of the undisturbed run, None if
+    all are. weights_equal: the bits of parameters, optimizer and buffers at the end. checkpoint_lost: the run
+    resumed from an older step than that of its newest save.
     """
 
     fault: str
     passed: bool | None
     cause: str = ""
     codes: tuple[int | None, ...] = ()
+    differs_from: int | None = None
     steps_lost: int | None = None
     samples_repeated: int | None = None
     samples_skipped: int | None = None
@@ -47,43 +49,33 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Case:
-    """The undisturbed run, and the one that a fault has hit."""
+class _Case:
+    """What the undisturbed run has recorded (`before`), and the run that a fault has hit (`after`)."""
 
     fault: Fault
-    undisturbed: Rehearsal
+    before: Recording
     disturbed: Rehearsal
-
-    @property
-    def before(self) -> Recording:
-        return self.undisturbed.recording
 
     @property
     def after(self) -> Recording:
         return self.disturbed.recording
 
     @cached_property
-    def first_difference(self) -> int | None:
-        """The first step before the fault whose weights are not those of the undisturbed run.
-
-        None if all are: then a resumed run should end with the same bits.
-        """
+    def differs_from(self) -> int | None:
+        """If None, a resumed run should end with the same bits."""
         if self.fault.fewer_ranks_first or not self.after.ranks or not self.before.ranks:
             return None
         attempt = self.after.ranks[0].attempts[0]
         states = [*filter(None, [attempt.first]), *attempt.steps]
-        pairs = zip(self.before.ranks[0].steps, states, strict=False)
-        return next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), None)
+        return _first_difference(self.before.ranks[0].steps, states)
 
     @property
     def is_comparable(self) -> bool:
-        return not self.fault.changes_ranks and self.first_difference is None
+        return not self.fault.changes_ranks and self.differs_from is None
 
-    @property
+    @cached_property
     def weights_equal(self) -> bool | None:
-        if not self.is_comparable:
-            return None
-        return [*_ends(self.before)] == [*_ends(self.after)]
+        return [*_ends(self.before)] == [*_ends(self.after)] if self.is_comparable else None
 
 
 def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
@@ -93,10 +85,10 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
         ended = disturbed.codes[-1] == DONE
         why = "the script ended before" if ended else last_error(disturbed)
         return Result(fault.name, None, f"did not occur: {why}", codes)
-    case = Case(fault, undisturbed, disturbed)
+    case = _Case(fault, undisturbed.recording, disturbed)
     before, after = case.before, case.after
-    cause = next((text for check in CHECKS if (text := check(case))), "")
-    at, saved = after.resumed_from, after.saved_before_fault(before)
+    cause = next(_causes(case), "")
+    at, saved = after.resumed_from, after.saved_before_fault
     repeated = skipped = None
     if case.is_comparable:
         repeated = (after.samples() - before.samples()).total()
@@ -106,6 +98,7 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
         not cause,
         cause,
         codes,
+        differs_from=case.differs_from,
         steps_lost=None if at is None else after.reached - at,
         samples_repeated=repeated,
         samples_skipped=skipped,
@@ -132,57 +125,80 @@ def judge_undisturbed(undisturbed: Rehearsal) -> Result:
     return Result("none", not cause, cause, codes, leftover_processes=undisturbed.leftover)
 
 
-# ---- the checks, in the order in which they name a cause
+def _causes(case: _Case) -> Iterator[str]:
+    """What is wrong, each in a sentence; the first one is the cause of the others."""
+    before, after = case.before, case.after
+    yield from _habits(case)
+    yield from _resume(case)
+    if not case.weights_equal and not case.fault.changes_ranks:
+        for rank, histories in enumerate(zip(before.ranks, after.ranks, strict=False)):
+            yield from _state(rank, *histories, case.is_comparable)
+    if case.weights_equal is False and before.length != after.length:
+        ends = f"the resumed run ended after step {after.length}"
+        yield f"{ends}, the undisturbed one after {before.length}"
+    elif case.weights_equal is False:
+        first = _first_difference(before.ranks[0].steps, after.ranks[0].steps)
+        step = before.length if first is None else first
+        yield f"the weights differ from step {step} on, by a cause that was not recorded"
 
 
-def _habits(case: Case) -> str:
+def _habits(case: _Case) -> Iterator[str]:
     """What is wrong whatever the weights are at the end."""
-    lasts = [rank.attempts[-1].first for rank in case.after.ranks]
+    firsts = [rank.attempts[-1].first for rank in case.after.ranks]
     is_cut = case.fault.is_request and case.disturbed.codes[0] != DONE
     if case.disturbed.leftover:
-        return f"processes of the job remained after its end: {case.disturbed.leftover}"
+        yield f"processes of the job remained after its end: {case.disturbed.leftover}"
     if any(save["in_handler"] for save in case.after.saves):
-        return (
+        yield (
             "the script saves within its signal handler, in the middle of a step: let the handler set a "
             "flag, and save at the end of the step"
         )
-    if any(first is not None and not first["is_of_model"] for first in lasts):
-        return (
+    if any(first is not None and not first["is_of_model"] for first in firsts):
+        yield (
             "the optimizer updates tensors that are no longer the model's: load the weights in place, or "
             "create the optimizer after the model"
         )
     if is_cut and "DataLoader worker" in case.disturbed.said[0]:
-        return (
+        yield (
             "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
             "worker_init_fn, and let the rank decide"
         )
-    return ""
 
 
-def _no_checkpoint(case: Case) -> str:
+def _resume(case: _Case) -> Iterator[str]:
+    """What is wrong with the resume as a whole."""
+    fault, before, after = case.fault, case.before, case.after
+    at, saved, code = after.resumed_from, after.saved_before_fault, case.disturbed.codes[-1]
     # A script whose first weights are others each time resumes from no known step, also if it begins anew.
-    failed = case.after.resumed_from is None and case.disturbed.codes[-1] != DONE
-    if case.before.saves or case.after.resumed_from or failed:
-        return ""
-    return f"no checkpoint was written within {case.before.length} steps: nothing survives"
-
-
-def _different_states(case: Case) -> str:
-    points = [rank.last_resume for rank in case.after.ranks]
-    if case.fault.changes_ranks or len(set(points)) < 2:
-        return ""
-    shown = ", ".join(f"rank {n} from step {at}" for n, at in enumerate(points))
-    return f"the ranks resume from different states ({shown}): load the checkpoint on every rank"
-
-
-def _failed_resume(case: Case) -> str:
-    fault, code, said = case.fault, case.disturbed.codes[-1], case.disturbed.said[-1]
-    if code == DONE:
-        return ""
+    failed = at is None and code != DONE
+    if not before.saves and not at and not failed:
+        yield f"no checkpoint was written within {before.length} steps: nothing survives"
+    points = [rank.last_resume for rank in after.ranks]
+    if len(set(points)) > 1 and not fault.changes_ranks:
+        shown = ", ".join(f"rank {n} from step {at}" for n, at in enumerate(points))
+        yield f"the ranks resume from different states ({shown}): load the checkpoint on every rank"
     if code is None:
-        return "the resumed run did not end in time"
-    error = last_error(case.disturbed)
-    how = f"the resumed run ended with code {code}: {error}"
+        yield "the resumed run did not end in time"
+    elif code != DONE:
+        yield _failed_resume(case)
+    if at == 0 and saved:
+        yield (
+            f"the run begins anew, although it had saved at step {max(saved)}: load the newest checkpoint "
+            "at the start"
+        )
+    is_unknown = at is None and bool(after.ranks[0].resumed_from)
+    if fault.damage is not None and (is_unknown or case.weights_equal is False):
+        yield (
+            "the damage was loaded without an error: keep a checksum beside the checkpoint, as "
+            "mpiddp.Checkpoints does"
+        )
+    if is_unknown:
+        yield "the weights at the resume are those of no step of the run"
+
+
+def _failed_resume(case: _Case) -> str:
+    fault, said, error = case.fault, case.disturbed.said[-1], last_error(case.disturbed)
+    how = f"the resumed run ended with code {case.disturbed.codes[-1]}: {error}"
     if "Weights only load failed" in said:
         return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
     if fault.is_of_save:
@@ -192,61 +208,32 @@ def _failed_resume(case: Case) -> str:
     return how
 
 
-def _begins_anew(case: Case) -> str:
-    saved = case.after.saved_before_fault(case.before)
-    if case.after.resumed_from != 0 or not saved:
-        return ""
-    return (
-        f"the run begins anew, although it had saved at step {max(saved)}: load "
-        "the newest checkpoint at the start"
-    )
+def _state(rank: int, before: History, after: History, repeats: bool) -> Iterator[str]:
+    """The state of a rank that is not what it was at the step of the resume.
 
-
-def _unnoticed(case: Case) -> str:
-    is_unknown = bool(case.after.ranks[0].resumed_from) and case.after.resumed_from is None
-    if case.fault.damage is None:
-        return "the weights at the resume are those of no step of the run" * is_unknown
-    if not is_unknown and case.weights_equal is not False:
-        return ""
-    return (
-        "the damage was loaded without an error: keep a checksum beside the checkpoint, as "
-        "mpiddp.Checkpoints does"
-    )
-
-
-def _state(case: Case) -> str:
-    """The first state of rank 0, or of another, that is not what it was at the step of the resume."""
-    if case.weights_equal or case.fault.changes_ranks:
-        return ""
-    pairs = zip(case.before.ranks, case.after.ranks, strict=False)
-    found = (_state_of(n, *pair, case.is_comparable) for n, pair in enumerate(pairs))
-    return next(filter(None, found), "")
-
-
-def _state_of(number: int, before: History, after: History, repeats: bool) -> str:
-    """`repeats`: whether both runs had the same weights. If not, they have other samples anyway."""
+    `repeats`: whether both runs had the same weights. If not, they have other samples anyway.
+    """
     at, last = after.last_resume, after.attempts[-1]
     if at is None or last.first is None or at + 1 >= len(before.steps) or not last.steps:
-        return ""
+        return
     saved, first, then, now = after.steps[at], last.first, before.steps[at + 1], last.steps[0]
     if first["optimizer"] != saved["optimizer"] and at:
         lacks = "is not in the checkpoint" if not first["optimizer"] else "is another one"
-        return f"rank {number}'s optimizer state {lacks}: save and load optimizer.state_dict()"
+        yield f"rank {rank}'s optimizer state {lacks}: save and load optimizer.state_dict()"
     if now["rates"] != then["rates"]:
-        return _rate_cause(before, at, now)
-    if number == 0 and first["buffers"] != saved["buffers"]:
-        return (
+        yield _rate_cause(before, at, now)
+    if rank == 0 and first["buffers"] != saved["buffers"]:
+        yield (
             "the model's buffers, such as BatchNorm's statistics, are not in the checkpoint: save "
             "model.state_dict() and not its parameters alone"
         )
     if repeats and sorted(now["samples"]) != sorted(then["samples"]):
-        return _order_cause(before, at, now)
+        yield _order_cause(before, at, now)
     if repeats and now["random"] != then["random"]:
-        return (
+        yield (
             "the random numbers after the resume are not those that would have come: save and restore "
             "torch.get_rng_state(), and those of random and numpy, for each rank"
         )
-    return ""
 
 
 def _rate_cause(before: History, at: int, now: State) -> str:
@@ -258,14 +245,16 @@ def _rate_cause(before: History, at: int, now: State) -> str:
 
 
 def _order_cause(before: History, at: int, now: State) -> str:
-    earlier = [sorted(step["samples"]) for step in before.steps[1:]]
-    length = _steps_of_epoch(earlier)
-    if sorted(now["samples"]) not in earlier[:at]:
+    earlier, samples = (
+        [sorted(step["samples"]) for step in before.steps[1:]],
+        sorted(now["samples"]),
+    )
+    if samples not in earlier[:at]:
         return (
             "the samples after the resume are others: save the seed of the order, the epoch and the position "
             "in it"
         )
-    number = earlier.index(sorted(now["samples"])) + 1
+    number, length = earlier.index(samples) + 1, _steps_of_epoch(earlier)
     if number <= length and at >= length and (at + 1 - number) % length == 0:
         return "the resumed run repeats epoch 0's order: call sampler.set_epoch with the epoch's number"
     return (
@@ -284,22 +273,10 @@ def _steps_of_epoch(steps: list[list[int]]) -> int:
     return len(steps)
 
 
-def _other_end(case: Case) -> str:
-    if case.weights_equal is not False:
-        return ""
-    before, after = case.before, case.after
-    if before.length != after.length:
-        return f"the resumed run ended after step {after.length}, the undisturbed one after {before.length}"
-    pairs = zip(before.ranks[0].steps, after.ranks[0].steps, strict=True)
-    different = (n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"])
-    first = next(different, before.length)
-    return f"the weights differ from step {first} on, by a cause that was not recorded"
-
-
-CHECKS: tuple[Callable[[Case], str], ...] = (
-    *(_habits, _no_checkpoint, _different_states, _failed_resume, _begins_anew, _unnoticed),
-    *(_state, _other_end),
-)
+def _first_difference(some: list[State], others: list[State]) -> int | None:
+    """The first step whose weights are not the same bits in both."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((n for n, (a, b) in pairs if a["weights"] != b["weights"]), None)
 
 
 def _ends(recording: Recording) -> Iterator[tuple[object, ...]]:

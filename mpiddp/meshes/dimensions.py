@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mpiddp.errors import UserError
-from mpiddp.text import counted, did_you_mean, listed, parse_whole, shown
+from mpiddp.text import counted, did_you_mean, listed, shown
 
 # From the slowest to the fastest: neighbouring ranks differ in the last one. Megatron-LM orders its groups
 # like this (tp-cp-ep-dp-pp, fastest first), and torchtitan too (pp, dp_replicate, dp_shard, cp, tp).
@@ -36,26 +37,24 @@ def parse_sizes(texts: Iterable[str]) -> dict[str, int]:
     Raises:
         UserError: another form, an unknown name, a name twice, a size below 1 that is not -1.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, object] = {}
     for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
         name, _, value = (part.strip() for part in text.lower().partition("="))
-        _check_name(name)
         if name in sizes:
             raise UserError(f"{name} is given twice: {name}={sizes[name]} and {shown(text)}.")
-        try:
-            sizes[name] = REMAINING if value == str(REMAINING) else parse_whole(value, 1)
-        except ValueError as error:
-            raise UserError(
-                f"{shown(text)}: expected {error}, or {REMAINING} for what the others leave."
-            ) from None
-    return sizes
+        sizes[name] = int(value) if re.fullmatch("-?[0-9]{1,9}", value, re.ASCII) else value
+    return check_sizes(sizes)
 
 
 def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
     """The sizes that a script gives, as `parse_sizes` returns them. Raises UserError too."""
     checked = {}
     for name, size in sizes.items():
-        _check_name(name)
+        if name not in DIMENSIONS:
+            raise UserError(
+                f'"{shown(name)}" is not a dimension.{did_you_mean(name, DIMENSIONS)} '
+                f"Expected one of: {', '.join(DIMENSIONS)}. Example: dp=32 tp=8 pp=2"
+            )
         try:
             number = operator.index(size)  # type: ignore[arg-type]  # numpy's integers too
         except TypeError:
@@ -67,14 +66,6 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
             )
         checked[name] = number
     return checked
-
-
-def _check_name(name: str) -> None:
-    if name not in DIMENSIONS:
-        raise UserError(
-            f'"{shown(name)}" is not a dimension.{did_you_mean(name, DIMENSIONS)} '
-            f"Expected one of: {', '.join(DIMENSIONS)}. Example: dp=32 tp=8 pp=2"
-        )
 
 
 def resolve(

@@ -5,6 +5,7 @@ The charts get numbers alone: a run is a letter there, and the names of curves s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from mpiddp.report.curves import some_of, thinned
+from mpiddp.report.curves import Curve, some_of, thinned
 from mpiddp.report.html import COLOURS, letter, text
 from mpiddp.report.read import Run
 
@@ -43,37 +44,37 @@ class Charts:
 
 def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     """A chart for each name of a curve, with all runs in it, over the same range of steps."""
-    names = sorted({name for run in runs for name in run.curves}, key=_order)
-    num_curves = sum(len(run.curves) for run in runs)
+    drawn: dict[str, dict[int, Curve]] = defaultdict(dict)
+    for index, run in enumerate(runs):
+        for name, curve in run.curves.items():
+            if curve.steps:
+                drawn[name][index] = curve
+    num_curves = sum(map(len, drawn.values()))
     pixels = min(_PIXELS, _MAX_POINTS // (2 * max(1, num_curves)))
     steps = DataRange1d()
     charts = []
-    for name in names:
-        chart = _chart("step", x_range=steps, y_range=_y_range(runs, name))
-        for index, run in enumerate(runs):
-            if name in run.curves:
-                _draw_curve(chart, run, name, pixels, index)
+    for name in sorted(drawn, key=_order):
+        # bokeh would show a curve that is flat within 2 around it, as if it were 0.
+        value = next(iter(drawn[name].values())).values[0]
+        chart = _chart(
+            "step", x_range=steps, y_range=DataRange1d(default_span=abs(value) / 5 or 1.0)
+        )
+        for index, curve in drawn[name].items():
+            _draw_curve(chart, runs[index], thinned(curve, pixels), index)
         charts.append((name, chart))
     return charts
 
 
-def _draw_curve(chart: Any, run: Run, name: str, pixels: int, index: int) -> None:
-    colour, steps = COLOURS[index], [save.step for save in run.saves]
-    x, y = thinned(run.curves[name], pixels)
-    chart.line(x, y, color=colour, line_width=1.5, name=letter(index))
-    if len(x) <= _MAX_DOTS:
-        chart.scatter(x, y, color=colour, size=4, name=letter(index))
-    if saves := some_of(steps, _MAX_MARKS):
-        chart.vspan(x=saves, line_color=colour, line_alpha=0.6, line_dash="dotted")
-    resumed = [start.step for start in run.starts[1:]]
-    if resumed:
-        chart.vspan(x=some_of(resumed, _MAX_MARKS), line_color=colour, line_alpha=0.6, line_width=2)
-
-
-def _y_range(runs: Sequence[Run], name: str) -> DataRange1d:
-    """The range of the values. bokeh would show a curve that is flat within 2 around it, as if it were 0."""
-    value = next(run.curves[name].values[0] for run in runs if name in run.curves)
-    return DataRange1d(default_span=abs(value) / 5 or 1.0)
+def _draw_curve(chart: Any, run: Run, points: tuple[Any, Any], index: int) -> None:
+    look = {"color": COLOURS[index], "name": letter(index)}
+    chart.line(*points, line_width=1.5, **look)
+    if len(points[0]) <= _MAX_DOTS:
+        chart.scatter(*points, size=4, **look)
+    saves = some_of([save.step for save in run.saves], _MAX_MARKS)
+    resumed = some_of([start.step for start in run.starts[1:]], _MAX_MARKS)
+    for steps, line in ((saves, {"line_dash": "dotted"}), (resumed, {"line_width": 2})):
+        if steps:
+            chart.vspan(x=steps, line_color=COLOURS[index], line_alpha=0.6, **line)
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -13,12 +13,19 @@ class Curve:
     """The values of one name by step, in steps that increase.
 
     A step that comes again replaces what it repeats: its records were written before a restart.
+    nan_since: the first of the last steps whose value is no number.
     """
 
     def __init__(self) -> None:
         self.steps, self.values = array("d"), array("d")
+        self.nan_since: int | None = None
 
-    def add(self, step: float, value: float) -> None:
+    def add(self, step: float, value: float | None) -> None:
+        """Add a value; None for one that is no number."""
+        if value is None:
+            self.nan_since = int(step) if self.nan_since is None else self.nan_since
+            return
+        self.nan_since = None
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()

@@ -38,7 +38,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: 5px 18px 5px 0; }
 tr { border-bottom: 1px solid var(--line); }
 th[scope=row] { font-weight: 400; color: var(--quiet); }
-td { overflow-wrap: anywhere; min-width: 5em; }
+td { overflow-wrap: anywhere; white-space: pre-wrap; min-width: 5em; }
 td.long { min-width: 14em; }
 @media (max-width: 600px) { body { font-size: 14px; } th, td { padding-right: 10px; } }
 li { overflow-wrap: anywhere; }
@@ -47,7 +47,6 @@ ul { padding-left: 20px; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; }
 .quiet, footer { color: var(--quiet); }
 summary { cursor: pointer; padding: 4px 0; }
-pre { overflow-x: auto; font-size: 13px; margin: 4px 0; }
 footer { margin: 40px 0 8px; font-size: 13px; }
 """
 
@@ -86,11 +85,6 @@ def by_run(rows: Mapping[str, Sequence[str]]) -> str:
 def details(summary: str, content: str) -> str:
     """Content that unfolds."""
     return f"<details><summary>{text(summary)}</summary>{content}</details>"
-
-
-def pre(lines: str) -> str:
-    """A text of many lines as it is."""
-    return f"<pre>{text(lines)}</pre>"
 
 
 def _cell(content: str) -> str:

@@ -6,15 +6,19 @@ mpiddp report runs/a runs/b -o report.html
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from mpiddp import __version__
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.checkpoints.records import replacing
 from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
-from mpiddp.report.html import MAX_RUNS
-from mpiddp.report.read import read_run
-from mpiddp.text import counted, escaped, shown
+from mpiddp.report import tables
+from mpiddp.report.html import MAX_RUNS, STYLE, items, legend, section, text
+from mpiddp.report.read import Run, read_run
+from mpiddp.text import counted, escaped, listed, shown
 
 
 def main(argv: list[str]) -> int:
@@ -44,8 +48,6 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--out {shown(str(out))} is a folder. Name a file: --out report.html")
     with named_by(""):
         runs = [read_run(each) for each in folders]
-    from mpiddp.report.page import page  # needs bokeh
-
     content = page(runs).encode(errors="replace")
     with named_by("--out"), replacing(out) as file:
         file.write(content)
@@ -53,3 +55,44 @@ def main(argv: list[str]) -> int:
         print(escaped(note), file=sys.stderr)
     print(escaped(f"{options.out}: {counted(len(runs), 'run')}, {len(content) / 1e6:.1f} MB"))
     return DONE
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page about these runs as HTML."""
+    from mpiddp.report.charts import Charts  # needs bokeh
+
+    charts = Charts(runs)
+    marks = '<p class="quiet">Dotted: a save. Solid: a restart went on from here.</p>'
+    body = "\n".join(
+        [
+            _head(runs),
+            section("What ran", tables.facts(runs)),
+            section("Failures", tables.failures(runs)),
+            section("Curves", charts.curves and marks + charts.curves),
+            section("Time lost", tables.time_lost(runs)),
+            section("Settings", tables.settings(runs)),
+            section("Environment", tables.environment(runs)),
+            section("What could not be read", items(note for run in runs for note in run.notes)),
+        ]
+    )
+    # No favicon: a browser would ask the file's folder, or a server, for one.
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{text(listed([run.name for run in runs]))}</title>
+<style>{STYLE}</style>
+{charts.library}
+</head><body>
+{body}
+<footer>mpiddp {__version__}, {tables.date(time.time())}</footer>
+{charts.script}
+</body></html>
+"""
+
+
+def _head(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return f"<h1>{text(runs[0].name)}</h1>"
+    return f"<h1>{len(runs)} runs</h1>{legend([run.path for run in runs])}"

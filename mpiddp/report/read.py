@@ -11,7 +11,6 @@ torn or strange: what can be read is read, and `Run.notes` has a sentence for ea
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ _MAX_JSON_BYTES = 16 << 20
 _TAIL_BYTES = 1 << 20
 _MAX_CURVES = 40
 _NOT_CURVES = ("step", "epoch")
+_LARGEST = 1e300
 UNKNOWN = "-"
 
 
@@ -85,7 +85,6 @@ class Run:
     config: dict[str, Any]
     summary: dict[str, Any]
     curves: dict[str, Curve]
-    nan_since: dict[str, int]  # the first of the last steps whose value is no number
     saves: list[Save]
     starts: list[Start]
     notes: list[str]
@@ -104,15 +103,15 @@ class Run:
     @property
     def step(self) -> int | None:
         """The last step that it recorded or saved."""
-        recorded = [int(curve.steps[-1]) for curve in self.curves.values()]
+        recorded = [int(curve.steps[-1]) for curve in self.curves.values() if curve.steps]
         return max([*recorded, *(save.step for save in self.saves)], default=None)
 
     def shown(self, form: str, *names: str) -> str:
         """The last value of the first name that has one: the summary's at the run's end, else a record's."""
         for name in names:
-            if name in self.nan_since:
-                return f"nan since step {self.nan_since[name]:,}"
             curve = self.curves.get(name)
+            if curve and curve.nan_since is not None:
+                return f"nan since step {curve.nan_since:,}"
             values = [number(self.summary, name), curve.values[-1] if curve else None]
             known = [value for value in values if value is not None]
             if known:
@@ -122,13 +121,9 @@ class Run:
 
 def number(values: dict[str, Any], name: str) -> float | None:
     """The finite number of that name; None for anything else, as another program may write."""
-    value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number of 400 digits
-        return None
+    value: Any = values.get(name)
+    is_number = type(value) in (int, float) and abs(value) < _LARGEST  # not NaN either
+    return float(value) if is_number else None
 
 
 def is_run(folder: Path) -> bool:
@@ -154,7 +149,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         )
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)
-    curves, nan_since = _curves(run.metrics, notes, only_end=only_end)
+    curves = _curves(run.metrics, notes, only_end=only_end)
     saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
     is_running = is_locked(run.owner)
     starts = _starts(run, notes)
@@ -174,7 +169,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         state = "failed" if run.owner.exists() else UNKNOWN
     files = [] if only_end else sorted((folder / "starts").glob("start_*.json"))
     record = _json(files[-1], notes) if files else {}
-    return Run(folder, state, config, summary, curves, nan_since, saves, starts, notes, record)
+    return Run(folder, state, config, summary, curves, saves, starts, notes, record)
 
 
 def _starts(run: RunDir, notes: list[str]) -> list[Start]:
@@ -203,36 +198,29 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
         found = json.loads(read_limited(path, _MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not JSON"
-        notes.append(f"{path} cannot be read ({why}); left out.")
-        return {}
-    if not isinstance(found, dict):
-        notes.append(f"{path} is of another program: expected a JSON object; left out.")
-        return {}
-    return found
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append(f"{path} cannot be read as a JSON object; left out.")
+    return {}
 
 
-def _curves(
-    path: Path, notes: list[str], *, only_end: bool
-) -> tuple[dict[str, Curve], dict[str, int]]:
-    """The numbers of metrics.jsonl by name, and since which step a name has had no number."""
+def _curves(path: Path, notes: list[str], *, only_end: bool) -> dict[str, Curve]:
+    """The numbers of metrics.jsonl by name."""
     curves: dict[str, Curve] = {}
-    nan_since: dict[str, int] = {}
     for record in _lines(path, notes, _TAIL_BYTES if only_end else None):
         step = number(record, "step")
         if step is None:
             continue
-        for name in record:
-            value = None if name in _NOT_CURVES else number(record, name)
-            if value is not None and (name in curves or len(curves) < _MAX_CURVES):
+        for name in (each for each in record if each not in _NOT_CURVES):
+            value = number(record, name)
+            is_nan = record[name] is None or isinstance(record[name], float)  # JSON has no NaN
+            if (value is not None or is_nan) and (name in curves or len(curves) < _MAX_CURVES):
                 curves.setdefault(name, Curve()).add(step, value)
-                nan_since.pop(name, None)
-            elif record[name] is None or isinstance(record[name], float):  # JSON has no NaN
-                nan_since.setdefault(name, int(step))
     if len(curves) == _MAX_CURVES:
         notes.append(f"{path}: at most {_MAX_CURVES} curves are shown.")
-    return curves, nan_since
+    return curves
 
 
 def _lines(path: Path, notes: list[str], most: int | None = None) -> Iterator[dict[str, Any]]:

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mpiddp.report.html import by_run, details, items, letter, pre, table
+from mpiddp.report.html import by_run, details, items, letter, table
 from mpiddp.report.read import UNKNOWN, Failure, Run, number
 from mpiddp.text import counted, duration, listed, shares
 
 _MAX_ROWS = 20
-_FACTS = ("command", "folder", "started_by", "placement", "python", "system")  # of a start's record
 
 
 def facts(runs: Sequence[Run]) -> str:
     rows = {
         "folder": [str(run.path.absolute()) for run in runs],
+        "command": [str(run.start_record.get("command", UNKNOWN)) for run in runs],
         "state": [run.state for run in runs],
         "started": [date(run.starts[0].begins) if run.starts else UNKNOWN for run in runs],
         "duration": [_duration(run.seconds) for run in runs],
@@ -81,29 +81,9 @@ def settings(runs: Sequence[Run]) -> str:
 def environment(runs: Sequence[Run]) -> str:
     """Where the newest start of one run ran, or of several what differs; "" if no run has a record of it.
 
-    mpiddp/train/run_record.py writes it. A value of another type is shown as text.
+    mpiddp/train/record.py writes it: command, versions, git commit and changes, packages, variables.
     """
-    records = [run.start_record for run in runs]
-    if not any(records):
-        return ""
-    rows = {
-        name.replace("_", " "): [str(record.get(name) or UNKNOWN) for record in records]
-        for name in _FACTS
-    }
-    git = [_object(record, "git") for record in records]
-    rows["git commit"] = [str(each.get("commit") or UNKNOWN) for each in git]
-    rows["changed since"] = ["yes" if each.get("diff") else UNKNOWN for each in git]
-    shown = {name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}}
-    if len(runs) > 1:
-        shown = {name: cells for name, cells in shown.items() if len(set(cells)) > 1}
-    changes = (
-        details(f"{_of(index, runs)}changes since the commit", pre(str(each["diff"])))
-        for index, each in enumerate(git)
-        if each.get("diff")
-    )
-    packages = _compared("package", [_object(record, "packages") for record in records])
-    variables = _compared("variable", [_object(record, "environment") for record in records])
-    return by_run(shown) + "".join(changes) + packages + variables
+    return _compared("fact", [_flat(run.start_record) for run in runs])
 
 
 def date(seconds: float) -> str:
@@ -114,10 +94,22 @@ def _compared(what: str, values: Sequence[dict[str, Any]]) -> str:
     """All values of one run, or of several those that differ, in a table that unfolds."""
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [str(each.get(name, UNKNOWN)) for each in values] for name in names}
+    title = counted(len(rows), what)
     if len(values) > 1:
         rows = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
-        return details(f"{counted(len(rows), what)} that differ", by_run(rows)) if rows else ""
-    return details(counted(len(rows), what), by_run(rows)) if rows else ""
+        title = f"different: {counted(len(rows), what)}"
+    return details(title, by_run(rows)) if rows else ""
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """{"git commit": "1f3a"} for {"git": {"commit": "1f3a"}}."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{name} {inner}": each for inner, each in value.items()}
+        elif value is not None:
+            flat[name] = value
+    return flat
 
 
 def _object(record: dict[str, Any], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mpiddp.checkpoints.state import packed
-from mpiddp.drill import injectors
+from mpiddp.drill import plan
 from mpiddp.drill.observer import _Observer, _watch_batches, _watch_saves
 from mpiddp.drill.plan import Plan
 
@@ -36,7 +36,7 @@ def drilled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", torch.save)  # the fixture restores it
     for name in ("__init__", "_reset", "_next_index", "__next__"):
         monkeypatch.setattr(_BaseDataLoaderIter, name, getattr(_BaseDataLoaderIter, name))
-    monkeypatch.setattr(injectors, "kill", kill)
+    monkeypatch.setattr(plan, "kill", kill)
 
 
 def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.loader import Options
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
+    Job,
     bare_step,
     build_bare,
-    hosts_of,
-    resolve_training,
+    open_source,
+    started,
 )
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.join import join
 from mpiddp.text import counted, percentile
-from mpiddp.train.datasets import Data, open_data, prefetched
-from mpiddp.train.measure import StepTimer
+from mpiddp.train.datasets import Data, prefetched
+from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
 MODEL_S = 2.0  # minimum seconds of the model's steps
@@ -38,87 +37,65 @@ WIDTH, HEIGHT = 500, 375  # of a generated image: the most common size in ImageN
 
 def rank(world: World, options: Options, training: list[str]) -> None:
     is_named = any(each.startswith(("--dataset", "--data-dir", "--use-syn")) for each in training)
-    with join(world) as coordinator, contextlib.ExitStack() as stack:
+    source = [] if is_named else ["--dataset=image-folder"]
+    with started(world, [*training, *source]) as job, contextlib.ExitStack() as stack:
+        config = job.config
         if not is_named:
-            folder = stack.enter_context(_generated(coordinator, options.images))
-            training = [*training, "--dataset", "image-folder", "--data-dir", str(folder)]
-        config, _, device = resolve_training(coordinator, training)
-        opened = _open(coordinator, config, device, options.workers)
-        shape = next(iter(opened.values())).shape
-        hosts, model = hosts_of(coordinator), _model_images_per_s(coordinator, config, device)
+            config.data_dir = str(stack.enter_context(_generated(job, options.images)))
+        if config.dataset == "image-folder" and not config.use_syn:
+            opened = {
+                f"image folder, {counted(count, 'worker')}": open_source(job, num_workers=count)
+                for count in options.workers
+            }
+        else:
+            opened = {config.dataset: open_source(job)}
+        model = _model_images_per_s(job)
         speeds: dict[str, list[float]] = {name: [] for name in opened}
         for epoch, name in turns(list(opened), options.rounds, warmup=1):
-            speed = _images_per_s(coordinator, config, opened[name], device, options.batches, epoch)
+            speed = _images_per_s(job, opened[name], options.batches, epoch)
             if epoch > 0:
                 speeds[name].append(speed)
-        if coordinator.world.rank == 0:
-            sources = [{"source": name, "images_per_s": each} for name, each in speeds.items()]
+        if job.is_rank_0:
             emit(
                 {
                     "arch": config.arch,
-                    "shape": shape,
+                    "shape": next(iter(opened.values())).shape,
                     "batch_size": config.batch_size,
                     "model_images_per_s": model,
-                    "sources": sources,
-                    "hosts": hosts,
+                    "sources": [
+                        {"source": name, "images_per_s": each} for name, each in speeds.items()
+                    ],
+                    "hosts": job.hosts,
                 }
             )
 
 
-def _open(
-    coordinator: Coordinator, config: Namespace, device: torch.device, workers: tuple[int, ...]
-) -> dict[str, Data]:
-    """The source, for each number of workers if it has any. All ranks must call this."""
-    configs = {config.dataset: config}
-    if config.dataset == "image-folder" and not config.use_syn:
-        configs = {
-            f"image folder, {counted(count, 'worker')}": _changed(config, num_workers=count)
-            for count in workers
-        }
-    with coordinator.all_or_none():
-        world = coordinator.world
-        return {name: open_data(each, world, device) for name, each in configs.items()}
-
-
-def _changed(config: Namespace, **values: object) -> Namespace:
-    return Namespace(**{**vars(config), **values})
-
-
-def _images_per_s(
-    coordinator: Coordinator,
-    config: Namespace,
-    data: Data,
-    device: torch.device,
-    count: int,
-    epoch: int,
-) -> float:
+def _images_per_s(job: Job, data: Data, count: int, epoch: int) -> float:
     """The speed over all ranks while all read; the slowest rank determines it. All ranks must call this."""
-    world, size, source = coordinator.world, config.batch_size, data.train
+    world, size, source = job.coordinator.world, job.config.batch_size, data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
     order = (numbers % source.num_images).split(size)
-    batches = prefetched(source.batches(order, epoch=epoch), device)
-    coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
-    timer = StepTimer(device)
+    batches = prefetched(source.batches(order, epoch=epoch), job.device)
+    dist.barrier()
+    timer = StepTimer(job.device)
     timer.resume()
     for _ in batches:
         timer.tick()
-    own = sum(timer.read())
-    slowest = max(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
-    return float(count * size * world.world_size / slowest)
+    (longest_s,) = slowest([sum(timer.read())], job.device)
+    return float(count * size * world.world_size / longest_s)
 
 
-def _model_images_per_s(coordinator: Coordinator, config: Namespace, device: torch.device) -> float:
+def _model_images_per_s(job: Job) -> float:
     """The speed of the model over all ranks on one repeated batch. All ranks must call this.
 
     The steps have no communication, which gives the highest speed that a source may have to deliver.
     """
-    config = _changed(config, use_syn=True)
-    synthetic = open_data(config, coordinator.world, device)
-    state = build_bare(coordinator, config, synthetic, device)
-    images, labels = next(synthetic.train.batches([torch.arange(config.batch_size)], epoch=0))
-    coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
+    config, data = job.config, open_source(job, use_syn=True)
+    state = build_bare(job, data)
+    images, labels = next(data.train.batches([torch.arange(config.batch_size)], epoch=0))
+    dist.barrier()
     bare_step(state, config, images, labels)
-    timer = StepTimer(device)
+    timer = StepTimer(job.device)
     timer.resume()
     count = 1  # steps between two readings of the clock; each reading waits for the GPU
     while sum(timer.read()) < MODEL_S:
@@ -127,22 +104,22 @@ def _model_images_per_s(coordinator: Coordinator, config: Namespace, device: tor
             timer.tick()
         count *= 2
     own = config.batch_size / percentile(timer.read(), 50)
-    return float(sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    return float(sum(job.coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
 
 
 @contextlib.contextmanager
-def _generated(coordinator: Coordinator, count: int) -> Iterator[Path]:
+def _generated(job: Job, count: int) -> Iterator[Path]:
     """A temporary folder of `count` JPEGs on each host. All ranks must enter."""
+    hosts, world = job.coordinator.hostnames, job.coordinator.world
     with contextlib.ExitStack() as stack:
         own = ""
-        if coordinator.world.local_rank == 0:
+        if world.local_rank == 0:
             own = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpiddp-bench-"))
             _fill(Path(own), count)
-        folders = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
-        on_hosts = zip(coordinator.hostnames, folders, strict=True)
-        yield next(Path(f) for host, f in on_hosts if f and host == coordinator.world.hostname)
-        # Wait until all ranks have read the folder.
-        coordinator.all_gather_json("read", timeout_s=EXCHANGE_TIMEOUT_S)
+        folders = job.coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
+        on_hosts = zip(hosts, folders, strict=True)
+        yield next(Path(f) for host, f in on_hosts if f and host == world.hostname)
+        dist.barrier()  # until all ranks have read the folder
 
 
 def _fill(folder: Path, count: int) -> None:

@@ -73,7 +73,7 @@ def _time_runner(
 ) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
     config = Namespace(**{**vars(job.config), "epochs": 1, "low_res_epochs": 0, "out": str(out)})
-    bare = build_bare(job.coordinator, config, data, job.device)
+    bare = build_bare(job, data)
     ddp = wrap(bare.model, config, data.shape, [])
     with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()

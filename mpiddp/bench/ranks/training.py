@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -51,53 +51,37 @@ class Job:
 
 
 @contextlib.contextmanager
-def synthetic_job(
-    world: World, training: Sequence[str], fixed: Sequence[str] = ("--parallel=ddp",)
-) -> Iterator[Job]:
-    """Start the job of `mpiddp train TRAINING --use-syn`, up to its process group.
-
-    It trains on whole images, unless the options ask for smaller ones. `fixed` overrides options.
-    """
-    first = [] if any("--low-res-epochs" in each for each in training) else ["--low-res-epochs=0"]
+def started(world: World, training: Sequence[str]) -> Iterator[Job]:
+    """Start the job of `mpiddp train TRAINING`, up to its process group."""
     with join(world) as coordinator:
-        config, backend, device = resolve_training(
-            coordinator, [*first, *training, "--use-syn", *fixed]
-        )
+        with coordinator.all_or_none():
+            options = parse(list(training))
+            backend = choose_backend(options.backend)
+            device = device_of(coordinator.world, backend)
+            config = resolve(options, coordinator.world.world_size, device)
         hosts = hosts_of(coordinator)
         with default_group(coordinator, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
+            choose_kernels(config)
             yield Job(coordinator, config, backend, device, hosts)
 
 
-def resolve_training(
-    coordinator: Coordinator, training: Sequence[str]
-) -> tuple[Namespace, str, torch.device]:
-    """Resolve the configuration, the backend and the device of `mpiddp train TRAINING`.
-
-    All ranks must call this.
-    """
-    with coordinator.all_or_none():
-        options = parse(list(training))
-        backend = choose_backend(options.backend)
-        device = device_of(coordinator.world, backend)
-        config = resolve(options, coordinator.world.world_size, device)
-    if device.type != "cpu":
-        # a benchmark of data sources has no process group to do so
-        torch.accelerator.set_device_index(device)
-    choose_kernels(config)
-    return config, backend, device
+def synthetic_job(world: World, training: Sequence[str]) -> contextlib.AbstractContextManager[Job]:
+    """The same on synthetic images, which are whole unless the options ask for smaller ones."""
+    return started(world, ["--low-res-epochs=0", *training, "--use-syn"])
 
 
 def hosts_of(coordinator: Coordinator) -> list[Result]:
     """Gather each host's machine and its number of ranks. All ranks must call this."""
-    own = asdict(machine()) if coordinator.world.local_rank == 0 else None
+    own = machine() if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 
-def open_source(job: Job) -> Data:
-    """Open the data of the configuration. All ranks must call this."""
+def open_source(job: Job, **changed: object) -> Data:
+    """Open the data of the configuration, with these changes. All ranks must call this."""
+    config = Namespace(**{**vars(job.config), **changed})
     with job.coordinator.all_or_none():
-        return open_data(job.config, job.coordinator.world, job.device)
+        return open_data(config, job.coordinator.world, job.device)
 
 
 def build(job: Job, data: Data) -> State:
@@ -105,17 +89,15 @@ def build(job: Job, data: Data) -> State:
 
     All ranks must call this.
     """
-    bare = build_bare(job.coordinator, job.config, data, job.device)
+    bare = build_bare(job, data)
     return replace(bare, model=wrap(bare.model, job.config, data.shape, []))
 
 
-def build_bare(
-    coordinator: Coordinator, config: Namespace, data: Data, device: torch.device
-) -> State:
-    """Build the same without DDP and without a process group. All ranks must call this."""
-    with coordinator.all_or_none():
-        model = build_model(config, data, device)
-    return State(model, build_optimizer(model, config), build_scaler(config, device))
+def build_bare(job: Job, data: Data) -> State:
+    """Build the same without DDP. All ranks must call this."""
+    with job.coordinator.all_or_none():
+        model = build_model(job.config, data, job.device)
+    return State(model, build_optimizer(model, job.config), build_scaler(job.config, job.device))
 
 
 def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Verdicts about what ranks have recorded, without a rank.
 
-Tests mpiddp/drill/verdict.py, records.py, command.py and report.py.
+Tests mpiddp/drill/verdict.py, records.py, command.py and main.py.
 python -m pytest tests/unit/drill/test_drill_verdict.py
 """
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.drill import command, report
+from mpiddp.drill import command, main
 from mpiddp.drill.faults import FAULTS
 from mpiddp.drill.records import Attempt, History, Recording, State
 from mpiddp.drill.rehearse import Rehearsal
-from mpiddp.drill.verdict import Case, judge
+from mpiddp.drill.verdict import judge
 
 KILL = FAULTS[0]
 SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}
@@ -44,11 +44,11 @@ UNDISTURBED = rehearsal(attempt(0, 4, "a"))
 def test_a_script_that_does_not_repeat_itself_is_not_compared() -> None:
     """It failed once the time for a second undisturbed run was short."""
     killed = rehearsal(attempt(0, 3, "b"), attempt(2, 4, "b"))
-    assert Case(KILL, UNDISTURBED, killed).first_difference == 0
     result = judge(UNDISTURBED, KILL, killed)
     assert (result.passed, result.cause, result.weights_equal) == (True, "", None)
+    assert result.differs_from == 0
     assert (result.samples_repeated, result.steps_lost, result.checkpoint_lost) == (None, 1, False)
-    assert report.table([result]).splitlines()[1].split() == [
+    assert main.table([result]).splitlines()[1].split() == [
         "kill",
         "pass",
         "-",
@@ -97,7 +97,7 @@ def test_an_input_that_a_resume_refuses() -> None:
 
 def test_a_table_has_at_most_seven_columns() -> None:
     result = judge(UNDISTURBED, KILL, rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a")))
-    assert len(report._row(result)) == len(report._HEAD) <= 7
+    assert len(main._row(result)) == len(main._HEAD) <= 7
 
 
 def test_files_of_options_are_found_from_another_folder(

@@ -56,7 +56,7 @@ def test_each_option_that_sets_a_parameter_of_open_mpi(option: str) -> None:
     [
         (
             "openmpi4",
-            "-H --host --hostfile --machinefile -n -np -c -N --npernode --ppr --oversubscribe",
+            "-H --host --hostfile --machinefile -n -n4 -np -c -N --npernode --ppr --oversubscribe",
         ),
         ("openmpi5", "--map-by --rank-by --bind-to -x --wd --wdir --app"),
         (

@@ -132,19 +132,11 @@ def test_lines_without_a_record_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
-@pytest.mark.parametrize(
-    ("content", "note"),
-    [
-        ('{"arch": "res', "cannot be read (not JSON); left out."),
-        ("[1, 2]", "is of another program: expected a JSON object; left out."),
-    ],
-)
-def test_a_file_that_is_half_written_is_named(
-    tmp_path: Path, name: str, content: str, note: str
-) -> None:
+@pytest.mark.parametrize("content", ['{"arch": "res', "[1, 2]"])
+def test_a_file_that_is_half_written_is_named(tmp_path: Path, name: str, content: str) -> None:
     folder = write_run(tmp_path / "a")
     (folder / name).write_text(content)
-    assert read_run(folder).notes == [f"{folder / name} {note}"]
+    assert read_run(folder).notes == [f"{folder / name} cannot be read as a JSON object; left out."]
 
 
 def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
@@ -192,8 +184,7 @@ def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -
         (folder / "starts/start_0001.json").write_text(json.dumps(each))
         runs.append(read_run(folder))
     assert texts(environment(runs)) == [
-        *("A", "B", "git commit", "1f3a", "-", "changed since", "yes", "-"),
-        *("A: changes since the commit", "-lr = &lt;1&gt;\n+lr = 2"),
-        *("1 package that differ", "A", "B", "torch", "2.13.0", "2.12.1"),
+        *("different: 3 facts", "A", "B", "packages torch", "2.13.0", "2.12.1"),
+        *("git commit", "1f3a", "-", "git diff", "-lr = &lt;1&gt;\n+lr = 2", "-"),
     ]
-    assert {"1 package", "1 variable", "3.11.7"} <= {*texts(environment(runs[:1]))}
+    assert {"environment A", "3.11.7"} <= {*texts(environment(runs[:1]))}

@@ -1,0 +1,53 @@
+"""Draw the chart of README.md from the JSON of `mpiddp bench start`.
+
+mpiddp bench start --ranks 2,4,8,16 --out start
+python -m docs.start_chart start/start.json > docs/pictures/start.svg
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpiddp.report.html import COLOURS
+
+LAUNCHERS = {"mpiddp": COLOURS[0], "torchrun": COLOURS[4]}
+WIDTH, LEFT, BAR, GAP = 640, 90, 16, 14
+
+
+def svg(results: dict[str, Any]) -> str:
+    """Two bars for each number of ranks: the median seconds, a line from the lowest to the highest."""
+    points = results["points"]
+    longest = max(point["wall_s"][name]["high"] for point in points for name in LAUNCHERS)
+    scale, y, parts = (WIDTH - LEFT - 60) / longest, 34, []
+    for point in points:
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 20}" class="end">{point["ranks"]} ranks</text>')
+        for name, colour in LAUNCHERS.items():
+            wall = point["wall_s"][name]
+            low, middle, high = (LEFT + scale * wall[each] for each in ("low", "median", "high"))
+            parts += [
+                f'<rect x="{LEFT}" y="{y}" width="{middle - LEFT:.1f}" height="{BAR}" fill="{colour}"/>',
+                f'<path d="M{low:.1f} {y + BAR / 2}H{high:.1f}"/>',
+                f'<text x="{high + 6:.1f}" y="{y + 13}">{wall["median"]:.2f} s</text>',
+            ]
+            y += BAR
+        y += GAP
+    for number, (name, colour) in enumerate(LAUNCHERS.items()):
+        x = LEFT + 100 * number
+        parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="21">{name}</text>')
+    style = (
+        "text{font:13px sans-serif;fill:#1c1e21}.end{text-anchor:end}path{stroke:#5f6670;stroke-width:2}"
+        "@media(prefers-color-scheme:dark){text{fill:#e4e6ea}path{stroke:#c0c7d1}}"
+    )
+    body = "\n".join(parts)
+    size = f'viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{style}</style>\n{body}\n</svg>'
+    )
+
+
+if __name__ == "__main__":
+    print(svg(json.loads(Path(sys.argv[1]).read_text())["results"]))
