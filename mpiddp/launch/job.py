@@ -139,6 +139,11 @@ class _Job:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self._known = self._known.after(outcome.announcement, request.world_size)
+        saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
+        if (
+            saved and outcome.code == INTERRUPTED
+        ):  # the job stopped to grow, and had saved its steps
+            outcome = outcome._replace(code=STOPPED, sentence="stopped on request.")
         self._remember(outcome)
         if outcome.made_steps:
             self._grown_from = None

@@ -156,24 +156,9 @@ def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how: str) -> None:
     assert time.monotonic() - since < 60
 
 
-def test_a_rank_that_stands_still_is_a_timeout_of_the_others(tmp_path: Path) -> None:
-    """It leaves NCCL's last actions, which torch's own program can read."""
-    out = tmp_path / "run"
-    options = ("train", f"--out={out}", *TINY, NEVER, "--steps-per-epoch=100000", "--timeout=20")
-    with running(mpirun_command(2, RANKS, *options), MPIDDP_TEST_PIDS=str(tmp_path)) as process:
-        wait_for_step(process, out, 5)
-        os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP)
-        output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode != 0, output
-    if not ON_GPU:
-        return
-    assert list((out / "logs").glob("nccl_rank_*"))
-    reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-    run([*reader, "--prefix", "nccl_rank_", str(out / "logs")])
-
-
 def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
-    while not (out / "metrics.jsonl").exists() or records(out)[-1]["step"] < step:
+    file = out / "metrics.jsonl"
+    while not file.exists() or not any(each["step"] >= step for each in records(out)):
         assert process.poll() is None
         time.sleep(0.05)
 
@@ -291,16 +276,3 @@ def test_cuda_graphs_compute_the_losses_without_them(tmp_path: Path, passes: int
     assert found["graph_replays"] >= size(steps, 0)
     for one, other in zip(losses(compiled), losses(plain), strict=True):
         assert one == pytest.approx(other, rel=0.03)
-
-
-def test_a_run_resumes_in_another_memory_layout(tmp_path: Path) -> None:
-    """In channels_last from a checkpoint in NCHW, with its momentum in the new layout."""
-    options = ["--use-syn", "--arch=resnet18", f"--batch-size={size(64, 4)}", "--amp=off"]
-    options += ["--epochs=1", "--steps-per-epoch=6", "--lr=0.02", "--log-every=1", NEVER]
-    nchw, mixed = tmp_path / "nchw", tmp_path / "mixed"
-    train(1, nchw, *options, "--no-channels-last")
-    train(1, mixed, *options, "--no-channels-last", "--stop-at-step=3", code=75)
-    found = result(run([sys.executable, RANKS, "watched", "train", f"--out={mixed}", *options]))
-    assert (found["steps"], found["wrong_layouts"]) == (3, 0)
-    for one, other in zip(losses(mixed), losses(nchw), strict=True):
-        assert one == pytest.approx(other, rel=0.02)

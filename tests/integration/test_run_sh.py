@@ -198,8 +198,8 @@ def test_the_error_of_a_failed_step_names_it_and_the_fix(
 ) -> None:
     assert failed.returncode == 2
     packages = (
-        "torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib bokeh "
-        "cloudpickle"
+        "torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle pytest pytest-xdist "
+        "pytest-timeout pytest-rerunfailures hypothesis pyyaml"
     )
     step = f"install {packages}"
     last = failed.stderr.splitlines()[-1]

@@ -58,7 +58,7 @@ def sleeps():
 where = {"hosts": sys.argv[1]}
 how = sys.argv[2]
 if how == "sums":
-    for found, total in mpiddp.spawn(sums, 10, **where, log_ranks="all", prefix="never"):
+    for found, total in mpiddp.spawn(sums, 10, **where, log_ranks="all"):
         assert isinstance(found, spawned.Found)
         print(found.host, found.tenfold, total.item())
 if how == "fails":
@@ -72,4 +72,4 @@ if how == "restarts":
 if how == "stops":
     print(mpiddp.spawn(stops, **where))
 if how == "sleeps":
-    mpiddp.spawn(sleeps, **where, log_ranks="all", prefix="never")
+    mpiddp.spawn(sleeps, **where, log_ranks="all")

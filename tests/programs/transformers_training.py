@@ -6,6 +6,7 @@ transformers_training.py FOLDER [STEPS]
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ if __name__ == "__main__":
         num_attention_heads=2,
         intermediate_size=16,
     )
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)  # rank 0 alone would make it
     folder, steps = sys.argv[1], int((sys.argv[2:] or [STEPS])[0])
     arguments = TrainingArguments(
         output_dir=folder,

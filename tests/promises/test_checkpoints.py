@@ -83,7 +83,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
         (1, "--amp=fp16 --global-batch-size=8 --sync-bn"),
         (2, "--amp=bf16 --global-batch-size=8 --grad-accum-steps=2"),
         # DDP regroups gradients after the first step, and the order of three summands changes the sum.
-        (3, "--amp=off --global-batch-size=9 --optimizer=muon --no-channels-last"),
+        (3, "--amp=off --global-batch-size=9 --optimizer=muon"),
         (
             2,
             "--amp=off --global-batch-size=8 --parallel=fsdp --grad-accum-steps=2 --clip-grad-norm=1",
@@ -194,7 +194,7 @@ def test_shards_at_any_number_of_ranks(here: Here, form: str) -> None:
 
 def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
     """A training goes on from ddp to fsdp, back, and from an export, which is a plain state_dict."""
-    options = (*two_epochs(here), "--amp=off", "--no-channels-last", "--lr=0.01", *SAVE_ALL)
+    options = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL)
     launch = ("launch", *here.where(2), *options, "--global-batch-size=8")
     start = here.folder / "start"
     stopped = here.run(*launch, "--parallel=fsdp", "--stop-at-step=3", f"--out={start}")
@@ -227,7 +227,7 @@ def test_each_image_once_an_epoch(here: Here) -> None:
     data = tiny_data.numbered_images(here.folder / "data", 101)
     train = (program("watched_training.py"), str(here.folder), "--arch=resnet20", "--epochs=2")
     train += ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
-    train += ("--global-batch-size=12", "--uneven", "--amp=off", "--save-every=2", "--out=run")
+    train += ("--global-batch-size=12", "--amp=off", "--save-every=2", "--out=run")
     used: dict[int, list[int]] = {}  # by step, of which an epoch has eight
     repeated = 0
     for ranks, kill_after in ((2, 5), (3, 4), (1, 6), (2, None)):
@@ -576,7 +576,7 @@ def test_damaged_copy_is_replaced(apart: Hosts) -> None:
     flip_a_bit(step_folder(node0, 2) / "model.pt")
     done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=3")
     assert (done.code, resumed_step(done)) == (75, 2), done.stderr
-    assert "step_00000002: model.pt does not match its SHA-256 (node0)" in done.stdout
+    assert "step_00000002: model.pt does not match its SHA-256; another host" in done.stdout
     assert steps_kept(node0) == steps_kept(node1) == [2, 3]
 
 
@@ -631,7 +631,7 @@ def test_script_on_hosts_apart(apart: Hosts, undisturbed: Path) -> None:
 def test_hsdp_resumes_bit_for_bit(hosts: Hosts) -> None:
     """hsdp saves each shard once on a shared disk, resumes bit for bit, and continues as ddp."""
     train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=6")
-    train += ("--amp=off", "--no-channels-last", "--lr=0.01", *SAVE_ALL)
+    train += ("--amp=off", "--lr=0.01", *SAVE_ALL)
     where = "node0:2,node1:2"
     whole = hosts.folder / "whole"
     launch(hosts, where, *train, "--parallel=hsdp", f"--out={whole}").assert_ok()
@@ -669,22 +669,17 @@ def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
 
 
 def test_full_disk(apart: Hosts) -> None:
-    """A full disk damages no checkpoint. Training goes on or ends, as asked, and its code is not 0."""
+    """A full disk damages no checkpoint. Training goes on, and its code is not 0."""
     train = (*ALONE, "--amp=off", "--batch-size=4")
     train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
     with disk(apart, PRIVATE / "checkpoints", 5.75) as saves:  # a checkpoint has 2.3 MB
         run = saves.parent
-        stopped = apart.run(*train, "--on-save-error=stop")
-        assert stopped.code == 1
-        assert re.fullmatch(r".*step 3 .*step_00000002.*\n", stopped.stderr), stopped.stderr
-        assert steps_kept(run) == [1, 2]
-        assert len(list(saves.iterdir())) == 2, "an incomplete checkpoint is left"
-
         warned = apart.run(*train)
         assert warned.code == 1
         assert "epoch 1/1  step 5/5" in warned.stdout
         assert warned.stderr.count("cannot be saved") >= 3
         assert steps_kept(run) == [1, 2]
+        assert len(list(saves.iterdir())) == 2, "an incomplete checkpoint is left"
 
         apart["node0"].run(
             ["mount", "-o", "remount,size=9M", str(PRIVATE / "checkpoints")], check=True

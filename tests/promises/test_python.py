@@ -184,9 +184,8 @@ def test_bench(here: Here) -> None:
     assert three["efficiency"]["median"] == pytest.approx(speeds[1] / 3 / speeds[0])
     results = bench(here, "allreduce", "--max-size=16K", "--seconds=0.000001", "--repeats=5")
     for point in results["points"]:
-        speed = point["algorithm_gb_per_s"]["median"]
-        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
-        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
+        speed = point["bytes"] / point["time_s"] / 1e9
+        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
 
 
 def test_bench_ends_with_its_jobs(here: Here) -> None:
@@ -243,7 +242,7 @@ def test_report_in_a_browser(here: Here) -> None:
 def test_report_of_a_large_run(here: Here) -> None:
     """The page of a million steps on a thousand ranks has less than 5 MB, and no text is markup."""
     attack = "</script><script>window.attacked = 1</script><b id=attack>"
-    many = {"steps": 1_000_000, "saves": [100_000], "num_ranks": 1024, "epochs": 5}
+    many = {"steps": 1_000_000, "saves": [100_000], "num_ranks": 1024}
     write_run(here.folder / "run", **many, config={attack: attack}, failures={5: attack})
     here.run("report", "run", "-o", "page.html").assert_ok()
     assert (here.folder / "page.html").stat().st_size < 5_000_000

@@ -31,7 +31,7 @@ from tests.support.training import (
 )
 
 TRAIN = ("-m", "mpiddp", "train", "--backend=gloo")
-MODEL = ("--backend=gloo", "--arch=resnet20", "--amp=off", "--log-every=1", "--no-channels-last")
+MODEL = ("--backend=gloo", "--arch=resnet20", "--amp=off", "--log-every=1")
 SYNTHETIC = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1")
 KEYS = (
     *("dataset", "arch", "world_size", "num_nodes", "global_batch_size", "steps", "train_loss"),
@@ -110,8 +110,8 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dic
     here = Here(tmp_path_factory.mktemp("splits"))
     data = tiny_data.image_folder(here.folder / "data", 9, 4)
     options = (*MODEL, "--dataset=image-folder", f"--data-dir={data}", "--image-size=32")
-    options += ("--epochs=1", "--num-workers=0", "--uneven", "--low-res-epochs=0", "--stem=cifar")
-    options += ("--momentum=0", "--weight-decay=0", "--no-lr-scaling", "--lr=1e-9")
+    options += ("--epochs=1", "--num-workers=0", "--low-res-epochs=0", "--stem=cifar")
+    options += ("--lr=1e-9",)
     found = {}
     for split in (
         *("1", "2", "3"),
@@ -173,7 +173,7 @@ def test_sync_bn(here: Here) -> None:
         return max((one[name] - other[name]).abs().max().item() for name in one)
 
     alone = weights("alone", 1)
-    assert difference(weights("synced", 3, "--sync-bn", "--uneven"), alone) < 2e-4
+    assert difference(weights("synced", 3, "--sync-bn"), alone) < 2e-4
     assert difference(weights("plain", 2), alone) > 4e-3  # the test can fail
 
 
@@ -364,7 +364,7 @@ def test_weights_of_torchvision(here: Here) -> None:
     """Training starts from weights with torchvision's names, and a part of a model is refused."""
     weights = ARCHS["resnet20"]().state_dict() | {"bn1.bias": torch.full((16,), 7.0)}
     torch.save(weights, here.folder / "weights.pt")
-    options = ("--weights=weights.pt", "--steps-per-epoch=1", "--no-lr-scaling", "--lr=1e-9")
+    options = ("--weights=weights.pt", "--steps-per-epoch=1", "--lr=1e-9")
     train(here, 1, *SYNTHETIC, *options, "--out=run").assert_ok()
     model = contents(here.folder / "run", 1)["model"]
     torch.testing.assert_close(model["bn1.bias"], weights["bn1.bias"])

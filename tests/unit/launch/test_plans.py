@@ -213,7 +213,7 @@ def test_flaky_hosts_are_named(
     past = of_earlier_jobs(where, hosts)
     assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
     assert past.flaky["b.invalid"].startswith("b.invalid ")
-    assert events(where)[-1].at <= time.time()
+    assert events(where)[-1].at <= time.time() + 0.001  # it is rounded to milliseconds
 
 
 @pytest.mark.parametrize(
