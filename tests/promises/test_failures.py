@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.addresses import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command, own_lines
 
@@ -378,6 +379,49 @@ def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
     assert all(each.startswith("rank 1 on ") for each in named)
     assert ("RuntimeError: a bug" in done.stderr) == (how == "raise")
     eventually(lambda: not here.processes())
+
+
+def by_variables(here: Here, script: str) -> list[Done]:
+    """Run a script as two ranks that know nothing but the variables of torch."""
+    with reserved("127.0.0.1") as reservation:
+        port = str(reservation.getsockname()[1])
+        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        env |= {"MASTER_PORT": port}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        jobs = [here.start("python", script, env={**env, **rank}) for rank in ranks]
+        return [job.wait() for job in jobs]
+
+
+CATCHES_ITS_ERROR = """
+import sys, time, torch, torch.distributed as dist, mpiddp
+try:
+    with mpiddp.process_group(backend="gloo") as world:
+        dist.barrier()
+        raise ValueError("for a second try")
+except ValueError:
+    time.sleep(2)  # an error that ended the script would have done so by now
+with mpiddp.process_group(backend="gloo"):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(int(total), flush=True)
+    if world.rank == 1:
+        ENDS
+    if "ENDS" != "pass":
+        time.sleep(6000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('a bug')", 1)]
+)
+def test_ranks_without_any_launcher(here: Here, end: str, code: int) -> None:
+    """Ranks that have torch's variables alone end each other; an error that a script catches ends none."""
+    first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
+    assert (first.code, second.code) == (code, code), (first, second)
+    assert (first.stdout, second.stdout) == ("2\n", "2\n")
+    named = {f"rank 1 on {here.hosts[0]} "} if code else set()
+    assert set(re.findall(r"rank \d on \S+ ", second.stderr)) == named
+    assert first.stderr == ""
 
 
 def test_a_refusal_without_the_launcher(here: Here) -> None:

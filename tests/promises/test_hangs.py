@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.place import Here, Place, eventually, program
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, mpirun_command
 
 LONG_GRACE = ("--grace", "600")
 
@@ -152,6 +152,16 @@ if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
 SLEEP = "import time\ntime.sleep(6000)\n"
 
 
+def troubled(here: Here, module: str, text: str) -> dict[str, str]:
+    """The variables under which rank 1 executes this text when it imports the module."""
+    trouble = here.folder / "trouble"
+    trouble.mkdir()
+    (trouble / "trouble.py").touch()
+    (trouble / f"{module}.py").write_text(text)
+    here.script(SITECUSTOMIZE, "sitecustomize.py")
+    return {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+
+
 @pytest.mark.parametrize(
     ("module", "text", "last_words"),
     [
@@ -167,18 +177,24 @@ SLEEP = "import time\ntime.sleep(6000)\n"
 )
 def test_a_rank_that_does_not_join(here: Here, module: str, text: str, last_words: str) -> None:
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
-    trouble = here.folder / "trouble"
-    trouble.mkdir()
-    (trouble / "trouble.py").touch()
-    (trouble / f"{module}.py").write_text(text)
-    here.script(SITECUSTOMIZE, "sitecustomize.py")
-    env = {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    env = troubled(here, module, text)
     script = here.script("print('ran', flush=True)")
     done = here.run("launch", *here.where(2), "--timeout", "4", script, env=env)
     assert (done.code, done.stdout) == (1, "")
     missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {here.hosts[0]}\. "
-    words = last_words.format(re.escape(f"{trouble}/torch.py"))
+    words = last_words.format(re.escape(f"{here.folder}/trouble/torch.py"))
     assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
+    eventually(lambda: not here.processes())
+
+
+def test_a_missing_rank_of_a_raw_mpirun(here: Here) -> None:
+    """Without the launcher, ranks that wait for a missing one end after MPIDDP_TIMEOUT, with a sentence."""
+    env = troubled(here, "trouble", SLEEP) | {"MPIDDP_TIMEOUT": "4"}
+    script = here.script("print('ran', flush=True)")
+    done = here.run(*mpirun_command(3, "-m", "mpiddp", "run", script), env=env)
+    assert (done.code != 0, done.stdout) == (True, "")
+    late = rf"rank [02] on {here.hosts[0]}: .* 4 s\b.*MPIDDP_TIMEOUT"
+    assert re.search(f"^{late}", done.stderr, re.MULTILINE), done.stderr
     eventually(lambda: not here.processes())
 
 

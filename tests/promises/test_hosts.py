@@ -24,7 +24,7 @@ from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, Layout, faults, links, ssh
 from tests.support.place import Hosts, eventually, program
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, find_mpirun
 
 PASSWORD = "a password"
 _HASH = "$6$mpiddp$iAGtOWy6S5/wYngnyRrRPLZpS7l.mPSTKWl0y7KeWM0U.gxY9tWQCqDKNKt/tMTKCtk1V5NrPeUjJwLoBCSOC."
@@ -340,6 +340,11 @@ def test_check(hosts: Hosts, file: str) -> None:
     assert [line.split()[:2] for line in done.lines[1:4]] == [[f"node{n}", "1"] for n in range(3)]
     done = hosts.run("hosts", "convert", other, "--to", "openmpi").assert_ok()
     assert done.lines == ["node0 slots=1", "node1 slots=2"]
+    (hosts.folder / "one").write_text("node0:2 # two\n")
+    one = hosts.run("hosts", "convert", hosts.folder / "one", "--to", "openmpi").assert_ok()
+    (hosts.folder / "one").write_text(one.stdout)
+    mpirun = (find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--hostfile")
+    assert hosts.run(*mpirun, hosts.folder / "one", "hostname").lines == ["node0"] * 2
     done = hosts.run("hosts", "diff", file, other)
     assert (done.code, len(done.lines)) == (1, 2)
     assert hosts.run("hosts", "diff", file, file).code == 0

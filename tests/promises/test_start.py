@@ -358,6 +358,56 @@ def test_a_raw_mpirun(here: Here, mpi: str) -> None:
     assert [(rank["sum"], rank["size"]) for rank in done.assert_ok().records] == [(6, 3)] * 3
 
 
+GROUPS = """
+import atexit, os, time, torch, torch.distributed as dist, mpiddp
+
+def say(*words):
+    os.write(1, f"rank {world.rank}: {' '.join(map(str, words))}\\n".encode())
+
+def total(group=None):
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+for turn in range(2):
+    try:
+        with mpiddp.process_group(backend="gloo") as world:
+            say("turn", turn, "of", total())
+            raise RuntimeError("on all ranks")
+    except RuntimeError:
+        pass
+atexit.register(lambda: say("has a group:", dist.is_initialized()))  # called last
+mpiddp.init(backend="gloo")
+if world.rank > 0:
+    time.sleep(1)  # rank 0 is at its end
+    say("without rank 0:", total(dist.new_group([1, 2], use_local_synchronization=True)))
+"""
+
+
+def test_groups_follow_each_other(here: Here) -> None:
+    """Process groups may follow each other in a script, also after an error that all ranks catch."""
+    done = here.run(*mpirun_command(3, here.script(GROUPS))).assert_ok()
+    for rank in range(3):
+        said = [line.partition(": ")[2] for line in done.lines if line.startswith(f"rank {rank}:")]
+        alone = ["without rank 0: 2"] if rank else []
+        assert said == ["turn 0 of 3", "turn 1 of 3", *alone, "has a group: False"]
+    assert done.stderr == ""
+
+
+USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+
+
+def test_a_script_that_uses_mpi4py(here: Here) -> None:
+    """`mpiddp run --keep-mpi` leaves MPI to a script that uses mpi4py; without it, the import is refused."""
+    script = here.script(USES_MPI)
+    kept = here.run(*mpirun_command(2, *RUN, "--keep-mpi", script)).assert_ok()
+    assert kept.lines == ["2", "2"]
+    done = here.run(*mpirun_command(2, *RUN, script))
+    assert done.code == 1
+    assert "ImportError" in done.stderr
+    assert "--keep-mpi" in done.stderr
+
+
 # --- a script, and any command ---
 
 
@@ -463,7 +513,11 @@ def test_children_of_a_rank(here: Here) -> None:
 # --- nothing starts silently wrong ---
 
 
-@pytest.mark.parametrize("fault", ["script", "port", "address", "library", "launcher"])
+ENDS_MPI = "from mpi4py import MPI; MPI.Finalize(); import mpiddp; mpiddp.init()"
+FAULTS = ("script", "port", "address", "library", "launcher", "finalized")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
     """The ranks of a raw mpirun refuse bad input together: code 2, and one sentence however many they are."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -474,9 +528,11 @@ def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
             "address": ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 "),
             "library": ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "cannot load MPI library"),
             "launcher": ({"TORCHELASTIC_RUN_ID": "stale"}, "torchrun's "),
+            "finalized": ({}, "mpiddp.init()"),
         }[fault]
-        job = "nowhere.py" if fault == "script" else program("identity.py")
-        done = here.run(*mpirun_command(4, *RUN, job), env=env)
+        jobs = {"script": (*RUN, "nowhere.py"), "finalized": (here.script(ENDS_MPI),)}
+        job = jobs.get(fault, (*RUN, program("identity.py")))
+        done = here.run(*mpirun_command(4, *job), env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     (sentence,) = own_lines(done.stderr)
     assert words in sentence

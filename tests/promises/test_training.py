@@ -468,6 +468,20 @@ def test_gpt_is_divided(here: Here) -> None:
     assert different["gradients"] > 1e-3  # the test can fail
 
 
+def test_copied_example(here: Here) -> None:
+    """A file of the trainer, copied into a project of its own, gives any number of ranks the same batches."""
+    for name in ("order.py", "train.py"):
+        shutil.copy(ROOT / "examples/copied" / name, here.folder)
+    assert (here.folder / "order.py").read_bytes() == (ROOT / "mpiddp/train/order.py").read_bytes()
+    found = []
+    for ranks in (2, 1):
+        run = here.folder / f"runs/{ranks}"
+        done = here.run(*mpirun_command(ranks, here.folder / "train.py", run)).assert_ok()
+        assert "epoch 2: step 30, loss " in done.stdout
+        found.append(torch.load(step_folder(run, 30) / "model.pt"))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_pitfalls(here: Here) -> None:
     """Each script of examples/pitfalls shows what its page says goes wrong."""
 
