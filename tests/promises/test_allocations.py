@@ -181,8 +181,7 @@ def without_sshd() -> Iterator[GridEngine]:
     with test_cluster.up(2) as up:
         for host in up.hosts:
             stop_sshd(host)
-        with grid_engine.up(up) as engine:
-            yield engine
+        yield grid_engine.start(up)
 
 
 @pytest.fixture
