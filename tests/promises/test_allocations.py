@@ -29,11 +29,11 @@ from tests.support.errors import error
 from tests.support.mpis import library_of, mpirun_of
 from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
 from tests.support.ranks import ROOT
-from tests.support.stand_ins import NO_SSH, two_hosts_with
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 RUN = (sys.executable, "-m", "mpiddp", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
+NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
 ON_TWO = [("node0", 0, 0), ("node0", 1, 0), ("node1", 0, 1), ("node1", 1, 1)]
 
@@ -295,6 +295,17 @@ with open(os.path.join(folder, "output"), "a") as output:
     ssh = ["/usr/bin/ssh", "-n", host, "exec " + shlex.join(program)]
     sys.exit(subprocess.run(ssh, stdout=output, stderr=output).returncode)
 """
+
+
+def two_hosts_with(program: str, text: str) -> Iterator[Cluster]:
+    """Two hosts that share bin/PROGRAM and a bin/ssh that refuses."""
+    with test_cluster.up_or_skip(2) as up:
+        folder = up.shared / "bin"
+        folder.mkdir()
+        for name, content in ((program, text), ("ssh", NO_SSH)):
+            (folder / name).write_text(content)
+            (folder / name).chmod(0o755)
+        yield up
 
 
 @pytest.fixture(scope="module")
