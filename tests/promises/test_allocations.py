@@ -1,4 +1,4 @@
-"""Allocations: inside the job of a scheduler, mpiddp takes the job's hosts, and never starts alone.
+"""Allocations: in a scheduler's job, mpiddp uses the job's hosts.
 
 Slurm and Grid Engine are real. PBS, LSF, Flux, Kubeflow's MPIJob and SkyPilot cannot run here: their
 variables are those of their documentation (tests/support/allocations.py).
@@ -337,7 +337,7 @@ def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest
 
 
 def test_a_pbs_job_without_ssh(pbs_hosts: Cluster) -> None:
-    """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh, and the error of launch says so."""
+    """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
     bin_ = pbs_hosts.shared / "bin"
     mpirun = Path(mpirun_of("intelmpi"))
     nodes = pbs_hosts.shared / "nodes"
@@ -534,7 +534,7 @@ def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_never_silently_alone(here: Here, variables: Env, words: str) -> None:
-    """A job never starts on one host in silence: if a scheduler hides its hosts, launch refuses in one line."""
+    """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
     done = here.run("launch", program("identity.py"), env=variables)
     assert words in one_line(done, words)
     assert done.records == []

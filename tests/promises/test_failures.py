@@ -1,4 +1,4 @@
-"""A job that fails: who is named first, with which exit code, how soon, and that nothing is left.
+"""Failures: one line names the rank that failed first, and no process is left.
 
 python -m pytest tests/promises/test_failures.py
 """
@@ -64,7 +64,7 @@ def failing(place: Place, how: str, ranks: int, *, mpi: str | None = None) -> Do
 
 @pytest.mark.parametrize("how", ["raise", "exit", "kill", "crash", "os._exit"])
 def test_who_failed_first(here: Here, how: str) -> None:
-    """The rank that failed first is named, with its host and how it ended. Ranks that failed after it are not."""
+    """The rank that failed first is named, with its host and how it ended. Its victims are not."""
     done = failing(here, how, 3)
     assert is_named(here, done, how, 3), done.stderr
     # The stack of an exception, and that of a crash in native code.
@@ -159,7 +159,7 @@ def test_a_known_cause(here: Here) -> None:
 
 
 def test_a_kill_for_lack_of_memory(here: Here) -> None:
-    """If the kernel kills a rank for lack of memory, the error says so, with the limit of its control group."""
+    """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
     memory = Path("/sys/fs/cgroup/memory")
     if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
         pytest.skip("needs root and the memory controller of cgroup v1")
@@ -333,7 +333,7 @@ def listening(hosts: Hosts, host: str) -> list[int]:
     indirect=["mpi"],
 )
 def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
-    """Under every MPI, a command that fails ends the job, with every process that the commands have started."""
+    """Under every MPI, a command that fails ends the job, and every process that the commands started."""
     text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
     done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
     assert done.code == 1

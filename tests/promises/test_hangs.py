@@ -1,4 +1,4 @@
-"""A job that hangs or is slow: who waits where, in one sentence, and how it is watched from another terminal.
+"""Hangs: one line says which rank waits where, and other terminals can watch the job.
 
 python -m pytest tests/promises/test_hangs.py
 """
@@ -80,7 +80,7 @@ STUCK = {
     indirect=["place"],
 )
 def test_hang_timeout(place: Place, how: str) -> None:
-    """--hang-timeout ends a job that hangs, with exit code 1, and shows the Python stack of the rank at fault."""
+    """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
     sentence, frame = STUCK[how]
     options = ("--hang-timeout", "3", *place.where(2))
     done = place.run("launch", *options, program("one_fails.py"), how)

@@ -1,4 +1,4 @@
-"""Output: whole lines, with the rank that wrote them in front, and a file for each rank.
+"""Output: whole lines, each with its rank in front, and log files for each rank.
 
 python -m pytest tests/promises/test_output.py
 """
@@ -55,7 +55,7 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
 @every_mpi
 @on_both
 def test_lines_are_whole(place: Place, mpi: str) -> None:
-    """Lines arrive whole, with their rank in front. A killed rank loses no line. Each host has its ranks' files."""
+    """Lines arrive whole, with their rank in front. A killed rank loses none. Each host keeps log files."""
     logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
     done_folder = place.folder / "done"
     done_folder.mkdir()
@@ -127,7 +127,7 @@ if world.rank == 1:
 
 @pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
 def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
-    """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir, from its first line."""
+    """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir."""
     job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
     done = here.run("launch", *job)
     assert (done.code, done.stdout) == (1, ""), done.stderr
@@ -288,7 +288,7 @@ raise ValueError("\\x1b[2J\\r\\u202emischief")
 
 
 def test_no_rank_forges_a_line(here: Here) -> None:
-    """A script's own output is unchanged, but no text of a script controls the terminal in a launcher's line."""
+    """A script's output is unchanged. In the launcher's own lines, no text controls the terminal."""
     job = ("-H", "localhost:1", here.script(FORGES))
     done = here.run("launch", *job)
     assert done.code == 1
@@ -327,7 +327,7 @@ def test_what_mpirun_prints(here: Here, mpi: str) -> None:
     indirect=["mpi"],
 )
 def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, words: str) -> None:
-    """If the MPI fails to start the ranks, its message is shown, followed by a line that names the failure."""
+    """If the MPI fails to start the ranks, its message is shown, with a line that names the failure."""
     job = (*here.where(2), f"--mpi-args={options}", program("identity.py"))
     done = here.run("launch", *job, env={"I_MPI_FABRICS": "ofi"}, mpi=mpi)
     assert (done.code, done.stdout) == (1, ""), done.stderr

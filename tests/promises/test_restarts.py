@@ -1,4 +1,4 @@
-"""A job that restarts, on the hosts that are usable, and grows: each step counts once, whatever happens.
+"""Restarts: a job restarts by itself, on the hosts that work, and can grow.
 
 python -m pytest tests/promises/test_restarts.py
 """
@@ -122,7 +122,7 @@ def has_trained(
 
 
 def test_a_lost_host(hosts: Hosts) -> None:
-    """A lost host is left out of a restart and taken back at the next one. The global batch stays the same."""
+    """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
     job = training(hosts, 150, "--max-restarts", "3", "--min-hosts", "2")
     hosts["node1"].link("down")
     try:
@@ -273,7 +273,7 @@ def check(folder: Path, grown: Collection[int]) -> None:
 
 
 def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
-    """With --grow, a host that is added to the hostfile, or comes back, joins the job. Each step counts once."""
+    """With --grow, a host that is added to the hostfile or comes back joins the job. No step is lost."""
     options = ("--grow", "1", "--min-hosts", "1", "--max-restarts", "3")
     run = started(hosts, ["node0 slots=2"], *options)
     run.wait_for_ranks(2, restarts=0)

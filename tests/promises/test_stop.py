@@ -1,4 +1,4 @@
-"""A job that is requested to stop: it saves at one step, ends with code 75, and says how to resume.
+"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it.
 
 python -m pytest tests/promises/test_stop.py
 """
@@ -153,7 +153,7 @@ def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
 
 
 def test_a_script_without_should_stop(here: Here) -> None:
-    """A script that never calls should_stop() gets SIGTERM and has --grace seconds. Its job exits with 130."""
+    """A script that never calls should_stop() gets SIGTERM, and --grace seconds. Its job exits with 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
     job.until("ready", times=2).signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Variables: what reaches the ranks, what stays home, and the command that does it.
+"""Variables: which of them reach the ranks, and the command line that starts the ranks.
 
 python -m pytest tests/promises/test_variables.py
 python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
@@ -184,7 +184,7 @@ def test_the_page_on_containers_names_them(here: Here) -> None:
 
 
 def test_the_gpus_of_each_host(hosts: Hosts) -> None:
-    """The ranks of a host see the GPUs of its gpus= in the hostfile. CUDA_VISIBLE_DEVICES needs -x to travel."""
+    """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
     env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", NVIDIA), "CUDA_VISIBLE_DEVICES": "1"}
@@ -209,7 +209,7 @@ TWO_GPUS = 'echo "GPU 0: A (UUID: x)"; echo "GPU 1: B (UUID: y)"'
 
 
 def test_slots_and_gpus(hosts: Hosts) -> None:
-    """A host without slots= runs one rank for each of its GPUs, or one rank. A training never shares a GPU."""
+    """A host without slots= runs one rank for each GPU, or one rank. A training never shares a GPU."""
     env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)}
     ranks = hosts.run("launch", "-H", "node1,node0", program("variables.py"), env=env)
     assert [rank["host"] for rank in ranks.assert_ok().records] == ["node1"] * 2 + ["node0"] * 2
