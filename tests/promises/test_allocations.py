@@ -259,7 +259,7 @@ def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
     login, output = engine["node0"], engine.folder / "output"
     submit = ["qsub", "-terse", "-pe", "spread", "2", "-S", "/bin/sh", "-wd", engine.folder]
     submit += ["-j", "y", "-o", output]
-    text = f"exec {shlex.join([*LAUNCH, program('sleeps.py')])}\n"
+    text = f"exec {shlex.join([*LAUNCH, program('without_should_stop.py'), '0'])}\n"
     env = {**without_sshd.env, **ENV}
     number = login.run([*submit, "-v", "MPIDDP_LOG_RANKS=all"], env=env, stdin=text, check=True)
     eventually(lambda: output.exists() and output.read_text().count("ready") == 2)

@@ -539,15 +539,8 @@ def private(hosts: Hosts, name: str) -> Path:
 
 def test_lost_host_of_rank_0(apart: Hosts) -> None:
     """Hosts without a shared disk each keep every checkpoint. The loss of any host loses nothing."""
-    train = (
-        *MODEL,
-        "--use-syn",
-        "--batch-size=8",
-        "--epochs=1",
-        "--steps-per-epoch=8",
-        "--amp=off",
-    )
-    train += ("--save-every=2", f"--out={PRIVATE}")
+    train = (*MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
+    train += ("--amp=off", "--save-every=2", f"--out={PRIVATE}")
     done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=5")
     assert done.code == 75, done.stderr
     node0, node1, node2 = (private(apart, name) for name in apart.hosts)

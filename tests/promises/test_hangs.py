@@ -44,7 +44,7 @@ def test_a_hang_of_any_script(here: Here) -> None:
 
 def test_a_straggler(here: Here) -> None:
     """A rank that slows the others down is named with its time for a step, also in `mpiddp top`."""
-    job = here.start("launch", *here.where(2), program("straggler.py"), env=viewed(here))
+    job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
     job.until("holds the others up")
     top = here.run("top", str(job.pid), env=viewed(here)).stdout
     named = rf"rank 1 on {here.hosts[0]} holds the others up"
