@@ -27,7 +27,7 @@ record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
-QUICK=(tests/unit tests/refusals tests/integration tests/docs tests/ranks/smoke) # tests/README.md says what each folder needs
+QUICK=(tests/unit tests/refusals tests/integration tests/docs) # tests/README.md says what each folder needs
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
 say() {

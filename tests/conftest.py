@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # others have finished.
 LONGEST_FIRST = """
     training start checkpoints stop failures allocations output python restarts variables hosts doctor hangs
-    run_sh cifar10_fetch supervision silent_ends without_launcher rendezvous gpu random_faults resume
-    training_input divergence determinism reference_benchmark shown_output saver control_channel
+    page_commands run_sh shown_output control_channel first_line gpu
 """
 
 
@@ -41,21 +38,6 @@ def _no_adopted_orphans() -> Iterator[None]:
     yield
     set_child_subreaper = 36  # linux/prctl.h
     ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
-
-
-@pytest.fixture
-def official() -> Path:
-    """The folder of CIFAR-10's official batches. They are fetched once."""
-    from tests.support.data_cache import official_batches
-
-    return official_batches()
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A temporary folder for copies of the data set. pytest would keep it for three runs."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

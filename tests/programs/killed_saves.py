@@ -35,14 +35,9 @@ SIZE = 300
 def save_forever(folder: Path, rank: int, ranks: int, port: int, steps: int) -> None:
     """Report the step that this rank resumes, then each step whose save it has begun, into `steps`."""
     if ranks > 1:
-        variables = {
-            "RANK": rank,
-            "WORLD_SIZE": ranks,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": ranks,
-        }
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     checkpoints = mpiddp.Checkpoints(folder, keep=2, every=None)
     if ranks > 1:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Allocations: inside the job of a scheduler, mpiddp takes the job's hosts, and never starts alone.
+"""Allocations: in a scheduler's job, mpiddp uses the job's hosts.
 
 Slurm and Grid Engine are real. PBS, LSF, Flux, Kubeflow's MPIJob and SkyPilot cannot run here: their
 variables are those of their documentation (tests/support/allocations.py).
@@ -29,11 +29,11 @@ from tests.support.errors import error
 from tests.support.mpis import library_of, mpirun_of
 from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
 from tests.support.ranks import ROOT
-from tests.support.stand_ins import NO_SSH, two_hosts_with
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 RUN = (sys.executable, "-m", "mpiddp", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
+NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
 ON_TWO = [("node0", 0, 0), ("node0", 1, 0), ("node1", 0, 1), ("node1", 1, 1)]
 
@@ -78,7 +78,7 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
 
 
 def test_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
-    """In a Slurm job, launch starts the job's tasks on its hosts by srun, without ssh and without waiting."""
+    """In a Slurm job, `mpiddp launch` starts a rank for each task on the job's hosts, without ssh."""
     folder = hosts.folder / "without_ssh"
     folder.mkdir()
     (folder / "ssh").write_text(NO_SSH)
@@ -93,7 +93,7 @@ def test_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
 
 
 def test_a_launch_from_a_login_node(hosts: Hosts, batch: Slurm) -> None:
-    """`salloc … mpiddp launch` works from a node that is not one of the job's."""
+    """`salloc … mpiddp launch` works on a login node, which is not one of the job's nodes."""
     salloc = ("salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1")
     options = ("--interface", "10.77.0.0/24")
     done = hosts.run(*salloc, *LAUNCH, *options, program("reduces.py"), env=ENV)
@@ -103,7 +103,7 @@ def test_a_launch_from_a_login_node(hosts: Hosts, batch: Slurm) -> None:
 
 @every_mpi
 def test_an_mpirun_in_a_slurm_job(sbatch: Callable[..., Done], mpi: str) -> None:
-    """--mpirun with -H starts ranks over ssh inside a Slurm job, where Slurm has counted others."""
+    """In a Slurm job, --mpirun and -H start the ranks over ssh instead, in other numbers than Slurm's."""
     options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
     done = sbatch(*options, program("reduces.py"))
     assert placed(done) == [("node1", 0, 0), ("node0", 0, 1), ("node0", 1, 1), ("node0", 2, 1)]
@@ -111,13 +111,13 @@ def test_an_mpirun_in_a_slurm_job(sbatch: Callable[..., Done], mpi: str) -> None
 
 
 def test_ranks_of_slurm_that_end_silently(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
-    """Ranks that end by os._exit(0) lose no output, although Slurm kills what they leave."""
+    """In a Slurm job, ranks that end by os._exit(0) lose no output."""
     text = "import os\nos.write(1, b'line\\n' * 1000)\nos._exit(0)\n"
     assert sbatch(hosts.script(text)).assert_ok().stdout.count("line\n") == 4000
 
 
 def test_a_command_in_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
-    """A command gets torchrun's variables, none of an MPI's; its end names it and ends the others."""
+    """In a Slurm job, a command can be a rank. A command that fails is named, and ends the others."""
     text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE; env"
     done = sbatch("--", "sh", "-c", text).assert_ok()
     shown = sorted(line for line in done.lines if line.startswith("shown"))
@@ -132,7 +132,7 @@ def test_a_command_in_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> 
 
 
 def test_each_task_of_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
-    """`srun mpiddp launch` is refused in each task: it would start one job per rank."""
+    """`srun mpiddp launch` is refused, because it would start a job in each task."""
     done = sbatch(program("identity.py"), how="srun --mpi=none")
     assert (done.code, done.records) == (2, [])
     values = ("SLURM_PROCID=", "4 ranks (slurm)", "mpiddp run")
@@ -140,7 +140,7 @@ def test_each_task_of_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> 
 
 
 def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
-    """The shell of `srun --pty` may launch the job; the tasks that srun starts in that shell may not."""
+    """`mpiddp launch` works in the shell of `srun --pty`, but not in tasks that srun starts from there."""
     launch = shlex.join([*LAUNCH, program("identity.py")])
     dry_run = shlex.join([*LAUNCH, "--dry-run", program("identity.py")])
     inner = f"srun --overlap --mpi=none -N2 -n4 {launch}; echo inner $?"
@@ -155,7 +155,7 @@ def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
 
 
 def test_torchrun_with_a_name_as_master(hosts: Hosts) -> None:
-    """`torchrun … -m mpiddp train` works with the name of a host that resolves to 127.0.1.1 there."""
+    """`torchrun … -m mpiddp train` works with a master whose own name resolves to 127.0.1.1."""
     train = "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=4 --epochs=1"
     where = "--nnodes=2 --nproc-per-node=2 --master-addr=node0 --master-port=29512"
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where.split()]
@@ -181,8 +181,7 @@ def without_sshd() -> Iterator[GridEngine]:
     with test_cluster.up(2) as up:
         for host in up.hosts:
             stop_sshd(host)
-        with grid_engine.up(up) as engine:
-            yield engine
+        yield grid_engine.start(up)
 
 
 @pytest.fixture
@@ -211,7 +210,7 @@ def left(engine: Hosts) -> list[str]:
 
 @every_mpi
 def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
-    """In a job of Grid Engine, every MPI starts the ranks on the job's slots over `qrsh -inherit`, no ssh."""
+    """In a job of Grid Engine, every MPI starts the ranks on the job's slots, without ssh."""
     done = qsub("--mpirun", mpirun_of(mpi), program("reduces.py"), pe="fill", slots="6")
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
     first, *rest = placed(done)
@@ -222,7 +221,7 @@ def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
 
 
 def test_a_user_of_grid_engine(engine: Hosts, qsub: Callable[..., Done]) -> None:
-    """A user without root gets the same."""
+    """In a job of Grid Engine, a user without root gets the same."""
     engine.folder.chmod(0o777)
     done = qsub(program("reduces.py"), user=USER)
     assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
@@ -247,7 +246,7 @@ import time; time.sleep(6000)
 
 @pytest.mark.parametrize("end", [FAILS, KILLS_MPIRUN], ids=["a rank fails", "mpirun is killed"])
 def test_a_grid_engine_job_that_fails(engine: Hosts, qsub: Callable[..., Done], end: str) -> None:
-    """A failed rank, or a killed mpirun, ends the ranks on both hosts."""
+    """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
     done = qsub(engine.script(end))
     assert done.code == 1, done.stdout
     assert "cannot be reached" not in done.stdout
@@ -256,11 +255,11 @@ def test_a_grid_engine_job_that_fails(engine: Hosts, qsub: Callable[..., Done], 
 
 
 def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
-    """qdel ends the ranks on all hosts."""
+    """qdel ends the ranks of a Grid Engine job on all hosts."""
     login, output = engine["node0"], engine.folder / "output"
     submit = ["qsub", "-terse", "-pe", "spread", "2", "-S", "/bin/sh", "-wd", engine.folder]
     submit += ["-j", "y", "-o", output]
-    text = f"exec {shlex.join([*LAUNCH, program('sleeps.py')])}\n"
+    text = f"exec {shlex.join([*LAUNCH, program('without_should_stop.py'), '0'])}\n"
     env = {**without_sshd.env, **ENV}
     number = login.run([*submit, "-v", "MPIDDP_LOG_RANKS=all"], env=env, stdin=text, check=True)
     eventually(lambda: output.exists() and output.read_text().count("ready") == 2)
@@ -269,7 +268,7 @@ def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
 
 
 def test_an_environment_that_starts_nothing_elsewhere(qsub: Callable[..., Done]) -> None:
-    """A parallel environment that starts nothing on other hosts is named, with the way over ssh."""
+    """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose"), "failed")
     assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
 
@@ -298,6 +297,17 @@ with open(os.path.join(folder, "output"), "a") as output:
 """
 
 
+def two_hosts_with(program: str, text: str) -> Iterator[Cluster]:
+    """Two hosts that share bin/PROGRAM and a bin/ssh that refuses."""
+    with test_cluster.up_or_skip(2) as up:
+        folder = up.shared / "bin"
+        folder.mkdir()
+        for name, content in ((program, text), ("ssh", NO_SSH)):
+            (folder / name).write_text(content)
+            (folder / name).chmod(0o755)
+        yield up
+
+
 @pytest.fixture(scope="module")
 def lsf_hosts() -> Iterator[Cluster]:
     yield from two_hosts_with("blaunch", BLAUNCH)
@@ -310,7 +320,7 @@ def pbs_hosts() -> Iterator[Cluster]:
 
 @every_mpi
 def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
-    """In a job of LSF, every MPI reaches the other hosts through blaunch alone."""
+    """In a job of LSF, every MPI starts the ranks with blaunch, without ssh."""
     bin_ = lsf_hosts.shared / "bin"
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
     env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}
@@ -327,7 +337,7 @@ def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest
 
 
 def test_a_pbs_job_without_ssh(pbs_hosts: Cluster) -> None:
-    """In a PBS job without ssh, Intel's mpirun starts `mpiddp run` over pbs_tmrsh; launch says so."""
+    """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
     bin_ = pbs_hosts.shared / "bin"
     mpirun = Path(mpirun_of("intelmpi"))
     nodes = pbs_hosts.shared / "nodes"
@@ -393,7 +403,7 @@ def pods() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_an_mpijob(pods: Cluster, mpi: str) -> None:
-    """The example for Kubeflow's MPIJob starts the ranks in the workers, once all pods have a name."""
+    """The example for Kubeflow's MPIJob starts the ranks in the workers as soon as all pods have a name."""
     spec = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
     container = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     options = container["args"][2 : container["args"].index("-m")]
@@ -415,7 +425,7 @@ def test_an_mpijob(pods: Cluster, mpi: str) -> None:
 
 
 def test_a_pod_of_another_job(pods: Cluster) -> None:
-    """The example switches off no check of ssh: it refuses a pod that has another job's key."""
+    """The example for Kubeflow's MPIJob keeps ssh's checks: a pod with another job's key is refused."""
     pod = pods["node0"]
     ssh = ["ssh", "-o", "BatchMode=yes", WORKERS[0], "true"]
     pod.run([ENTRY, *LAUNCH, "--help"], env=POD)  # the entry point writes the keys
@@ -431,7 +441,7 @@ def test_a_pod_of_another_job(pods: Cluster) -> None:
 
 
 def test_a_pytorchjob(hosts: Hosts) -> None:
-    """The pods of a PyTorchJob, which set no local ranks, run `mpiddp run` as they are."""
+    """`mpiddp run` works in the pods of a Kubeflow PyTorchJob as they are."""
     env = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     # The master's own MASTER_ADDR is localhost, as Kubeflow's operator sets it.
     pods = [
@@ -465,7 +475,7 @@ VARIABLES = {
 
 @pytest.mark.parametrize("kind", VARIABLES)
 def test_local_ranks_that_nobody_sets(here: Here, kind: str) -> None:
-    """Ranks of Flux, PALS, jsrun and Hydra count their local ranks themselves, and share the cores."""
+    """Ranks of Flux, PALS, jsrun and Hydra get local ranks, although their launchers set none."""
     mpi = "openmpi5" if kind == "jsrun" else "mpich"
     options = ("--allow-run-as-root", "--oversubscribe") if mpi == "openmpi5" else ()
     shell = f'unset OMP_NUM_THREADS; {VARIABLES[kind]} "$@"'
@@ -495,7 +505,7 @@ def in_folder(here: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
 
 @pytest.mark.parametrize("name", DRY_RUNS)
 def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
-    """The hosts, slots and remote program of each scheduler are those that docs/clusters.md shows."""
+    """The command for each scheduler has the hosts, slots and remote program that docs/clusters.md shows."""
     mpi, variables = DRY_RUNS[name]
     folder = in_folder.folder
     files = {
@@ -524,14 +534,14 @@ def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_never_silently_alone(here: Here, variables: Env, words: str) -> None:
-    """A scheduler that does not list its hosts, or a rank of another job, is refused in one sentence."""
+    """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
     done = here.run("launch", program("identity.py"), env=variables)
     assert words in one_line(done, words)
     assert done.records == []
 
 
 def test_a_pbs_job_that_has_no_ssh(in_folder: Here) -> None:
-    """Where no ssh is installed, the sentence has the command to install it and the way without."""
+    """In a PBS job without any ssh, the error has the command that installs it, and the way without."""
     variables = PBS | {"PBS_NODEFILE": str(in_folder.folder / "node_file"), "PATH": "/nowhere"}
     line = one_line(in_folder.run("launch", "train.py", env=variables), "ssh")
     values = ("apt-get install openssh-client", "PBS", "mpirun python -m mpiddp run …")

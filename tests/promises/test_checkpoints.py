@@ -1,4 +1,4 @@
-"""Checkpoints: what a run keeps, and what it resumes, whatever ends it.
+"""Checkpoints: what a run saves and resumes, whatever ends it.
 
 python -m pytest tests/promises/test_checkpoints.py
 """
@@ -91,7 +91,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
     ],
 )
 def test_training_resumes_bit_for_bit(here: Here, ranks: int, options: str) -> None:
-    """A training that resumes ends with the bits of one that was never stopped."""
+    """A training that is stopped and resumed ends with the same bits as one that never stopped."""
     launch = ("launch", *here.where(ranks), *two_epochs(here), *options.split())
     whole = here.folder / "whole"
     here.run(*launch, *SAVE_ALL, f"--out={whole}").assert_ok()
@@ -125,7 +125,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_killed_script_restarts(here: Here, undisturbed: Path) -> None:
-    """A rank that is killed costs a script the steps since its last save, and no bit."""
+    """A restart repeats a script's steps since its last save, and ends with the same bits."""
     job = example(here.folder, each_step=DIES)
     done = here.run("launch", *here.where(2), "--max-restarts", "1", job).assert_ok()
     assert "was killed by SIGKILL" in done.stderr
@@ -135,7 +135,7 @@ def test_killed_script_restarts(here: Here, undisturbed: Path) -> None:
 
 
 def test_stopped_script_resumes_under_any_launcher(here: Here, undisturbed: Path) -> None:
-    """A stop saves the last step of a script, and every launcher resumes it with the same bits."""
+    """A stop saves a script's last step, and any launcher resumes it with the same bits."""
     slow = '\n        __import__("time").sleep(0.1); print("made a step")\n'
     job = example(here.folder, every=1000, each_step=slow)
     process = here.start("launch", *here.where(2), job).until("made a step", 3)
@@ -156,7 +156,7 @@ def test_stopped_script_resumes_under_any_launcher(here: Here, undisturbed: Path
 
 
 def test_state_of_a_script(here: Here) -> None:
-    """A script gets its model, optimizer, schedules, values and random numbers back as they were saved."""
+    """A script gets its model, optimizer, schedulers, values and random numbers back as they were saved."""
     script = ("python", program("script_state.py"), "run")
     first, second = (here.run(*script).assert_ok() for _ in range(2))
     assert json.loads(first.lines[-1]) == json.loads(second.lines[-1])
@@ -167,7 +167,7 @@ def test_state_of_a_script(here: Here) -> None:
 
 
 def test_each_rank_gets_its_own_state(here: Here) -> None:
-    """Each rank gets its own state and random numbers back if it existed, and all get the shared state."""
+    """All ranks get the shared state back, and each rank its own state and random numbers."""
     job = program("per_rank.py")
     here.run("launch", *here.where(2), job, "run").assert_ok()
     for ranks in (2, 3, 1):
@@ -184,7 +184,7 @@ def test_each_rank_gets_its_own_state(here: Here) -> None:
 
 @pytest.mark.parametrize("form", ["sharded", "whole"])
 def test_shards_at_any_number_of_ranks(here: Here, form: str) -> None:
-    """A sharded model resumes at any number of ranks, sharded or not, and from shards or not."""
+    """A sharded model resumes at any number of ranks, and as a whole model, and the other way round."""
     job = program("sharded_script.py")
     here.run("launch", *here.where(2), job, "save", "run", form).assert_ok()
     for ranks, into in ((3, "sharded"), (1, "whole"), (1, "sharded")):
@@ -193,7 +193,7 @@ def test_shards_at_any_number_of_ranks(here: Here, form: str) -> None:
 
 
 def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
-    """A training goes on from ddp to fsdp, back, and from an export, which is a plain state_dict."""
+    """A training resumes under ddp, under fsdp, or from an export, which is a plain state_dict."""
     options = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL)
     launch = ("launch", *here.where(2), *options, "--global-batch-size=8")
     start = here.folder / "start"
@@ -223,7 +223,7 @@ def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
 
 
 def test_each_image_once_an_epoch(here: Here) -> None:
-    """Each epoch uses each image once, through kills and on any number of ranks."""
+    """Each epoch uses each image once, even with restarts at other numbers of ranks."""
     data = tiny_data.numbered_images(here.folder / "data", 101)
     train = (program("watched_training.py"), str(here.folder), "--arch=resnet20", "--epochs=2")
     train += ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
@@ -253,7 +253,7 @@ def test_each_image_once_an_epoch(here: Here) -> None:
 
 
 def test_going_back(here: Here) -> None:
-    """--resume goes back once, and renames newer checkpoints; another run's counts until this one has any."""
+    """--resume goes back to an earlier checkpoint once, or starts from another run, and deletes nothing."""
     train = (*ALONE, "--steps-per-epoch=4")
     older, run = here.folder / "older", here.folder / "run"
     assert here.run(*train, "--out=older", "--stop-at-step=3", *SAVE_ALL).code == 75
@@ -271,7 +271,7 @@ def test_going_back(here: Here) -> None:
 
 
 def test_keep_counts_verified_checkpoints(here: Here) -> None:
-    """--keep counts verified checkpoints only, so the last good one is never removed."""
+    """--keep counts verified checkpoints only, and never removes the last good one."""
     train = (*ALONE, "--steps-per-epoch=5", "--save-every=1", "--keep=2", "--out=run")
     assert here.run(*train, "--stop-at-step=2").code == 75
     run = here.folder / "run"
@@ -289,7 +289,7 @@ def test_keep_counts_verified_checkpoints(here: Here) -> None:
 
 
 def test_timed_saves(here: Here) -> None:
-    """Saves by the clock are at the same steps on all ranks."""
+    """With saves every so many seconds, all ranks save at the same steps."""
     train = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60")
     options = ("--save-every=0.05s", "--parallel=fsdp", "--out=run")  # each rank writes its shards
     here.run("launch", *here.where(2), *train, *options).assert_ok()
@@ -299,7 +299,7 @@ def test_timed_saves(here: Here) -> None:
 
 @pytest.mark.parametrize("how", ["returns", "exits", "forks", "raises", "destroys"])
 def test_last_save_is_waited_for(here: Here, how: str) -> None:
-    """The last save of a script is complete, however the script ends."""
+    """The last save of a script is completed, however the script ends."""
     done = here.run("launch", *here.where(2), program("last_save.py"), "run", how)
     assert done.code == (1 if how == "raises" else 0), done.stderr
     assert steps_kept(here.folder / "run") == [2]
@@ -307,7 +307,7 @@ def test_last_save_is_waited_for(here: Here, how: str) -> None:
 
 @pytest.mark.parametrize("launcher", ["launch", "mpirun", "torchrun"])
 def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
-    """A job that loses its last save does not exit with 0, and its older checkpoint is kept."""
+    """A job whose last save fails does not exit with 0, and its older checkpoint is kept."""
     start = {
         "launch": ["launch", *here.where(2)],
         "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
@@ -320,7 +320,7 @@ def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
 
 
 def test_records_of_a_script(here: Here) -> None:
-    """mpiddp.log_metrics keeps one record a step through resumes, and NaN becomes null."""
+    """mpiddp.log_metrics keeps one record for each step, even after a resume, and writes NaN as null."""
     here.run("python", program("records.py"), "run", "1", "4").assert_ok()
     shutil.rmtree(step_folder(here.folder / "run", 4))
     here.run("python", program("records.py"), "run", "3", "6").assert_ok()
@@ -334,7 +334,7 @@ def test_records_of_a_script(here: Here) -> None:
 
 
 def test_what_cannot_be_saved(here: Here) -> None:
-    """A state that cannot be saved is a TypeError that names its place, before anything is written."""
+    """If a state cannot be saved, a TypeError names the key at fault before anything is written."""
     done = here.run("python", program("unsavable.py"), "run").assert_ok()
     assert done.lines == [
         "state['lr']: numpy.float64",
@@ -354,7 +354,7 @@ def test_what_cannot_be_saved(here: Here) -> None:
     ],
 )
 def test_wrong_resume_is_refused_by_all_ranks(here: Here, change: str, words: str) -> None:
-    """Another config or model, or a forgotten resume, is bad input: no restart, and no save."""
+    """A checkpoint of another config or model, or a forgotten resume(), is refused, without a restart."""
     job = program("wrong_resume.py")
     here.run("launch", *here.where(2), job, "run", "nothing").assert_ok()
     done = here.run("launch", *here.where(2), "--max-restarts", "3", job, "run", change)
@@ -367,7 +367,7 @@ def test_wrong_resume_is_refused_by_all_ranks(here: Here, change: str, words: st
 
 @here_and_on_hosts
 def test_run_in_use_is_refused(place: Place) -> None:
-    """A second job into the folder of a running one is refused; after a kill, the next resumes at once."""
+    """A second job in the folder of a running job is refused. After a kill, the next job resumes at once."""
     train = (*ALONE, "--save-every=1", "--out=run")
     first = place.start(*train).until("step 20/")
     if isinstance(place, Hosts):  # from another host, which cannot see the processes of the first
@@ -388,7 +388,7 @@ def test_run_in_use_is_refused(place: Place) -> None:
 
 
 def test_silent_rank_in_a_save(here: Here) -> None:
-    """A rank that goes silent in a save is named within the time limit, and the job restarts."""
+    """A rank that falls silent during a save is named within the time limit, and the job restarts."""
     job = (program("silent_save.py"), "run")
     done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
     assert re.search(r"step 2.*rank 1 on .* 10 s", done.stderr), done.stderr
@@ -401,7 +401,7 @@ def test_silent_rank_in_a_save(here: Here) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "kills"), [("whole", 30), ("sharded", 10)])
 def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
-    """A kill at any moment leaves a verified checkpoint, and costs at most the save under way."""
+    """A kill at any moment leaves a verified checkpoint, and costs at most the save in progress."""
     done = here.run("python", program("killed_saves.py"), "run", str(kills), form).assert_ok()
     ended = re.fullmatch(rf"{kills} kills, (\d+) in the middle of a save, .*", done.lines[-1])
     assert ended is not None, done.stdout
@@ -409,7 +409,7 @@ def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
 
 
 def test_any_flipped_bit_or_cut_is_found(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
-    """`verify` finds any flipped bit and any missing end of any file of a checkpoint."""
+    """`mpiddp checkpoints verify` finds any flipped bit and any truncated file."""
     save = (program("sharded_script.py"), "save", "run", "sharded")
     here.run("launch", *here.where(2), *save).assert_ok()
     folder = step_folder(here.folder / "run", 2)
@@ -438,7 +438,7 @@ def cut(file: Path) -> None:
 def test_damaged_checkpoint_gives_way(
     here: Here, damage: Callable[[Path], None], parallel: str
 ) -> None:
-    """A run whose newest checkpoint is damaged says so, names the file, and resumes the one before."""
+    """If the newest checkpoint is damaged, the run names the file and resumes the checkpoint before it."""
     train = (*MODEL, "--use-syn", "--global-batch-size=4", "--epochs=1", "--steps-per-epoch=3")
     train += (f"--parallel={parallel}", *SAVE_ALL, "--out=run")
     assert here.run("launch", *here.where(2), *train, "--stop-at-step=2").code == 75
@@ -452,7 +452,7 @@ def test_damaged_checkpoint_gives_way(
 
 @pytest.mark.parametrize("what", ["renamed", "code"])
 def test_foreign_checkpoint_is_refused(here: Here, what: str) -> None:
-    """A renamed checkpoint is refused, and no file of a checkpoint can run code."""
+    """A checkpoint under a wrong name is refused, and no file of a checkpoint can run code."""
     here.run("python", program("records.py"), "run", "1", "2").assert_ok()
     folder = step_folder(here.folder / "run", 2)
     if what == "renamed":  # it would stay the newest one, and a run would repeat the same steps
@@ -479,7 +479,7 @@ class Touch:
 
 
 def test_failing_disk_starts_nothing_anew(here: Here) -> None:
-    """A run whose checkpoint cannot be read now fails with code 1, and does not begin anew."""
+    """If the disk fails to read a checkpoint, the run fails, and does not start over."""
     train = (*ALONE, "--steps-per-epoch=2")
     here.run(*train, "--out=run").assert_ok()
     complete = step_folder(here.folder / "run", 2) / "COMPLETE"
@@ -493,7 +493,7 @@ def test_failing_disk_starts_nothing_anew(here: Here) -> None:
 
 
 def test_checkpoint_commands(here: Here) -> None:
-    """`list` shows the state of each checkpoint, `verify` reads every byte, `prune` keeps verified ones."""
+    """`mpiddp checkpoints` lists, verifies, prunes and exports checkpoints."""
     save = (program("sharded_script.py"), "save", "run", "sharded")
     here.run("launch", *here.where(2), *save).assert_ok()
     run = here.folder / "run"
@@ -538,16 +538,9 @@ def private(hosts: Hosts, name: str) -> Path:
 
 
 def test_lost_host_of_rank_0(apart: Hosts) -> None:
-    """Hosts that share no disk each keep every checkpoint, so the loss of any host loses nothing."""
-    train = (
-        *MODEL,
-        "--use-syn",
-        "--batch-size=8",
-        "--epochs=1",
-        "--steps-per-epoch=8",
-        "--amp=off",
-    )
-    train += ("--save-every=2", f"--out={PRIVATE}")
+    """Hosts without a shared disk each keep every checkpoint. The loss of any host loses nothing."""
+    train = (*MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
+    train += ("--amp=off", "--save-every=2", f"--out={PRIVATE}")
     done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=5")
     assert done.code == 75, done.stderr
     node0, node1, node2 = (private(apart, name) for name in apart.hosts)
@@ -569,7 +562,7 @@ def test_lost_host_of_rank_0(apart: Hosts) -> None:
 
 
 def test_damaged_copy_is_replaced(apart: Hosts) -> None:
-    """A checkpoint that is damaged on one host is replaced by another host's, and no step is lost."""
+    """A checkpoint that is damaged on one host is replaced by another host's copy, and no step is lost."""
     train = (*MODEL, "--use-syn", "--batch-size=2", "--epochs=1", f"--out={PRIVATE}")
     assert launch(apart, "node0:1,node1:1", *train, "--stop-at-step=2").code == 75
     node0, node1 = private(apart, "node0"), private(apart, "node1")
@@ -581,7 +574,7 @@ def test_damaged_copy_is_replaced(apart: Hosts) -> None:
 
 
 def test_lost_host_of_shards(apart: Hosts) -> None:
-    """Each shard lies on two hosts, so the loss of one host loses none; of two, only steps."""
+    """Without a shared disk, each shard is on two hosts. The loss of one host loses no step."""
     train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=8")
     train += ("--save-every=2", "--parallel=fsdp", f"--out={PRIVATE}")
     nodes = [private(apart, name) for name in apart.hosts]
@@ -629,7 +622,7 @@ def test_script_on_hosts_apart(apart: Hosts, undisturbed: Path) -> None:
 
 
 def test_hsdp_resumes_bit_for_bit(hosts: Hosts) -> None:
-    """hsdp saves each shard once on a shared disk, resumes bit for bit, and continues as ddp."""
+    """On a shared disk, hsdp saves each shard once, resumes bit for bit, and can continue as ddp."""
     train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=6")
     train += ("--amp=off", "--lr=0.01", *SAVE_ALL)
     where = "node0:2,node1:2"
@@ -669,7 +662,7 @@ def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
 
 
 def test_full_disk(apart: Hosts) -> None:
-    """A full disk damages no checkpoint. Training goes on, and its code is not 0."""
+    """A full disk damages no checkpoint. The training goes on, and its exit code is not 0."""
     train = (*ALONE, "--amp=off", "--batch-size=4")
     train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
     with disk(apart, PRIVATE / "checkpoints", 5.75) as saves:  # a checkpoint has 2.3 MB
@@ -691,7 +684,7 @@ def test_full_disk(apart: Hosts) -> None:
 
 @pytest.mark.parametrize("trouble", ["read-only", "full"])
 def test_disk_that_works_again(apart: Hosts, trouble: str) -> None:
-    """A training outlives a disk that is read-only or full for a while, and saves again afterwards."""
+    """If a disk is full or read-only for a while, the training goes on, and saves again afterwards."""
     train = (*ALONE, "--amp=off", "--batch-size=4", "--save-every=1", f"--out={PRIVATE}")
     node0, run = apart["node0"], private(apart, "node0")
     folder = PRIVATE if trouble == "full" else PRIVATE / "checkpoints"

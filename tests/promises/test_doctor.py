@@ -1,4 +1,4 @@
-"""What is wrong, before a job and after it: `mpiddp doctor`, `explain` and `drill`.
+"""Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures.
 
 Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill. python -m pytest tests/promises/test_doctor.py
 """
@@ -57,7 +57,7 @@ BUSY = ("is slow", "carries")
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_doctor_names_all_faults(cluster: Cluster, group: str) -> None:
-    """`mpiddp doctor` names all faults of all hosts in one run, each with its host, and nothing else."""
+    """`mpiddp doctor` finds all faults of all hosts in one run, and raises no false alarm beside them."""
     names, arguments = GROUPS[group]
     present = {name: FAULTS[name] for name in names}
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def test_doctor_names_all_faults(cluster: Cluster, group: str) -> None:
 
 
 def test_doctor_raises_no_false_alarm(cluster: Cluster) -> None:
-    """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing there."""
+    """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
     report = doctor(cluster, *JOB)
     assert report.code == 0
     assert [line for line in report.warnings if not any(words in line for words in BUSY)] == []
@@ -97,7 +97,7 @@ def explained(log: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
 def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`mpiddp explain` names the root cause in what a real program printed when it failed."""
+    """`mpiddp explain` names the root cause of a failure from what real programs printed."""
     code, first = explained(text, capsys)
     assert code == 0
     assert text.stem.partition(".")[0] in first
@@ -107,7 +107,7 @@ def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[
 def test_explain_knows_a_failure_of_today(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`mpiddp explain` knows what a program prints today, as it knows the texts that are kept."""
+    """`mpiddp explain` knows what the installed programs print today."""
     name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
     script = ROOT / "tests/support/provoke_failures.sh"
     env = {**os.environ, "FAILURES_OUT": str(tmp_path)}
@@ -134,7 +134,7 @@ Starting epoch 2 after Segmentation fault tests passed
 def test_explain_finds_nothing_in_a_good_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`mpiddp explain` takes no frightening word of a healthy job for its failure."""
+    """`mpiddp explain` finds no failure in the log of a healthy job."""
     log = tmp_path / "train.log"
     log.write_text(HEALTHY)
     logger = logging.Logger("training")
@@ -158,7 +158,7 @@ def results(done: Done) -> dict[str, Any]:
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_drill_names_the_defect(here: Here, defect: str) -> None:
-    """`mpiddp drill` names the defect of a script that does not resume as it should."""
+    """`mpiddp drill` names the defect of a script that does not resume correctly."""
     planted = DEFECTS[defect]
     options = ("-n", str(planted.ranks), "--only", planted.fault, "--seed", "3", "--json")
     done = here.run("drill", *options, ROOT / SCRIPT, "{out}", defect)
@@ -171,7 +171,7 @@ def test_drill_names_the_defect(here: Here, defect: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_drill_passes_a_right_script(here: Here, name: str) -> None:
-    """`mpiddp drill` finds nothing in a script that resumes as it should, of any framework."""
+    """`mpiddp drill` finds nothing in a script that resumes correctly, with any framework."""
     right = RIGHT[name]
     env = frameworks.environment(right.package) if right.package else {}
     options = ("-n", "1", "--only", right.faults, "--seed", "3", "--json")
@@ -181,7 +181,7 @@ def test_drill_passes_a_right_script(here: Here, name: str) -> None:
 
 
 def test_drill_stops_and_resumes(here: Here, tmp_path: Path) -> None:
-    """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares to the last bit."""
+    """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares the weights."""
     job = example(tmp_path / "job", every=5)
     done = here.run("drill", "-n", "2", "--only", "sigterm,flip", "--seed", "3", "--json", job)
     assert done.code == 0, done.stderr + done.stdout
@@ -192,7 +192,7 @@ def test_drill_stops_and_resumes(here: Here, tmp_path: Path) -> None:
 
 
 def test_drill_on_hosts(request: pytest.FixtureRequest) -> None:
-    """On several hosts, a drill stops and resumes a script."""
+    """`mpiddp drill` works on several hosts."""
     with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         options = ("--only", "sigterm", "--seed", "3", "--json")
         done = hosts.run("drill", *options, *hosts.where(2), ROOT / SCRIPT, "{out}")

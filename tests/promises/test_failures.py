@@ -1,4 +1,4 @@
-"""A job that fails: who is named first, with which exit code, how soon, and that nothing is left.
+"""Failures: one line names the rank that failed first, and no process is left.
 
 python -m pytest tests/promises/test_failures.py
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.addresses import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command, own_lines
 
@@ -63,7 +64,7 @@ def failing(place: Place, how: str, ranks: int, *, mpi: str | None = None) -> Do
 
 @pytest.mark.parametrize("how", ["raise", "exit", "kill", "crash", "os._exit"])
 def test_who_failed_first(here: Here, how: str) -> None:
-    """The rank that failed first is named with its host and its end; its victims are not."""
+    """The rank that failed first is named, with its host and how it ended. Its victims are not."""
     done = failing(here, how, 3)
     assert is_named(here, done, how, 3), done.stderr
     # The stack of an exception, and that of a crash in native code.
@@ -74,7 +75,7 @@ def test_who_failed_first(here: Here, how: str) -> None:
 @every_mpi
 @pytest.mark.parametrize("how", ["exit", "kill", "os._exit(0)"])
 def test_every_mpi_ends_the_job(hosts: Hosts, mpi: str, how: str) -> None:
-    """Under every MPI, a rank that exits, is killed or leaves ends the job on all hosts within a minute."""
+    """Under every MPI, a rank that exits or is killed ends the job on all hosts within a minute."""
     done = failing(hosts, how, 2, mpi=mpi)
     assert is_named(hosts, done, how, 2), done.stderr
 
@@ -95,7 +96,7 @@ for step in range(1000):
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])  # MPICH does not tell of signals
 def test_victims_that_catch_the_error(here: Here, mpi: str) -> None:
-    """A killed rank is named also if the others catch the error of their collective and exit."""
+    """A killed rank is named even if the others catch the error of their collective and exit first."""
     script = here.script(CATCHES, "catches.py")
     done = here.run("launch", *here.where(3), script, mpi=mpi)
     assert done.code == 1
@@ -106,7 +107,7 @@ def test_victims_that_catch_the_error(here: Here, mpi: str) -> None:
     ("how", "end"), [("kill", "kill"), ("os._exit", "exit"), ("os._exit in atexit", "exit")]
 )
 def test_the_end_after_the_main_part(here: Here, how: str, end: str) -> None:
-    """Exit code 0 means that every rank ended well: its threads and its handlers of atexit too."""
+    """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
     done = here.run("launch", *here.where(2), program("ends_late.py"), how)
     assert done.code == 1
     assert is_named(here, done, end, 2), done.stderr
@@ -130,7 +131,7 @@ except RuntimeError:
 
 
 def test_the_error_that_torch_recorded(here: Here) -> None:
-    """The error that torch's @record wrote stands in the sentence about a rank that exits silently."""
+    """The error line of a rank that exits silently has the error that torch's @record wrote."""
     script = here.script(RECORDED, "recorded.py")
     done = here.run("launch", *here.where(2), script)
     assert done.code == 1
@@ -147,7 +148,7 @@ sys.stdin.read()
 
 
 def test_a_known_cause(here: Here) -> None:
-    """The known cause of a failure and its fix stand below the sentence; other ranks' words are no cause."""
+    """A failure whose cause is known is followed by its cause and its fix."""
     script = here.script(FILLS_A_DISK)
     done = here.run("launch", *here.where(2), script)
     assert done.code == 1
@@ -158,7 +159,7 @@ def test_a_known_cause(here: Here) -> None:
 
 
 def test_a_kill_for_lack_of_memory(here: Here) -> None:
-    """A rank that the kernel kills for lack of memory is explained by the limit of its control group."""
+    """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
     memory = Path("/sys/fs/cgroup/memory")
     if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
         pytest.skip("needs root and the memory controller of cgroup v1")
@@ -199,7 +200,7 @@ os._exit(0)
 
 @every_mpi
 def test_all_ranks_leave(here: Here, mpi: str) -> None:
-    """Ranks that all end by os._exit(0) are a success, under every MPI."""
+    """Under every MPI, a job succeeds if all of its ranks end by os._exit(0)."""
     script = here.script(LEAVES, "leaves.py")
     done = here.run("launch", *here.where(2), script, "all", "", mpi=mpi).assert_ok()
     assert done.said == []
@@ -207,7 +208,7 @@ def test_all_ranks_leave(here: Here, mpi: str) -> None:
 
 @pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", ""), ("1", "raise")])
 def test_one_rank_leaves(here: Here, who: str, how: str) -> None:
-    """The others go on after a rank has ended by os._exit(0); if they fail then, it is named as the cause."""
+    """If one rank ends by os._exit(0), the others go on. If they fail then, that rank is named."""
     script = here.script(LEAVES, "leaves.py")
     done = here.run("launch", *here.where(2), script, who, how)
     assert (done.code, done.stdout) == (1 if how else 0, "went on\n"), done.stderr
@@ -224,7 +225,7 @@ def test_one_rank_leaves(here: Here, who: str, how: str) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])
 def test_a_cut_link(hosts: Hosts, mpi: str) -> None:
-    """A host whose link is cut is named as lost, and its ranks end too, because they lose the launcher."""
+    """A host whose network link is cut is named as lost, and the ranks on it end as well."""
     job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
     job.until("ready", times=3)
     since = time.monotonic()
@@ -241,7 +242,7 @@ def test_a_cut_link(hosts: Hosts, mpi: str) -> None:
 
 
 def test_a_short_outage(hosts: Hosts) -> None:
-    """A network that is away for three seconds ends nothing."""
+    """A job survives a network outage of three seconds."""
     job = hosts.start(
         "launch", *hosts.where(3), program("one_fails.py"), "never", str(hosts.folder)
     )
@@ -264,7 +265,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
 def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> None:
-    """A killed MPI daemon, mpirun or launcher ends the job within a minute, and no process is left."""
+    """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within a minute."""
     job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
     job.until("ready", times=3)
     since = time.monotonic()
@@ -288,7 +289,7 @@ def is_program(command: str, name: str) -> bool:
 
 
 def test_orphans(hosts: Hosts) -> None:
-    """A process in a session of its own that ignores SIGTERM ends with its job; those of other jobs stay."""
+    """Every process that a rank has started ends with the job. Processes of other jobs are not touched."""
     bystander = hosts["node1"].popen(["sleep", "6001"])
     done = hosts.run("launch", *hosts.where(3), program("one_fails.py"), "leave a process")
     killed = r"killed leftover processes of the job on node1: [1-9]\d*\."
@@ -298,7 +299,7 @@ def test_orphans(hosts: Hosts) -> None:
 
 
 def test_strangers(hosts: Hosts) -> None:
-    """A stranger who speaks to the ports of a job neither ends nor stops it, and cannot make it succeed."""
+    """A stranger who connects to the ports of a job cannot stop it or end it."""
     job = hosts.start(
         "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
     )
@@ -332,7 +333,7 @@ def listening(hosts: Hosts, host: str) -> list[int]:
     indirect=["mpi"],
 )
 def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
-    """The end of one rank's command ends the job under every MPI, and what the commands have started."""
+    """Under every MPI, a command that fails ends the job, and every process that the commands started."""
     text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
     done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
     assert done.code == 1
@@ -341,7 +342,7 @@ def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
 
 
 def test_a_script_within_a_command(here: Here) -> None:
-    """The error of a Python script within a command is named, not only the exit code of the command."""
+    """If a Python script within a command fails, its error is named, and not only the command's exit code."""
     line = shlex.join([sys.executable, program("one_fails.py"), "raise"])
     done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
     assert done.code == 1
@@ -349,7 +350,7 @@ def test_a_script_within_a_command(here: Here) -> None:
 
 
 def test_a_killed_rank_with_a_command(here: Here) -> None:
-    """A killed rank leaves no process of its command, whatever session it is in or signal it ignores."""
+    """A rank that is killed leaves no process of its command, even one that ignores SIGTERM."""
     text = "trap '' TERM; setsid sleep 6000 & sleep 6001 & echo ready; sleep 6002"
     job = here.start("launch", *here.where(2), "--", "bash", "-c", text).until("ready", times=2)
     commands = {each.pid: each.command for each in here.processes()}
@@ -367,7 +368,7 @@ def parent(pid: int) -> int:
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])
 def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
-    """Without our launcher, too, the rank that fails is named alone and ends the job with its exit code."""
+    """Under a raw mpirun, too, the rank that failed first is named, and the job ends with its exit code."""
     rank = ["-m", "mpiddp", "run", program("one_fails.py"), how]
     if how == "command":
         rank[3:] = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
@@ -380,8 +381,51 @@ def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
     eventually(lambda: not here.processes())
 
 
+def by_variables(here: Here, script: str) -> list[Done]:
+    """Run a script as two ranks that know nothing but the variables of torch."""
+    with reserved("127.0.0.1") as reservation:
+        port = str(reservation.getsockname()[1])
+        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        env |= {"MASTER_PORT": port}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        jobs = [here.start("python", script, env={**env, **rank}) for rank in ranks]
+        return [job.wait() for job in jobs]
+
+
+CATCHES_ITS_ERROR = """
+import sys, time, torch, torch.distributed as dist, mpiddp
+try:
+    with mpiddp.process_group(backend="gloo") as world:
+        dist.barrier()
+        raise ValueError("for a second try")
+except ValueError:
+    time.sleep(2)  # an error that ended the script would have done so by now
+with mpiddp.process_group(backend="gloo"):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(int(total), flush=True)
+    if world.rank == 1:
+        ENDS
+    if "ENDS" != "pass":
+        time.sleep(6000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('a bug')", 1)]
+)
+def test_ranks_without_any_launcher(here: Here, end: str, code: int) -> None:
+    """Without any launcher, a rank that fails ends the others. An error that the script catches does not."""
+    first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
+    assert (first.code, second.code) == (code, code), (first, second)
+    assert (first.stdout, second.stdout) == ("2\n", "2\n")
+    named = {f"rank 1 on {here.hosts[0]} "} if code else set()
+    assert set(re.findall(r"rank \d on \S+ ", second.stderr)) == named
+    assert first.stderr == ""
+
+
 def test_a_refusal_without_the_launcher(here: Here) -> None:
-    """Ranks of a raw mpirun that refuse their input print one sentence, and all end with exit code 2."""
+    """Under a raw mpirun, ranks that refuse their input print one line, and all exit with code 2."""
     train = [
         "-m",
         "mpiddp",

@@ -1,4 +1,4 @@
-"""A job that hangs or is slow: who waits where, in one sentence, and how it is watched from another terminal.
+"""Hangs: one line says which rank waits where, and other terminals can watch the job.
 
 python -m pytest tests/promises/test_hangs.py
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.place import Here, Place, eventually, program
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, mpirun_command
 
 LONG_GRACE = ("--grace", "600")
 
@@ -26,7 +26,7 @@ LONG_GRACE = ("--grace", "600")
 
 
 def test_a_hang_of_any_script(here: Here) -> None:
-    """A hang of a script that knows nothing of mpiddp: one sentence says who waits where; the job goes on."""
+    """If any script hangs, one line says which rank is where in the code, and which ranks wait for it."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
     job = here.start("launch", *here.where(3), program("unmodified.py"), str(pipe))
@@ -43,8 +43,8 @@ def test_a_hang_of_any_script(here: Here) -> None:
 
 
 def test_a_straggler(here: Here) -> None:
-    """A rank whose own work makes the others wait is named with its time in a step, also in `mpiddp top`."""
-    job = here.start("launch", *here.where(2), program("straggler.py"), env=viewed(here))
+    """A rank that slows the others down is named with its time for a step, also in `mpiddp top`."""
+    job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
     job.until("holds the others up")
     top = here.run("top", str(job.pid), env=viewed(here)).stdout
     named = rf"rank 1 on {here.hosts[0]} holds the others up"
@@ -80,7 +80,7 @@ STUCK = {
     indirect=["place"],
 )
 def test_hang_timeout(place: Place, how: str) -> None:
-    """--hang-timeout ends a job that hangs with code 1, and names the rank with its Python stack."""
+    """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
     sentence, frame = STUCK[how]
     options = ("--hang-timeout", "3", *place.where(2))
     done = place.run("launch", *options, program("one_fails.py"), how)
@@ -93,7 +93,7 @@ def test_hang_timeout(place: Place, how: str) -> None:
 
 
 def test_hang_timeout_of_any_script(here: Here) -> None:
-    """--hang-timeout counts the steps of a script that knows nothing of mpiddp."""
+    """--hang-timeout works for any script: it counts the optimizer's steps."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
     options = ("--hang-timeout", "3", *here.where(2))
@@ -114,7 +114,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.parametrize("is_command", [False, True])
 def test_the_others_are_done(here: Here, is_command: bool) -> None:
-    """A rank that hangs after the others have ended is named with its stack, also within a command."""
+    """A rank that hangs after the others have ended is named with its stack, even within a command."""
     script = here.script(ONE_STAYS, "one_stays.py")
     command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
     options = ("--hang-timeout", "4", *here.where(2))
@@ -126,7 +126,7 @@ def test_the_others_are_done(here: Here, is_command: bool) -> None:
 
 
 def test_ctrl_z(here: Here) -> None:
-    """The time in which the launcher itself is stopped, as by Ctrl-Z, is no hang and ends no rank."""
+    """The time in which the launcher is suspended, as by Ctrl-Z, does not count as a hang."""
     options = (*LONG_GRACE, "--hang-timeout", "3", *here.where(2))
     job = here.start("launch", *options, program("one_fails.py"), "never").until("step ")
     job.signal(signal.SIGSTOP)
@@ -152,6 +152,16 @@ if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
 SLEEP = "import time\ntime.sleep(6000)\n"
 
 
+def troubled(here: Here, module: str, text: str) -> dict[str, str]:
+    """The variables under which rank 1 executes this text when it imports the module."""
+    trouble = here.folder / "trouble"
+    trouble.mkdir()
+    (trouble / "trouble.py").touch()
+    (trouble / f"{module}.py").write_text(text)
+    here.script(SITECUSTOMIZE, "sitecustomize.py")
+    return {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+
+
 @pytest.mark.parametrize(
     ("module", "text", "last_words"),
     [
@@ -167,18 +177,24 @@ SLEEP = "import time\ntime.sleep(6000)\n"
 )
 def test_a_rank_that_does_not_join(here: Here, module: str, text: str, last_words: str) -> None:
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
-    trouble = here.folder / "trouble"
-    trouble.mkdir()
-    (trouble / "trouble.py").touch()
-    (trouble / f"{module}.py").write_text(text)
-    here.script(SITECUSTOMIZE, "sitecustomize.py")
-    env = {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    env = troubled(here, module, text)
     script = here.script("print('ran', flush=True)")
     done = here.run("launch", *here.where(2), "--timeout", "4", script, env=env)
     assert (done.code, done.stdout) == (1, "")
     missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {here.hosts[0]}\. "
-    words = last_words.format(re.escape(f"{trouble}/torch.py"))
+    words = last_words.format(re.escape(f"{here.folder}/trouble/torch.py"))
     assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
+    eventually(lambda: not here.processes())
+
+
+def test_a_missing_rank_of_a_raw_mpirun(here: Here) -> None:
+    """Under a raw mpirun, ranks that wait for a missing rank end after MPIDDP_TIMEOUT, with an error line."""
+    env = troubled(here, "trouble", SLEEP) | {"MPIDDP_TIMEOUT": "4"}
+    script = here.script("print('ran', flush=True)")
+    done = here.run(*mpirun_command(3, "-m", "mpiddp", "run", script), env=env)
+    assert (done.code != 0, done.stdout) == (True, "")
+    late = rf"rank [02] on {here.hosts[0]}: .* 4 s\b.*MPIDDP_TIMEOUT"
+    assert re.search(f"^{late}", done.stderr, re.MULTILINE), done.stderr
     eventually(lambda: not here.processes())
 
 
@@ -192,7 +208,7 @@ def viewed(here: Here) -> dict[str, str]:
 
 
 def test_a_job_is_watched_and_stopped(here: Here) -> None:
-    """In another terminal, ps lists a job, top shows its steps, stacks its ranks' places, stop stops it."""
+    """From another terminal, `mpiddp ps`, `top`, `stacks` and `stop` list, watch, inspect and stop a job."""
     os.mkfifo(here.folder / "pipe")
     script = [program("one_fails.py"), "load", str(here.folder)]
     job = here.start("launch", *LONG_GRACE, *here.where(2), *script, env=viewed(here))

@@ -1,4 +1,4 @@
-"""Hosts: from machines that only answer ssh to a job on all of them, with its files brought home.
+"""Hosts: ssh keys, commands and files on all machines of a hostfile.
 
 The hosts share no file, but in the last two tests: node0 has this repository, the others the system alone.
 
@@ -25,7 +25,7 @@ from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, Layout, faults, links, ssh
 from tests.support.place import Hosts, eventually, program
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, find_mpirun
 
 PASSWORD = "a password"
 _HASH = "$6$mpiddp$iAGtOWy6S5/wYngnyRrRPLZpS7l.mPSTKWl0y7KeWM0U.gxY9tWQCqDKNKt/tMTKCtk1V5NrPeUjJwLoBCSOC."
@@ -122,7 +122,7 @@ def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
 
 
 def test_keys(strangers: Cluster) -> None:
-    """`mpiddp hosts keys` asks once for each host; afterwards ssh reaches all of them without a question."""
+    """`mpiddp hosts keys` asks once for each host. Afterwards, ssh reaches all hosts without a question."""
     node0 = strangers["node0"]
     file = strangers.shared / "hosts"
     file.write_text("node0\nnode1\nnode2\n")
@@ -142,7 +142,7 @@ def test_keys(strangers: Cluster) -> None:
 
 
 def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
-    """`mpiddp hosts run` runs a command on every host as it is written, and prints equal outputs once."""
+    """`mpiddp hosts run` runs a command on every host, and prints equal outputs once."""
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
     assert done.lines == [
         line for n in range(3) for line in (f"node{n}: same", f"node{n}: node{n}")
@@ -153,7 +153,7 @@ def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
 
 
 def test_run_names_the_hosts_that_fail(hosts: Hosts, file: str) -> None:
-    """`mpiddp hosts run` names the hosts on which the command fails, and those that ssh does not reach."""
+    """`mpiddp hosts run` names the hosts on which the command fails, and those that ssh cannot reach."""
     code = "test $(uname -n) = node1 && exit 0; exit 7"
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", code)
     assert (done.code, done.stdout, done.stderr) == (1, "", "node[0,2]: exit code 7\n")
@@ -169,7 +169,7 @@ SLEEP = "(trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
 def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
-    """Ctrl-C, and --timeout, end all that `mpiddp hosts run` has started, on every host."""
+    """Ctrl-C and --timeout end everything that `mpiddp hosts run` has started, on every host."""
     options = ("--timeout", "5s") if end == "--timeout" else ()
     job = hosts.start("hosts", "run", *options, file, "--", "sh", "-c", SLEEP)
     if end == "Ctrl-C":
@@ -180,7 +180,7 @@ def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
 
 
 def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) -> None:
-    """`mpiddp hosts push` makes a project the same on every host. What a host has of its own stays."""
+    """`mpiddp hosts push` makes a folder the same on every host, and keeps runs and caches there."""
     there = [hosts[name].path(project) for name in ("node1", "node2")]
     assert hosts.run("hosts", "push", "--dry-run", file, project).code == 0
     assert not any(path.exists() for path in there)
@@ -204,7 +204,7 @@ def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) ->
 
 
 def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
-    """A push that is killed leaves the old state on the hosts; the next one sends what is still missing."""
+    """A push that is killed leaves the old files on the hosts. The next push sends only what is missing."""
     hosts.run("hosts", "push", file, project).assert_ok()
     there = hosts["node1"].path(project)
     before = contents(there)
@@ -228,7 +228,7 @@ def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
 
 
 def test_push_names_the_host_that_cannot_take_it(hosts: Hosts, file: str, project: Path) -> None:
-    """A host that cannot take a push is named in one sentence, and --min-hosts goes on without it."""
+    """A host that cannot take a push is named in one line. With --min-hosts, the push goes on without it."""
     there = hosts["node1"].path(project)
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)
@@ -263,7 +263,7 @@ def test_push_names_another_python(hosts: Hosts, file: str) -> None:
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
 def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
-    """A push makes bare hosts ready for a job; `launch --push` brings each change along."""
+    """A push makes bare hosts ready for a job. `launch --push` sends each later change."""
     project = hosts.folder / "project"
     write(project, {"whose.py": "import os\nprint('first', os.environ['RANK'])\n"})
     file = hosts.folder / "two"
@@ -299,7 +299,7 @@ def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
 
 
 def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
-    """`mpiddp hosts pull` brings home what only other hosts have of a run: logs, and verified checkpoints."""
+    """`mpiddp hosts pull` brings home the logs and verified checkpoints that only other hosts have."""
     run = hosts.folder / "a run; $HOME"
     write(run, {"logs/rank_00000.log": "rank 0\n"})
     for number in (1, 2):
@@ -320,7 +320,7 @@ def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
 
 
 def test_pull_overwrites_nothing(hosts: Hosts, file: str) -> None:
-    """A pull overwrites nothing: a file that has grown there is continued, one that differs is put beside."""
+    """A pull overwrites nothing. It continues a file that has grown, and renames one that differs."""
     run = hosts.folder / "run"
     write(run, {"metrics.jsonl": "{}\n", "grown": "line 1\n", "shorter": "line 1\nline 2\n"})
     there = hosts["node1"].path(run)
@@ -337,7 +337,7 @@ def test_pull_overwrites_nothing(hosts: Hosts, file: str) -> None:
 
 
 def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
-    """The shards that each host has written to its own disk become one verified checkpoint."""
+    """A pull joins the shards of all hosts' disks into one verified checkpoint."""
     run = hosts.folder / "run"
     names = [f"shard_{rank:05d}.pt" for rank in range(3)]
     facts = {
@@ -356,20 +356,25 @@ def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
 
 
 def test_check(hosts: Hosts, file: str) -> None:
-    """`mpiddp hosts check`, `convert` and `diff` show a hostfile as mpiddp reads it."""
+    """`mpiddp hosts check`, `convert` and `diff` read, convert and compare hostfiles."""
     other = hosts.folder / "other"
     other.write_text("node0:1\nnode1:2 # MPICH's syntax\n")
     done = hosts.run("hosts", "check", file).assert_ok()
     assert [line.split()[:2] for line in done.lines[1:4]] == [[f"node{n}", "1"] for n in range(3)]
     done = hosts.run("hosts", "convert", other, "--to", "openmpi").assert_ok()
     assert done.lines == ["node0 slots=1", "node1 slots=2"]
+    (hosts.folder / "one").write_text("node0:2 # two\n")
+    one = hosts.run("hosts", "convert", hosts.folder / "one", "--to", "openmpi").assert_ok()
+    (hosts.folder / "one").write_text(one.stdout)
+    mpirun = (find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--hostfile")
+    assert hosts.run(*mpirun, hosts.folder / "one", "hostname").lines == ["node0"] * 2
     done = hosts.run("hosts", "diff", file, other)
     assert (done.code, len(done.lines)) == (1, 2)
     assert hosts.run("hosts", "diff", file, file).code == 0
 
 
 def test_history(request: pytest.FixtureRequest) -> None:
-    """The launcher remembers beside the hostfile which host ended jobs, says so, and forgets on request."""
+    """The launcher remembers which hosts ended jobs, warns about them, and forgets them on request."""
     with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         launch = ("launch", *hosts.where(2))
         file = launch[2]

@@ -1,4 +1,4 @@
-"""Output: whole lines, with the rank that wrote them in front, and a file for each rank.
+"""Output: whole lines, each with its rank in front, and log files for each rank.
 
 python -m pytest tests/promises/test_output.py
 """
@@ -55,7 +55,7 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
 @every_mpi
 @on_both
 def test_lines_are_whole(place: Place, mpi: str) -> None:
-    """Lines arrive whole with their rank in front, a killed rank loses none, and its host has the files."""
+    """Lines arrive whole, with their rank in front. A killed rank loses none. Each host keeps log files."""
     logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
     done_folder = place.folder / "done"
     done_folder.mkdir()
@@ -77,7 +77,7 @@ def test_lines_are_whole(place: Place, mpi: str) -> None:
 
 
 def test_lines_are_whole_under_srun(hosts: Hosts, batch: Slurm) -> None:
-    """The same holds for ranks that srun starts."""
+    """In a Slurm job, too, lines arrive whole, and a killed rank loses no line."""
     done_folder, errors = hosts.folder / "done", hosts.folder / "errors"
     done_folder.mkdir()
     job = ("--log-ranks", "all", program("prints_lines.py"), str(done_folder))
@@ -107,7 +107,7 @@ os.write(2, f"err {os.environ['RANK']}\\n".encode())
 def test_whose_lines_are_shown(
     here: Here, options: tuple[str, ...], stdout: list[int], stderr: list[int]
 ) -> None:
-    """By default stdout of rank 0 and stderr of all ranks are shown; --log-ranks names others."""
+    """By default, stdout of rank 0 and stderr of all ranks are shown. --log-ranks chooses others."""
     done = here.run("launch", *here.where(2), *options, here.script(TALKS), env=SHOWN).assert_ok()
     assert sorted(done.lines) == [f"[rank {rank} {HOST}] out {rank}" for rank in stdout]
     errors = sorted(line for line in done.stderr.splitlines() if "err" in line)
@@ -127,7 +127,7 @@ if world.rank == 1:
 
 @pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
 def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
-    """A script with checkpoints has its output in logs/ of its run, from its first line; --log-dir wins."""
+    """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir."""
     job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
     done = here.run("launch", *job)
     assert (done.code, done.stdout) == (1, ""), done.stderr
@@ -141,7 +141,7 @@ def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
 
 
 def test_the_files_of_a_training(here: Here) -> None:
-    """A training writes what each rank prints into logs/ of its run; a second run adds to the files."""
+    """A training keeps the output of each rank in logs/ of its run. A second start appends to the files."""
     job = ("-H", "localhost:1", *TRAIN.split(), "--steps-per-epoch", "1", "--out", "run")
     first = here.run("launch", *job).assert_ok()
     file = here.folder / "run" / "logs" / "rank_00000.out"
@@ -152,7 +152,7 @@ def test_the_files_of_a_training(here: Here) -> None:
 
 
 def test_a_log_folder_that_cannot_be_written(hosts: Hosts) -> None:
-    """A --log-dir that one host cannot write ends the job with code 2 and a sentence."""
+    """If one host cannot write to --log-dir, the job ends with exit code 2 and one error line."""
     hosts["node1"].path("/run/tmp/only_a_file").touch()
     folder = ("--log-dir", "/run/tmp/only_a_file")
     done = hosts.run("launch", "-H", "node0:1,node1:1", *folder, program("identity.py"))
@@ -174,7 +174,7 @@ LONG_LINES = "[print(rank * 1_000_000, flush=True) for rank in '345']"
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
 def test_every_byte_arrives(here: Here, mpi: str) -> None:
-    """All bytes pass unchanged, also those that are no text, and lines of a megabyte."""
+    """All output arrives unchanged, even binary data and lines of a megabyte."""
     done = here.run("launch", "-H", "localhost:1", here.script(BYTES), mpi=mpi).assert_ok()
     data = bytes(range(256)) * 4000
     assert done.stdout.encode(errors="surrogateescape") == data
@@ -192,7 +192,7 @@ def piped(place: Here, *argv: str) -> subprocess.Popen[bytes]:
 
 
 def test_a_slow_reader(here: Here) -> None:
-    """A reader that is slow slows the ranks, and loses no line."""
+    """A slow reader of the output slows the ranks down, and loses no line."""
     text = "for line in range(300_000): print(line)\nopen('done', 'w').close()"
     with piped(here, "-H", "localhost:1", here.script(text)) as job:
         assert job.stdout is not None
@@ -206,7 +206,7 @@ def test_a_slow_reader(here: Here) -> None:
 
 @pytest.mark.slow
 def test_many_lines_of_many_ranks(here: Here) -> None:
-    """Of 800,000 lines of eight ranks none is lost, and the launcher needs less than 100 MB for them."""
+    """The launcher loses none of 800,000 lines of eight ranks, and needs less than 100 MB of memory."""
     count, seen = 100_000, here.folder / "seen"
     wait = "while [ ! -e seen ]; do sleep 0.1; done"
     command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
@@ -231,7 +231,7 @@ MANY = "for line in range(20_000): print('line', line, flush=True)"
 
 @pytest.mark.parametrize("how", ["| head -2", ">&-"])
 def test_a_reader_that_goes_away(here: Here, how: str) -> None:
-    """A reader that goes away (`| head`), or a closed stdout, ends no job and is no error."""
+    """A reader that goes away, as in `| head`, or a closed stdout does not end the job."""
     job = shlex.join([*LAUNCH, "-H", "localhost:1", here.script(MANY)])
     done = here.run("bash", "-c", f"{job} {how}; exit ${{PIPESTATUS[0]}}").assert_ok()
     assert done.lines == (["line 0", "line 1"] if "head" in how else [])
@@ -254,7 +254,7 @@ os.write(1, b"\\n")
 
 
 def test_open_lines_and_progress_bars(here: Here) -> None:
-    """Where one rank is shown, an open line appears before its end, and a progress bar passes as it is."""
+    """With one rank, an unfinished line appears at once, and progress bars work."""
     with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
         assert job.stdout is not None
         text = b""
@@ -274,7 +274,7 @@ print("child", child.pid, flush=True)
 
 
 def test_a_process_that_a_rank_leaves(here: Here) -> None:
-    """A process that a rank leaves behind with its stdout delays the end of the job for seconds only."""
+    """A process that a rank leaves behind delays the end of the job by a few seconds at most."""
     done = here.run("launch", "-H", "localhost:1", here.script(LEAVES)).assert_ok()
     assert done.stdout.startswith(
         "child "
@@ -288,7 +288,7 @@ raise ValueError("\\x1b[2J\\r\\u202emischief")
 
 
 def test_no_rank_forges_a_line(here: Here) -> None:
-    """A script's output is unharmed, but nothing of it controls the terminal in a line of the launcher."""
+    """A script's output is unchanged. In the launcher's own lines, no text controls the terminal."""
     job = ("-H", "localhost:1", here.script(FORGES))
     done = here.run("launch", *job)
     assert done.code == 1
@@ -308,7 +308,7 @@ BANNER = re.compile(r"processes exited|Primary job|exited on|^[-=]{60}", re.MULT
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_what_mpirun_prints(here: Here, mpi: str) -> None:
-    """mpirun's own banner about an end that mpiddp names stays in mpirun.log of --log-dir; -v shows it."""
+    """mpirun's banner about a failed rank is kept in mpirun.log of --log-dir, and shown with -v only."""
     job = (*here.where(2), here.script(KILLED))
     done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
     assert "was killed by SIGKILL. The other ranks were stopped." in done.said[-1]
@@ -327,7 +327,7 @@ def test_what_mpirun_prints(here: Here, mpi: str) -> None:
     indirect=["mpi"],
 )
 def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, words: str) -> None:
-    """What an MPI says about a start that fails is shown, above a sentence that names the failure."""
+    """If the MPI fails to start the ranks, its message is shown, with a line that names the failure."""
     job = (*here.where(2), f"--mpi-args={options}", program("identity.py"))
     done = here.run("launch", *job, env={"I_MPI_FABRICS": "ofi"}, mpi=mpi)
     assert (done.code, done.stdout) == (1, ""), done.stderr
@@ -341,7 +341,7 @@ def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, word
 @every_mpi
 @pytest.mark.parametrize("way", [(), ("--", sys.executable)], ids=["script", "command"])
 def test_stdin_is_that_of_rank_0(here: Here, mpi: str, way: tuple[str, ...]) -> None:
-    """Rank 0 reads the launcher's stdin to its end, line by line as in a conversation; others have none."""
+    """Rank 0 reads the launcher's stdin, line by line as in a conversation. Other ranks have no stdin."""
     options = ("--mpirun", mpirun_of(mpi), *here.where(2))
     job = (*options, *way, program("reads_stdin.py"))
     assert sorted(here.run("launch", *job).assert_ok().lines) == ["rank 0: end", "rank 1: end"]
@@ -373,7 +373,7 @@ print("the end")
 
 
 def test_a_terminal_has_a_status(here: Here) -> None:
-    """A terminal shows step, rate and numbers below all lines until the ranks end; a pipe gets none of it."""
+    """On a terminal, the last line shows the step, the rate and other figures. A pipe gets no such line."""
     job = ("-H", "localhost:2", here.script(STEPS))
     pid, terminal = pty.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/ print what the pages show.
+"""Pages: the commands of README.md and docs/ print what the pages show.
 
 A block ```console is run as it stands. `$ ` begins a command; what follows is compared with what it prints:
 numbers and the name of the host may differ, `…` alone stands for any lines, and within a line for any text.
@@ -35,6 +35,7 @@ def consoles() -> list[object]:
 
 @pytest.mark.parametrize("page", consoles())
 def test_what_a_page_shows_is_what_its_commands_print(page: Path, tmp_path: Path) -> None:
+    """Every command in a console block of README.md and docs/ prints what the page shows."""
     for folder in ("examples", "hostfiles"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for block in blocks(page):
@@ -89,5 +90,6 @@ def pattern(expected: str) -> str:
 
 
 def test_another_line_would_be_found() -> None:
+    """The comparison of a page with its commands allows for other numbers, but not for another line."""
     assert re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nb is 3\n"))
     assert not re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nc is 3\n"))

@@ -1,4 +1,4 @@
-"""Python: functions, notebooks, frameworks and meshes on the ranks; measuring and showing them.
+"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and reports.
 
 python -m pytest tests/promises/test_python.py
 """
@@ -40,7 +40,7 @@ def spawns(place: Place, how: str) -> list[str]:
 
 @here_and_on_hosts
 def test_spawn_returns_results(place: Place) -> None:
-    """mpiddp.spawn runs a function on every rank, also on hosts without its file, and returns its results."""
+    """mpiddp.spawn runs a function on every rank, even on hosts without its file, and returns the results."""
     done = place.run(*spawns(place, "sums")).assert_ok()
     names = ["node1", "node0"] if isinstance(place, Hosts) else place.hosts * 2
     assert done.lines[-2:] == [f"{name} {10 * rank} 3" for rank, name in enumerate(names)]
@@ -49,14 +49,14 @@ def test_spawn_returns_results(place: Place) -> None:
 
 @here_and_on_hosts
 def test_spawn_raises_the_first_failure(place: Place) -> None:
-    """The exception of the first rank that fails is raised in the caller, with its traceback."""
+    """mpiddp.spawn raises the exception of the first rank that fails, with its traceback."""
     done = place.run(*spawns(place, "fails")).assert_ok()
     assert done.lines[0] == f"1 {place.hosts[0]} Trouble(7)"
     assert "raise spawned.Trouble(7)" in done.stdout
 
 
 def test_spawn_restarts_saves_and_stops(here: Here) -> None:
-    """A spawned function restarts, saves, resumes and stops at the same step, as a script does."""
+    """A spawned function restarts, saves, resumes and stops as a script does."""
     done = here.run(*spawns(here, "restarts")).assert_ok()
     assert done.lines[-1] == "[1, 1]"
     assert steps_kept(here.folder / "run") == [1]
@@ -68,7 +68,7 @@ def test_spawn_restarts_saves_and_stops(here: Here) -> None:
 @here_and_on_hosts
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_the_caller(place: Place, number: int) -> None:
-    """The end of the process that called mpiddp.spawn ends the job on every host."""
+    """If the process that called mpiddp.spawn ends, its job ends on every host."""
     job = place.start(*spawns(place, "sleeps")).until("ready", 2)
     job.signal(number)
     job.wait()
@@ -76,7 +76,7 @@ def test_end_of_the_caller(place: Place, number: int) -> None:
 
 
 def test_notebook(here: Here) -> None:
-    """A notebook's cell gets results, output and exceptions of the ranks, and may be interrupted."""
+    """A notebook's cell shows the results, output and exceptions of the ranks, and can be interrupted."""
     env = frameworks.environment("ipykernel")
     done = here.run("python", program("notebook.py"), env=env).assert_ok()
     assert done.lines == ["results", "output", "exception", "interrupt"]
@@ -86,7 +86,7 @@ def test_notebook(here: Here) -> None:
 @here_and_on_hosts
 @pytest.mark.parametrize("way", ["script", "command"])
 def test_lightning(place: Place, way: str) -> None:
-    """PyTorch Lightning trains one model on all ranks, unchanged, as a script or within a command."""
+    """PyTorch Lightning works unchanged, as a script or within a command."""
     script = program("lightning_training.py")
     nodes = len(set(place.hosts_of(2)))
     job = [script, str(place.folder / "out"), str(2 // nodes), str(nodes)]
@@ -100,7 +100,7 @@ def test_lightning(place: Place, way: str) -> None:
 
 
 def test_accelerate(here: Here) -> None:
-    """accelerate passes its own test scripts."""
+    """accelerate passes its own test scripts under mpiddp."""
     env = frameworks.environment("accelerate") | {"ACCELERATE_USE_CPU": "1"}
     options = ("-x", "ACCELERATE_USE_CPU", *here.where(2))
     for name in ("test_script", "test_ops", "test_sync"):
@@ -109,7 +109,7 @@ def test_accelerate(here: Here) -> None:
 
 
 def test_transformers(here: Here) -> None:
-    """The Trainer of transformers trains and saves on all ranks."""
+    """The Trainer of transformers trains on all ranks, and saves."""
     env = frameworks.environment("transformers")
     job = (program("transformers_training.py"), "out")
     done = here.run("launch", *here.where(2), *job, env=env).assert_ok()
@@ -127,7 +127,7 @@ def groups(text: str, name: str) -> list[list[int]]:
 
 
 def test_mesh_on_unequal_hosts(hosts: Hosts) -> None:
-    """mpiddp.mesh keeps tensor-parallel groups within hosts, also hosts with unequal slots."""
+    """mpiddp.mesh keeps tensor-parallel groups within hosts, even with unequal slots."""
     job = (program("mesh_groups.py"), "plain")
     done = hosts.run("launch", "-H", "node0:4,node1:2", *job, "tp=2").assert_ok()
     assert groups(done.stdout, "tp") == [[0, 1], [2, 3], [4, 5]]
@@ -147,7 +147,7 @@ def test_mesh_on_unequal_hosts(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("sizes", ["dp=3 tp=1", "tp=1 pp=RANK", "tp=1RANK", "device_type=gpu0"])
 def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
-    """A mesh that does not fit, or on which ranks do not agree, is refused by all in one sentence."""
+    """A mesh that does not fit, or that differs between ranks, is refused in one line."""
     done = here.run("launch", *here.where(2), program("mesh_groups.py"), "init", *sizes.split())
     assert done.code == 2, done.stdout
     assert done.stderr.count("mpiddp.mesh: ") == 1, done.stderr
@@ -155,7 +155,7 @@ def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
 
 
 def test_hybrid_example(here: Here) -> None:
-    """examples/hybrid.py has the losses of one process with data and tensor parallelism together."""
+    """examples/hybrid.py combines data and tensor parallelism, and has the losses of one process."""
 
     def losses(*start: str) -> list[float]:
         done = here.run(*start).assert_ok()
@@ -175,7 +175,7 @@ def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
 
 
 def test_bench(here: Here) -> None:
-    """`mpiddp bench` measures the efficiency of more ranks, and the bus bandwidth of all-reduces."""
+    """`mpiddp bench` measures the scaling efficiency, and the bus bandwidth of all-reduces."""
     model = ("--arch", "resnet20", "--batch-size", "2")
     results = bench(here, "scaling", "--rounds=1", "--steps=2", "--warmup=1", *model)
     alone, *_, three = results["points"]
@@ -189,7 +189,7 @@ def test_bench(here: Here) -> None:
 
 
 def test_bench_ends_with_its_jobs(here: Here) -> None:
-    """A benchmark that is stopped leaves no process."""
+    """A benchmark that is stopped leaves no process behind."""
     options = ("-H", "localhost:2", "--steps", "1000000", "--arch", "resnet20", "--out", "out")
     job = here.start("bench", "scaling", *options)
     eventually(lambda: here.processes("bench-rank"))
@@ -219,7 +219,7 @@ def chromium() -> Iterator[Any]:
 
 
 def test_report_in_a_browser(here: Here) -> None:
-    """`mpiddp report` writes a page about a run, its restarts and its lost time, which a browser shows."""
+    """`mpiddp report` writes a page for a browser about a run, its restarts and its lost time."""
     train = (program("watched_training.py"), str(here.folder), "--use-syn", "--batch-size=4")
     train += ("--arch=resnet20", "--steps-per-epoch=20", "--epochs=1", "--save-every=10")
     train += ("--backend=gloo", "--log-every=1", "--out=<b>run")
@@ -240,7 +240,7 @@ def test_report_in_a_browser(here: Here) -> None:
 
 @pytest.mark.slow
 def test_report_of_a_large_run(here: Here) -> None:
-    """The page of a million steps on a thousand ranks has less than 5 MB, and no text is markup."""
+    """The report of a million steps on a thousand ranks is smaller than 5 MB, and escapes every text."""
     attack = "</script><script>window.attacked = 1</script><b id=attack>"
     many = {"steps": 1_000_000, "saves": [100_000], "num_ranks": 1024}
     write_run(here.folder / "run", **many, config={attack: attack}, failures={5: attack})
@@ -252,8 +252,18 @@ def test_report_of_a_large_run(here: Here) -> None:
         assert attack in browser.execute_script("return document.body.textContent")
 
 
+READ_TENSORBOARD = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+tags = events.Tags()["scalars"]
+print(json.dumps({tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in tags}))
+"""
+
+
 def test_log_to(here: Here) -> None:
-    """--log-to gives a tool each record once, over stops and resumes; a tool that fails costs a warning."""
+    """--log-to sends each record to a tool once, even after a resume. A tool that fails causes a warning."""
     env = frameworks.environment("tensorboard")
     data = tiny_data.image_folder(here.folder / "data", 9, 3)
     train = ("train", "--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
@@ -261,7 +271,7 @@ def test_log_to(here: Here) -> None:
     train += ("--log-to=tensorboard", "--num-workers=0")
     assert here.run(*train, "--out=run", "--stop-at-step=2", env=env).code == 75
     here.run(*train, "--out=run", env=env).assert_ok()
-    reader = ("python", program("read_tensorboard.py"), "run/tensorboard")
+    reader = ("python", "-c", READ_TENSORBOARD, "run/tensorboard")
     scalars = json.loads(here.run(*reader, env=env).assert_ok().stdout)
     found = records(here.folder / "run")
     for name in ("train_loss", "lr", "test_accuracy"):

@@ -1,4 +1,4 @@
-"""A job that restarts, on the hosts that are usable, and grows: each step counts once, whatever happens.
+"""Restarts: a job restarts by itself, on the hosts that work, and can grow.
 
 python -m pytest tests/promises/test_restarts.py
 """
@@ -51,7 +51,7 @@ time.sleep(0 if succeeds else 1000)
 
 @pytest.mark.parametrize(("succeeds_at", "starts", "code"), [(1, 2, 0), (9, 3, 1)])
 def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> None:
-    """--max-restarts N starts a failed job again, at most N times, with what it announced at first."""
+    """--max-restarts N restarts a failed job, at most N times, with the arguments that resume it."""
     script = here.script(FAILS_UNTIL, "fails_until.py")
     # An announcement in the environment, from the launcher of an outer job, is ignored.
     outer = {"MPIDDP_ANNOUNCED": '{"global_batch_size": 7, "world_size": 7}'}
@@ -65,14 +65,14 @@ def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> N
 
 
 def test_bad_input(here: Here) -> None:
-    """Bad input causes no restart."""
+    """A job that fails for bad input is not restarted."""
     done = here.run("launch", *here.where(1), "--max-restarts", "2", *TRAIN, "--lr", "much")
     assert done.code == 2
     assert "restart" not in done.stderr
 
 
 def test_a_stop_before_a_restart(here: Here) -> None:
-    """A request to stop in the pause before a restart ends the launch with code 130."""
+    """A request to stop in the pause before a restart ends the job with exit code 130."""
     script = here.script("1 / 0", "fails.py")
     job = here.start("launch", *here.where(1), "--max-restarts", "9", script)
     job.until("failed first: ZeroDivisionError", times=4)  # the pause doubles, and lasts 8 s now
@@ -122,7 +122,7 @@ def has_trained(
 
 
 def test_a_lost_host(hosts: Hosts) -> None:
-    """A lost host is left out at the restart and takes part again at the next; the global batch stays."""
+    """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
     job = training(hosts, 150, "--max-restarts", "3", "--min-hosts", "2")
     hosts["node1"].link("down")
     try:
@@ -143,7 +143,7 @@ def test_a_lost_host(hosts: Hosts) -> None:
 
 
 def test_a_spare(hosts: Hosts) -> None:
-    """A spare takes the place of a lost host, so that the job goes on with as many ranks."""
+    """With --spares, a spare host takes the place of a lost one, and the number of ranks stays the same."""
     job = training(hosts, 120, "--max-restarts", "3", "--spares", "1")
     assert not [each for each in hosts.processes() if each.host == "node2"]
     hosts["node1"].link("down")
@@ -160,7 +160,7 @@ def test_a_spare(hosts: Hosts) -> None:
 
 
 def test_a_host_that_fails_the_first_check(hosts: Hosts) -> None:
-    """A host that cannot be used from the beginning is replaced by a spare, or left out by --min-hosts."""
+    """A host that fails the first check is replaced by a spare, or left out under --min-hosts."""
     show = ("--", "sh", "-c", "echo $RANK $(hostname)")
     named = "node0:1,nowhere:1,node1:1,node2:1"
     done = hosts.run("launch", "-H", named, "--spares", "2", *show).assert_ok()
@@ -185,7 +185,7 @@ elif os.environ["WORLD_SIZE"] != "1":
 
 
 def test_a_host_that_ends_two_attempts(hosts: Hosts) -> None:
-    """A host that has ended two attempts in a row is left out, and later launches say what it has done."""
+    """A host that ended two attempts in a row is left out, and later launches warn about it."""
     file, script = hosts.folder / "hosts.txt", hosts.script(FAULTY_HOST)
     listed(file, "node1", "node0")
     options = ("--hostfile", str(file), "--max-restarts", "2", "--min-hosts", "1")
@@ -273,7 +273,7 @@ def check(folder: Path, grown: Collection[int]) -> None:
 
 
 def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
-    """With --grow, an added host joins a running job; it is lost, and joins again: each step counts once."""
+    """With --grow, a host that is added to the hostfile or comes back joins the job. No step is lost."""
     options = ("--grow", "1", "--min-hosts", "1", "--max-restarts", "3")
     run = started(hosts, ["node0 slots=2"], *options)
     run.wait_for_ranks(2, restarts=0)
@@ -296,7 +296,7 @@ def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
 
 
 def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
-    """Without --grow, the hostfile counts at the next restart; one that is broken changes nothing."""
+    """A restart reads the hostfile again. A hostfile with an error changes nothing."""
     run = started(hosts, ["node0", "node1"], "--max-restarts", "4")
     run.wait_for_ranks(2, restarts=0)
     for restarts, (names, ranks) in enumerate(
@@ -325,7 +325,7 @@ def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("moment", ["slow_save", "slow_start"])
 def test_a_stop_while_growing(hosts: Hosts, moment: str) -> None:
-    """A request to stop while a job saves to grow, or starts on more hosts, ends it with code 75."""
+    """A job that is about to grow still stops on request, with exit code 75."""
     run = started(hosts, ["node0"], "--grow", "1")
     run.wait_for_ranks(1, restarts=0)
     run.touch(moment)
@@ -354,7 +354,7 @@ while not Path(sys.argv[1], "finish").exists():
 
 
 def test_a_job_that_cannot_resume(hosts: Hosts) -> None:
-    """A job that has announced nothing that resumes it is not stopped to grow, and says so."""
+    """A job that cannot resume does not grow, and a line says so."""
     script = hosts.script(WAITS, "waits.py")
     run = started(hosts, ["node0"], "--grow", "1", script=script)
     eventually((run.folder / "started").exists)
@@ -366,7 +366,7 @@ def test_a_job_that_cannot_resume(hosts: Hosts) -> None:
 
 
 def test_a_growth_that_fails(hosts: Hosts) -> None:
-    """A job that does not start with a new host goes back to the hosts of before, and grows no more."""
+    """A job that cannot start with a new host returns to its earlier hosts, and grows no more."""
     run = started(hosts, ["node0"], "--grow", "1")
     run.wait_for_ranks(1, restarts=0)
     run.touch("broken_node1")

@@ -52,7 +52,7 @@ def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
 
 @pytest.mark.parametrize("how", ["hostfile", "-H", "-H and -n", "without slots", "without a host"])
 def test_unequal_slots(hosts: Hosts, how: str) -> None:
-    """Ranks are numbered in the order of the list, also where slots differ and this host is not the first."""
+    """Ranks are numbered in the order of the hostfile, even if slots differ and another host comes first."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node1 slots=2\nnode0  # one slot\nnode2 slots=0\n")
     options, expected = {
@@ -71,7 +71,7 @@ def test_unequal_slots(hosts: Hosts, how: str) -> None:
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
 def test_exit_codes(here: Here, code: int, expected: int) -> None:
-    """launch ends with 0 if all ranks do, 2 for bad input, 75 for a job that can be resumed, and else 1."""
+    """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1."""
     done = here.run("launch", *here.where(2), here.script(f"raise SystemExit({code})"))
     assert done.code == expected, done.stderr
     assert ("exit code 3" in done.stderr) == (code == 3)
@@ -79,7 +79,7 @@ def test_exit_codes(here: Here, code: int, expected: int) -> None:
 
 
 def test_without_a_hostfile_this_machine_is_used(here: Here) -> None:
-    """Without hosts, this machine gets one rank for each GPU, or else one; and never more than its cores."""
+    """Without hosts, this machine runs one rank for each GPU, or one rank. Its cores limit -n."""
     env = {"CUDA_VISIBLE_DEVICES": ""}
     launch = ("env", "-u", "HOME", sys.executable, "-m", "mpiddp", "launch")
     done = here.run(*launch, program("identity.py"), env=env)
@@ -101,7 +101,7 @@ def guarded() -> Iterator[Cluster]:
 
 @every_mpi
 def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
-    """The user and the port that a hostfile gives a host are used by the preflight and by every MPI."""
+    """The preflight and every MPI use the ssh user and port that the hostfile gives for a host."""
     with Hosts.on(guarded, request.node.name) as hosts:
         file = hosts.folder / "hosts.txt"
         file.write_text(f"node1 slots=2 user={USER} port={PORT}\nnode0 slots=1\n")
@@ -143,7 +143,7 @@ def odd_hosts(odd: Cluster, request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 @every_mpi
 def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
-    """The MPI, the store and gloo use the one network that works, whatever bridges there are."""
+    """The MPI and the ranks find the network that connects the hosts, beside bridges and dead interfaces."""
     where = ("-H", "node1:2,node0:1,node2:1")
     done = odd_hosts.run("launch", "-v", *where, program("reduces.py"), mpi=mpi)
     ranks = done.assert_ok().records
@@ -158,7 +158,7 @@ def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
 
 
 def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
-    """Ranks of a raw mpirun form their group over the network that MPIDDP_INTERFACE names."""
+    """Under a raw mpirun, the ranks use the network that MPIDDP_INTERFACE names."""
     network = "10.77.0.0/24"
     flags = f"-H node0:1,node1:1 -x MPIDDP_INTERFACE={network} --mca oob_tcp_if_include {network}"
     mpirun, *rest = mpirun_command(2, *RUN, program("reduces.py"))
@@ -168,7 +168,7 @@ def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
 
 
 def test_an_interface_that_one_host_lacks(odd_hosts: Hosts) -> None:
-    """An --interface that one host lacks starts nothing: the sentence names the host and what it has."""
+    """If one host lacks the interface of --interface, nothing starts, and the error names the host."""
     done = odd_hosts.run(
         "launch", "--interface", "eth0", "-H", "node0:1,node1:1", program("identity.py")
     )
@@ -187,7 +187,7 @@ while True:
 
 
 def test_a_name_server_that_does_not_answer(odd_hosts: Hosts) -> None:
-    """A name server that does not answer delays no start: the ranks ask it for no name of an address."""
+    """A name server that does not answer does not delay the start."""
     server = odd_hosts.script(NAME_SERVER, "name_server.py")
     node2 = odd_hosts["node2"]
     texts = {
@@ -299,7 +299,7 @@ def digest(run: Path) -> str:
 def test_every_launcher_trains_the_same_bits(
     launcher: tuple[str, Run], hosts: Hosts, weights: str
 ) -> None:
-    """One training ends with the same weights, bit for bit, under eleven launchers, each rank on its host."""
+    """A training ends with the same weights, bit for bit, under eleven launchers."""
     name, run = launcher
     stdout = run(*TRAIN, "run")
     placement = "2 on 1 host" if name == "torchrun-one-node" else "2 on 2 hosts (node0 1, node1 1)"
@@ -313,7 +313,7 @@ def test_every_launcher_trains_the_same_bits(
     indirect=["launcher"],
 )
 def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> None:
-    """A script for torchrun runs unchanged under each kind of launcher, by itself and under `mpiddp run`."""
+    """A script for torchrun runs unchanged under every kind of launcher, with or without `mpiddp run`."""
     _, run = launcher
     stdout = run(*way, EXAMPLE, "--backend", "gloo")
     # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.
@@ -322,7 +322,7 @@ def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("way", ["mpirun", "torchrun", "alone"])
 def test_by_hand(here: Here, way: str) -> None:
-    """`mpirun python -m mpiddp run script.py`, torchrun, and no launcher at all start the same script."""
+    """`mpiddp run script.py` works under mpirun, under torchrun, and without any launcher."""
     script = program("reduces.py")
     commands = {
         "mpirun": mpirun_command(2, *RUN, script),
@@ -348,7 +348,7 @@ with mpiddp.process_group(backend="gloo") as world:
 
 @every_mpi
 def test_a_raw_mpirun(here: Here, mpi: str) -> None:
-    """`mpirun python train.py` is enough for a script that calls mpiddp.init() or process_group()."""
+    """A script that calls mpiddp.init() or mpiddp.process_group() starts with `mpirun python train.py`."""
     mpirun = mpirun_of(mpi)
     flags = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
     options = flags if mpi.startswith("openmpi") else ()
@@ -358,12 +358,62 @@ def test_a_raw_mpirun(here: Here, mpi: str) -> None:
     assert [(rank["sum"], rank["size"]) for rank in done.assert_ok().records] == [(6, 3)] * 3
 
 
+GROUPS = """
+import atexit, os, time, torch, torch.distributed as dist, mpiddp
+
+def say(*words):
+    os.write(1, f"rank {world.rank}: {' '.join(map(str, words))}\\n".encode())
+
+def total(group=None):
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    return int(tensor)
+
+for turn in range(2):
+    try:
+        with mpiddp.process_group(backend="gloo") as world:
+            say("turn", turn, "of", total())
+            raise RuntimeError("on all ranks")
+    except RuntimeError:
+        pass
+atexit.register(lambda: say("has a group:", dist.is_initialized()))  # called last
+mpiddp.init(backend="gloo")
+if world.rank > 0:
+    time.sleep(1)  # rank 0 is at its end
+    say("without rank 0:", total(dist.new_group([1, 2], use_local_synchronization=True)))
+"""
+
+
+def test_groups_follow_each_other(here: Here) -> None:
+    """A script may form one process group after another, even after an error that all ranks catch."""
+    done = here.run(*mpirun_command(3, here.script(GROUPS))).assert_ok()
+    for rank in range(3):
+        said = [line.partition(": ")[2] for line in done.lines if line.startswith(f"rank {rank}:")]
+        alone = ["without rank 0: 2"] if rank else []
+        assert said == ["turn 0 of 3", "turn 1 of 3", *alone, "has a group: False"]
+    assert done.stderr == ""
+
+
+USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+
+
+def test_a_script_that_uses_mpi4py(here: Here) -> None:
+    """A script may use mpi4py itself under `mpiddp run --keep-mpi`. Otherwise the import fails."""
+    script = here.script(USES_MPI)
+    kept = here.run(*mpirun_command(2, *RUN, "--keep-mpi", script)).assert_ok()
+    assert kept.lines == ["2", "2"]
+    done = here.run(*mpirun_command(2, *RUN, script))
+    assert done.code == 1
+    assert "ImportError" in done.stderr
+    assert "--keep-mpi" in done.stderr
+
+
 # --- a script, and any command ---
 
 
 @pytest.mark.parametrize("how", ["script", "link", "module"])
 def test_a_script_runs_as_under_python(here: Here, how: str) -> None:
-    """A script finds the argv, path, __main__ and folder that Python gives it, and its code is kept."""
+    """A script sees the sys.argv, sys.path, __main__ and working folder that Python gives it."""
     scripts = here.folder / "scripts"
     scripts.mkdir()
     cwd = scripts if how == "module" else here.folder
@@ -390,7 +440,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_ends_as_under_python(here: Here, end: str) -> None:
-    """The exit code, the output and the traceback of a script are those that Python gives it."""
+    """A script has the exit code, the output and the traceback that Python gives it."""
     script = here.script(ENDS[end])
     plain, done = here.run("python", script), here.run("run", script)
     assert (done.code, done.stdout) == (plain.code, plain.stdout)
@@ -408,7 +458,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.parametrize("inner", ["torchrun", "launch"])
 def test_a_job_inside_of_a_rank(here: Here, inner: str) -> None:
-    """A torchrun or `mpiddp launch` that a rank starts is a job of its own."""
+    """A rank may start a torchrun or an `mpiddp launch`, which is a separate job."""
     torchrun = [sys.executable, *TORCHRUN[1:], "--nproc-per-node=3", "--standalone"]
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:3"]
     command = [*(torchrun if inner == "torchrun" else launch), program("reduces.py")]
@@ -423,7 +473,7 @@ KINDS = [(kind, mpi) for kind in ("shell", "container") for mpi in MPIS]
 
 @pytest.mark.parametrize(("kind", "mpi"), [*KINDS, ("other torch", "openmpi5")], indirect=["mpi"])
 def test_a_command_is_a_rank(here: Here, kind: str, mpi: str) -> None:
-    """Any command can be a rank: a shell, or a container without an MPI and with a torch of its own."""
+    """Any command can be a rank: a shell, or a container that has its own torch and no MPI."""
     for name in ("reduces.py", "identity.py"):
         (here.folder / name).write_text(Path(program(name)).read_text())
     command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
@@ -453,7 +503,7 @@ if __name__ == "__main__":
 
 
 def test_children_of_a_rank(here: Here) -> None:
-    """A rank may fork and spawn: a child is no rank and may end as it likes, and data loaders work."""
+    """A rank may start child processes, such as data loaders. A child that fails does not end the job."""
     done = here.run("launch", *here.where(2), here.script(CHILDREN)).assert_ok()
     assert done.lines == ["sum 28"] * 2
     assert done.stderr.count("ValueError: of a child\n") == 2
@@ -463,9 +513,13 @@ def test_children_of_a_rank(here: Here) -> None:
 # --- nothing starts silently wrong ---
 
 
-@pytest.mark.parametrize("fault", ["script", "port", "address", "library", "launcher"])
+ENDS_MPI = "from mpi4py import MPI; MPI.Finalize(); import mpiddp; mpiddp.init()"
+FAULTS = ("script", "port", "address", "library", "launcher", "finalized")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
-    """The ranks of a raw mpirun refuse bad input together: code 2, and one sentence however many they are."""
+    """Under a raw mpirun, all ranks refuse bad input together, with exit code 2 and a single error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         env, words = {
@@ -474,9 +528,11 @@ def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
             "address": ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 "),
             "library": ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "cannot load MPI library"),
             "launcher": ({"TORCHELASTIC_RUN_ID": "stale"}, "torchrun's "),
+            "finalized": ({}, "mpiddp.init()"),
         }[fault]
-        job = "nowhere.py" if fault == "script" else program("identity.py")
-        done = here.run(*mpirun_command(4, *RUN, job), env=env)
+        jobs = {"script": (*RUN, "nowhere.py"), "finalized": (here.script(ENDS_MPI),)}
+        job = jobs.get(fault, (*RUN, program("identity.py")))
+        done = here.run(*mpirun_command(4, *job), env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     (sentence,) = own_lines(done.stderr)
     assert words in sentence
@@ -495,7 +551,7 @@ exec MPIRUN "$@"
 
 
 def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
-    """The ranks prove their placement: if the MPI puts one on another host, the job ends with a table."""
+    """The ranks check where they run. If the MPI placed one on another host, the job ends with a table."""
     real = Path(mpirun_of("openmpi5"))
     wrong = hosts.folder / "bin" / "mpirun"
     wrong.parent.mkdir()
@@ -514,7 +570,7 @@ def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
 def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
-    """An mpirun of one MPI with the library of another is one sentence, never N jobs of a single rank 0."""
+    """An mpirun of one MPI with the library of another is refused. It never starts N jobs of one rank."""
     name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
     done = here.run(*mpirun_command(2, *RUN, program("identity.py")), env=library_of(mpi))
     version = importlib.metadata.version("openmpi")
@@ -525,7 +581,7 @@ def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
 
 
 def test_all_broken_hosts_at_once(hosts: Hosts) -> None:
-    """The preflight names every broken host at once, each with its fix, and starts nothing."""
+    """The preflight names every broken host at once, each with its fix, before anything starts."""
     with faults.key_refused(hosts["node1"]), faults.no_sshd(hosts["node2"]):
         where = ("-H", "node0:1,node1:1,node2:1,nowhere:1")
         done = hosts.run("launch", *where, program("identity.py"))
@@ -548,7 +604,7 @@ printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' \\
 
 @pytest.mark.parametrize("fault", ["folder", "python", "torch", "program"])
 def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
-    """A host without the folder, the interpreter, the program or the same torch is named before the start."""
+    """The preflight names a host that lacks the folder, Python, program or torch version of the others."""
     node0, node1, bin_ = hosts["node0"], hosts["node1"], Path(sys.executable).parent
     python, folder = sys.executable, hosts.folder
     job = [program("identity.py")]
@@ -581,7 +637,7 @@ def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
 
 
 def test_hosts_that_come_up_late(hosts: Hosts) -> None:
-    """--wait-for-hosts starts the job once all names resolve and all hosts answer; Ctrl-C ends the wait."""
+    """--wait-for-hosts starts the job as soon as all hosts answer. Ctrl-C ends the wait."""
     names = hosts["node0"].path("/etc/hosts")
     whole = names.read_text()
     where = ("--wait-for-hosts", "10m", "-H", "node0:1,node1:1,node2:1")
@@ -622,7 +678,7 @@ HANGS = "import time\ntime.sleep(6000)\n"
     indirect=["mpi"],
 )
 def test_a_rank_that_does_not_join(hosts: Hosts, module: str, mpi: str, last_words: str) -> None:
-    """A rank that has not joined after --timeout is named with the line it executes, and no rank is left."""
+    """A rank on another host that has not joined after --timeout is named, with the line that it executes."""
     trouble = hosts.folder / "trouble"
     trouble.mkdir()
     hosts.script(SITECUSTOMIZE, "sitecustomize.py")

@@ -1,4 +1,4 @@
-"""A job that is requested to stop: it saves at one step, ends with code 75, and says how to resume.
+"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it.
 
 python -m pytest tests/promises/test_stop.py
 """
@@ -50,7 +50,7 @@ def stopping(place: Place, *options: str, ranks: int = 2, mpi: str | None = None
 
 @every_mpi
 def test_the_same_step(here: Here, mpi: str) -> None:
-    """All ranks stop after the same step, at whatever moment the request comes, under every MPI."""
+    """On a request to stop, all ranks stop after the same step, under every MPI."""
     job = stopping(here, ranks=3, mpi=mpi)
     time.sleep(random.random())
     job.signal(signal.SIGTERM)
@@ -62,7 +62,7 @@ def test_the_same_step(here: Here, mpi: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_every_signal(here: Here, number: int) -> None:
-    """Ctrl-C, a terminal that closes, and SIGUSR1 are requests to stop as SIGTERM is."""
+    """Ctrl-C, a closed terminal, SIGTERM and SIGUSR1 are requests to stop."""
     job = stopping(here)
     job.signal(number)
     done = job.wait()
@@ -72,7 +72,7 @@ def test_every_signal(here: Here, number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_one_request_by_two_signals(here: Here, number: int) -> None:
-    """One request that arrives as two signals, as from timeout(1) or a closing terminal, kills nothing."""
+    """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once."""
     job = stopping(here)
     job.signal(number)
     time.sleep(0.2)  # what a busy machine puts between the two
@@ -82,7 +82,7 @@ def test_one_request_by_two_signals(here: Here, number: int) -> None:
 
 
 def test_the_printed_command_resumes(here: Here) -> None:
-    """A training that stops after --stop-after continues with the command that it prints, step for step."""
+    """--stop-after stops a training, and the command that it prints continues it at the next step."""
     train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=100", "--resume=never"]
     for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
@@ -105,7 +105,7 @@ def test_the_printed_command_resumes(here: Here) -> None:
 
 
 def test_the_command_as_it_was_typed(here: Here) -> None:
-    """The last line of a stopped job is the command that was typed."""
+    """The last line of a stopped job is the command that resumes it, as it was typed."""
     job = stopping(here, "--max-restarts", "2")
     job.signal(signal.SIGTERM)
     options = [*LONG_GRACE, *here.where(2), "--max-restarts", "2", program("stops.py")]
@@ -128,7 +128,7 @@ def signal_all(place: Place) -> None:
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"], indirect=True)
 @pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
-    """SIGTERM to every process of a host lets the ranks save, with the workers of their data loaders."""
+    """The ranks save even if every process of a host gets SIGTERM, as batch systems send it."""
     job = place.start("launch", *LONG_GRACE, *place.where(2), program("slow_save.py"), "3", mpi=mpi)
     job.until("ready", times=2)
     signal_all(place)
@@ -138,7 +138,7 @@ def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
-    """A second Ctrl-C ends the job at once, also while the ranks save."""
+    """A second Ctrl-C ends the job at once, even during a save."""
     job = here.start("launch", *here.where(2), program("slow_save.py"), "600", mpi=mpi)
     job.until("ready", times=2).signal(signal.SIGINT)
     job.until("saving")
@@ -153,7 +153,7 @@ def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
 
 
 def test_a_script_without_should_stop(here: Here) -> None:
-    """A script that never calls should_stop() gets SIGTERM and the time of --grace; its job ends with 130."""
+    """A script that never calls should_stop() gets SIGTERM, and --grace seconds. Its job exits with 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
     job.until("ready", times=2).signal(signal.SIGINT)
@@ -163,7 +163,7 @@ def test_a_script_without_should_stop(here: Here) -> None:
 
 
 def test_after_the_grace_period(here: Here) -> None:
-    """Ranks that have not stopped --grace seconds after the request are named and killed."""
+    """Ranks that have not stopped after --grace seconds are killed."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "1", *here.where(2), script, "600")
     job.until("ready", times=2).signal(signal.SIGTERM)
@@ -175,7 +175,7 @@ def test_after_the_grace_period(here: Here) -> None:
 
 
 def test_a_save_outlasts_the_grace_period(here: Here) -> None:
-    """A rank that has heard of the stop and saves has more time than --grace, and is said to save."""
+    """A rank that is saving has more time than --grace, and a line says that it is still saving."""
     job = here.start("launch", "--grace", "1", *here.where(2), program("slow_save.py"), "4")
     job.until("ready", times=2).signal(signal.SIGTERM)
     done = job.wait()
@@ -196,7 +196,7 @@ time.sleep(1000)
 
 
 def test_a_save_that_fails(here: Here) -> None:
-    """A save that fails in a stop is a failure with code 1, not a stop, and is not restarted."""
+    """If the save of a stop fails, the job fails with exit code 1 and is not restarted."""
     script = here.script(FAILS_TO_SAVE, "fails_to_save.py")
     options = (*LONG_GRACE, "--max-restarts=1", *here.where(2))
     job = here.start("launch", *options, script).until("ready", times=2)
@@ -222,7 +222,7 @@ print("finished", flush=True)
 
 
 def test_after_one_rank_has_finished(here: Here) -> None:
-    """The other ranks stop on request after one rank has finished."""
+    """A job stops on request even after one of its ranks has finished."""
     script = here.script(FINISHES_EARLY, "finishes_early.py")
     job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("finished")
     job.signal(signal.SIGTERM)
@@ -255,7 +255,7 @@ def have_saved(here: Here) -> bool:
 
 
 def test_ctrl_c_ends_the_reader_as_well(here: Here) -> None:
-    """`mpiddp launch … | tee log` and Ctrl-C: the ranks save although the signal ends their reader too."""
+    """On Ctrl-C, the ranks of `mpiddp launch … | tee log` save, although tee ends too."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
         assert tee.stdin is not None
         assert tee.stdout is not None
@@ -270,7 +270,7 @@ def test_ctrl_c_ends_the_reader_as_well(here: Here) -> None:
 
 
 def test_a_reader_that_reads_no_more(here: Here) -> None:
-    """A pager that reads no more, and so blocks the ranks' output, delays no stop."""
+    """A job stops on request even if nobody reads its output, as in a pager."""
     with flooding(here, subprocess.PIPE) as job:
         eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
         job.send_signal(signal.SIGTERM)
@@ -290,7 +290,7 @@ def waiting_bytes(pipe: IO[bytes] | None) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_training_alone(here: Here, number: int) -> None:
-    """`mpiddp train` without a launcher saves and stops with code 75 as well."""
+    """`mpiddp train` without a launcher saves on request, too, and exits with 75."""
     out = here.folder / "out"
     job = here.start("train", *TRAIN, "--batch-size=4", "--out", str(out)).until("step 2/")
     job.signal(number)
@@ -302,7 +302,7 @@ def test_a_training_alone(here: Here, number: int) -> None:
 
 
 def test_a_raw_mpirun(here: Here) -> None:
-    """SIGUSR1 to a raw mpirun stops all ranks after the same step, and leaves the data loaders' workers."""
+    """SIGUSR1 to a raw mpirun stops all ranks after the same step, and their data loaders keep working."""
     job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("slow_save.py"), "0"))
     job.until("ready", times=2).signal(signal.SIGUSR1)
     done = job.wait()
@@ -314,7 +314,7 @@ def test_a_raw_mpirun(here: Here) -> None:
 
 @every_mpi
 def test_a_command(here: Here, mpi: str) -> None:
-    """A command gets one SIGTERM and the time to save, under every MPI, also if other ranks have ended."""
+    """Under every MPI, a command gets one SIGTERM and the time to save, even if other ranks have ended."""
     text = (
         'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
         "echo ready; while :; do sleep 0.1; done"
@@ -327,7 +327,7 @@ def test_a_command(here: Here, mpi: str) -> None:
 
 
 def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
-    """SIGTERM to every process of a job lets its commands end as they want, with 75 for a stop on request."""
+    """If every process of a job gets SIGTERM, its commands end as they choose; code 75 is a stop on request."""
     text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
     job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
     job.until("ready", times=2)
@@ -340,7 +340,7 @@ def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
 def test_scripts_within_a_command(here: Here, mpi: str) -> None:
-    """Python scripts within a command stop after the same step, and their wrapper gets no signal."""
+    """Python scripts within a command stop after the same step, and the command itself gets no signal."""
     line = shlex.join([sys.executable, program("stops.py")])
     command = ("--", "bash", "-c", f"{line}; code=$?; exit $code")
     job = here.start("launch", *LONG_GRACE, *here.where(2), *command, mpi=mpi)
@@ -374,7 +374,7 @@ def submitted(hosts: Hosts, steps: int) -> tuple[str, Path, Path]:
 
 
 def test_requeue(hosts: Hosts, batch: Slurm) -> None:
-    """The example of a Slurm job saves before its time limit, is requeued, and resumes by itself."""
+    """examples/slurm/train.sbatch saves before its time limit, is requeued, and resumes by itself."""
     number, run, output = submitted(hosts, 200)
     hosts["node0"].run(["scancel", "--batch", "--signal=TERM", number], check=True)
     assert batch.wait(number, output) == 0, output.read_text()
@@ -385,7 +385,7 @@ def test_requeue(hosts: Hosts, batch: Slurm) -> None:
 
 
 def test_scancel(hosts: Hosts, batch: Slurm) -> None:
-    """A Slurm job that is cancelled saves, and stays cancelled."""
+    """A Slurm job that is cancelled saves, and is not requeued."""
     number, run, output = submitted(hosts, 10_000)
     hosts["node0"].run(["scancel", number], check=True)
     batch.wait(number, output)
@@ -396,7 +396,7 @@ def test_scancel(hosts: Hosts, batch: Slurm) -> None:
 
 
 def test_the_batch_script_of_the_page(hosts: Hosts, batch: Slurm) -> None:
-    """The batch script of docs/clusters.md stops a script of one's own before the job's time limit."""
+    """The batch script of docs/clusters.md makes your own script save before the job's time limit."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     (text,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
     shutil.copy(program("stops.py"), hosts.folder / "train.py")

@@ -1,4 +1,4 @@
-"""Training: the guides' command line, and many ranks that compute as one process does.
+"""Training: `mpiddp train` and the examples, on many ranks as on one.
 
 python -m pytest tests/promises/test_training.py
 """
@@ -49,7 +49,7 @@ def train(place: Place, ranks: int, *options: str) -> Done:
 
 @pytest.mark.parametrize("launcher", ["launch", "mpirun"])
 def test_guides_command_line(here: Here, launcher: str) -> None:
-    """The guides' own command line trains, and every rank prints the guides' lines."""
+    """The command line of PyTorch's guides trains, and every rank prints the lines of the guides."""
     start = {"launch": ["launch", *here.where(2)], "mpirun": mpirun_command(2)}[launcher]
     guides = ["--backend=gloo", "--use_syn", "--batch_size=4", "--arch=resnet20", "--epochs=2"]
     guides += ["--num_workers=0", "--steps_per_epoch=2", "--per_rank_log", "--out=run"]
@@ -64,7 +64,7 @@ def test_guides_command_line(here: Here, launcher: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_guides_command_line_without_a_gpu(here: Here) -> None:
-    """Without a GPU the guides' --backend=nccl is refused in one sentence, with the backend to use."""
+    """Without a GPU, --backend=nccl is refused in one line that names the backend to use."""
     guides = ("--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152")
     done = train(here, 2, *guides, "--out=run")
     assert (done.code, len(done.stderr.splitlines())) == (2, 1), done.stderr
@@ -74,7 +74,7 @@ def test_guides_command_line_without_a_gpu(here: Here) -> None:
 
 
 def test_files_of_a_run(here: Here) -> None:
-    """A run leaves its configuration, its records, a summary with the promised keys, checkpoints and logs."""
+    """A run writes its configuration, records, summary, checkpoints and logs into one directory."""
     data = tiny_data.image_folder(here.folder / "data", 14, 4)
     options = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--epochs=2")
     done = train(here, 3, *MODEL, *options, "--global-batch-size=9", "--out=run").assert_ok()
@@ -133,7 +133,7 @@ Firsts = dict[str, tuple[dict[str, Any], Path]]
 
 
 def test_gradients_of_any_split(first_steps: Firsts) -> None:
-    """The gradient of a batch is that of one process, however ranks and passes share it, evenly or not."""
+    """The gradient of a batch equals that of one process, however the batch is split, evenly or not."""
     expected = first_steps["1"][0]["gradients"]
     for split, (first, run) in first_steps.items():
         for own, right in zip(first["gradients"], expected, strict=True):
@@ -143,7 +143,7 @@ def test_gradients_of_any_split(first_steps: Firsts) -> None:
 
 
 def test_one_reduction_a_step(first_steps: Firsts) -> None:
-    """Gradients that are accumulated over several passes are reduced once a step."""
+    """With gradient accumulation, the gradients are reduced once per step."""
     once, thrice = (
         first_steps[split][0]["reductions"] for split in ("2", "2 --grad-accum-steps=3")
     )
@@ -151,7 +151,7 @@ def test_one_reduction_a_step(first_steps: Firsts) -> None:
 
 
 def test_evaluation_is_exact(first_steps: Firsts) -> None:
-    """Each test image counts once, with any number of ranks."""
+    """The test accuracy counts each image once, with any number of ranks."""
     found = {split: summary(run) for split, (_, run) in first_steps.items()}
     assert {each["test_images"] for each in found.values()} == {12}
     assert len({each["test_accuracy"] for each in found.values()}) == 1
@@ -178,7 +178,7 @@ def test_sync_bn(here: Here) -> None:
 
 
 def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
-    """fsdp has the losses of ddp, and each rank holds its share of the state."""
+    """fsdp has the losses of ddp, and each rank holds only its share of the state."""
     found = {}
     for parallel, share in (("ddp", 1), ("fsdp", 1 / 2)):
         folder = here.folder / parallel
@@ -196,7 +196,7 @@ def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
 
 
 def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
-    """hsdp has the losses of ddp, shards within each host, and refuses hosts with unequal ranks."""
+    """hsdp has the losses of ddp, and shards within each host. It refuses hosts with unequal ranks."""
     where = ("-H", "node0:2,node1:2")
     found = {}
     for parallel, share in (("ddp", 1), ("hsdp", 1 / 2)):
@@ -221,7 +221,7 @@ def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
 
 
 def test_seed(here: Here) -> None:
-    """The seed decides every number: the same seed gives the same bits, another one other losses."""
+    """The same seed gives the same bits, and another seed gives others."""
     found = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         options = ("--steps-per-epoch=3", f"--seed={seed}", f"--out={name}")
@@ -233,7 +233,7 @@ def test_seed(here: Here) -> None:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_determinism_is_checked(here: Here, parallel: str) -> None:
-    """--check-determinism trains twice, compares every tensor bit for bit, and writes nothing."""
+    """--check-determinism trains twice, and compares every tensor bit for bit."""
     options = ("--check-determinism=3", f"--parallel={parallel}", "--out=run")
     done = train(here, 2, *SYNTHETIC, *options).assert_ok()
     assert "two runs of 3 steps from the same start are equal bit for bit" in done.stdout
@@ -245,7 +245,7 @@ def test_determinism_is_checked(here: Here, parallel: str) -> None:
     [("loss", "the loss"), ("gradient", "conv1.weight"), ("parameter", "fc.bias")],
 )
 def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
-    """A training that does not repeat itself fails, and names the step, rank and tensor that differ first."""
+    """If two runs differ, --check-determinism names the first step, rank and tensor that differ."""
     job = (program("unseeded.py"), what, "1", *SYNTHETIC, "--check-determinism=2", "--out=run")
     done = here.run("launch", *here.where(2), *job)
     assert done.code == 1, done.stdout
@@ -260,7 +260,7 @@ def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
     [("parameter", "3.weight"), ("optimizer", "exp_avg_sq of 0.bias"), ("shard", "weight")],
 )
 def test_diverged_rank_is_named(here: Here, what: str, tensor: str) -> None:
-    """mpiddp.check_divergence names the rank of three that differs in one bit, and the tensor."""
+    """mpiddp.check_divergence finds a single bit that differs, and names the rank and the tensor."""
     job = program("diverging.py")
     done = here.run("launch", *here.where(3), job, what)
     assert done.code == 1, done.stderr
@@ -271,7 +271,7 @@ def test_diverged_rank_is_named(here: Here, what: str, tensor: str) -> None:
 
 
 def test_diverged_training_is_not_saved(here: Here) -> None:
-    """A flipped bit ends the training before it is saved, and a restart ends with the bits of a sound run."""
+    """--check-divergence ends a training with a flipped bit before it is saved. A restart repairs it."""
     options = (*SYNTHETIC, "--steps-per-epoch=6", "--save-every=2", "--keep=9")
     options += ("--check-divergence=4",)
     job = (program("flipped_bit.py"), "momentum", "1", "4", *options, "--out=faulty")
@@ -288,7 +288,7 @@ def test_diverged_training_is_not_saved(here: Here) -> None:
 
 
 def test_diverged_copies_of_shards(hosts: Hosts) -> None:
-    """Under hsdp, the bit that differs between two hosts' copies of a shard ends the training unsaved."""
+    """Under hsdp, --check-divergence finds a bit that differs between two copies of a shard."""
     options = (*SYNTHETIC, "--parallel=hsdp", "--check-divergence=4", "--save-every=2")
     job = (program("flipped_bit.py"), "parameter", "3", "4", *options, "--steps-per-epoch=6")
     done = hosts.run("launch", "-H", "node0:2,node1:2", *job, "--out=run")
@@ -301,7 +301,7 @@ def test_diverged_copies_of_shards(hosts: Hosts) -> None:
 
 
 def test_data_is_verified_by_hash(here: Here) -> None:
-    """Files of CIFAR-10 whose SHA-256 is wrong are refused before training, with the file and both hashes."""
+    """A file of CIFAR-10 with a wrong SHA-256 is refused before training, with both hashes."""
     folder = here.folder / "data/cifar-10-batches-bin"
     folder.mkdir(parents=True)
     names = ("batches.meta.txt", "test_batch.bin", *(f"data_batch_{n}.bin" for n in range(1, 6)))
@@ -334,7 +334,7 @@ def test_other_data_is_refused(place: Place) -> None:
 
 
 def test_broken_image_is_named(here: Here) -> None:
-    """An image that cannot be read ends the job with code 2, and one sentence names the file."""
+    """An image that cannot be read ends the job with exit code 2, and one line names the file."""
     images = tiny_data.image_folder(here.folder / "images", 8, 2)
     broken = images / "train/dog/3.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
@@ -347,7 +347,7 @@ def test_broken_image_is_named(here: Here) -> None:
 
 @pytest.mark.slow
 def test_cifar10_is_learned(here: Here) -> None:
-    """With the defaults, two ranks on CPUs classify 40 % of CIFAR-10's test images after 150 steps."""
+    """With the defaults, two ranks on CPUs reach 40 % on CIFAR-10 after 150 steps."""
     from tests.support.data_cache import fetched_cifar10
 
     options = (f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=150")
@@ -361,7 +361,7 @@ def test_cifar10_is_learned(here: Here) -> None:
 
 
 def test_weights_of_torchvision(here: Here) -> None:
-    """Training starts from weights with torchvision's names, and a part of a model is refused."""
+    """--weights starts a training from weights with torchvision's names. Incomplete weights are refused."""
     weights = ARCHS["resnet20"]().state_dict() | {"bn1.bias": torch.full((16,), 7.0)}
     torch.save(weights, here.folder / "weights.pt")
     options = ("--weights=weights.pt", "--steps-per-epoch=1", "--lr=1e-9")
@@ -375,7 +375,7 @@ def test_weights_of_torchvision(here: Here) -> None:
 
 
 def test_reduced_precision(here: Here) -> None:
-    """Reduced precision changes the losses a little, and keeps the ranks equal bit for bit."""
+    """Reduced precision changes the losses by a few percent at most. The ranks stay equal bit for bit."""
     common = (*SYNTHETIC, "--steps-per-epoch=8", "--lr=0.01", "--check-divergence=4")
     train(here, 2, *common, "--out=full").assert_ok()
     full = losses(here.folder / "full")
@@ -387,7 +387,7 @@ def test_reduced_precision(here: Here) -> None:
 
 
 def test_loss_that_is_no_number(here: Here) -> None:
-    """A loss that is no number is named once, with its step."""
+    """A loss that is NaN or infinite is reported once, with its step."""
     options = ("--steps-per-epoch=4", "--lr=1e300", "--out=run")
     done = train(here, 2, *SYNTHETIC, *options).assert_ok()
     assert len(re.findall(r"the loss is (nan|inf) at step 2", done.stderr)) == 1, done.stderr
@@ -422,7 +422,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     ],
 )
 def test_series(here: Here, one_device: dict[str, float], launcher: str, script: str) -> None:
-    """examples/series has the losses of one device under each launcher, and resumes on one rank."""
+    """The scripts of examples/series have the losses of one device, and resume on one rank."""
     start: dict[str, list[str]] = {
         "launch": ["launch", *here.where(2)],
         "mpirun": mpirun_command(2),
@@ -435,7 +435,7 @@ def test_series(here: Here, one_device: dict[str, float], launcher: str, script:
 
 
 def test_gpt_example(here: Here) -> None:
-    """examples/gpt learns a text, and a training that is stopped resumes with the same bits."""
+    """examples/gpt learns a text, and resumes with the same bits."""
     draw = random.Random(0)
     lines = (f"{draw.randrange(10)} is {draw.choice(['odd', 'even'])}.\n" for _ in range(400))
     (here.folder / "text").write_text("".join(lines))
@@ -455,7 +455,7 @@ def test_gpt_example(here: Here) -> None:
 
 
 def test_gpt_is_divided(here: Here) -> None:
-    """examples/gpt divided by tensors, shards and stages trains as the undivided model."""
+    """examples/gpt trains alike with tensor, sharded and pipeline parallelism, and without."""
     tiny = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16", "--steps=3")
     layouts = ("--tp=2", "--tp=2 --fsdp", "--pp=2 --microbatches=2", "--tp=2 --pp=2", "--tp=4")
     wrong = "without_sum_gradients --tp=2"
@@ -468,8 +468,22 @@ def test_gpt_is_divided(here: Here) -> None:
     assert different["gradients"] > 1e-3  # the test can fail
 
 
+def test_copied_example(here: Here) -> None:
+    """A file of the trainer works in another project. examples/copied trains alike on any number of ranks."""
+    for name in ("order.py", "train.py"):
+        shutil.copy(ROOT / "examples/copied" / name, here.folder)
+    assert (here.folder / "order.py").read_bytes() == (ROOT / "mpiddp/train/order.py").read_bytes()
+    found = []
+    for ranks in (2, 1):
+        run = here.folder / f"runs/{ranks}"
+        done = here.run(*mpirun_command(ranks, here.folder / "train.py", run)).assert_ok()
+        assert "epoch 2: step 30, loss " in done.stdout
+        found.append(torch.load(step_folder(run, 30) / "model.pt"))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_pitfalls(here: Here) -> None:
-    """Each script of examples/pitfalls shows what its page says goes wrong."""
+    """Each script of examples/pitfalls shows the mistake that its page describes."""
 
     def shown(name: str, *options: str, code: int = 0, file: str = "") -> str:
         script = (str(ROOT / "examples/pitfalls" / name), *([file] if file else []))

@@ -1,4 +1,4 @@
-"""Variables: what reaches the ranks, what stays home, and the command that does it.
+"""Variables: which of them reach the ranks, and the command line that starts the ranks.
 
 python -m pytest tests/promises/test_variables.py
 python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
@@ -35,7 +35,7 @@ NAMES = ("NCCL_DEBUG", "HF_HOME", "HF_TOKEN", "NCCL_SECRET", "EDITOR", "MY_KEY",
 
 @every_mpi
 def test_what_reaches_other_hosts(hosts: Hosts, mpi: str) -> None:
-    """Other hosts get listed variables and those of -x, no secret by itself, no value on a command line."""
+    """Other hosts get known variables and those of -x. No secret travels by itself or on a command line."""
     env = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "EDITOR": "vi"}
     env |= dict.fromkeys(("HF_TOKEN", "NCCL_SECRET"), "private-value")
     options = ("-H", "node1:1,node0:1,node2:1", "-x", "MY_KEY", "-x", "MODE=a b")
@@ -54,7 +54,7 @@ def test_what_reaches_other_hosts(hosts: Hosts, mpi: str) -> None:
 
 
 def test_a_file_of_variables(here: Here) -> None:
-    """--env-file passes the variables of a file, -x takes precedence, and no value is ever printed."""
+    """--env-file passes the variables of a file and prints no value of them. -x takes precedence."""
     file = here.folder / "job.env"
     file.write_text("# of the job\nMY_KEY=private-value\nMODE=file\nEDITOR\n")
     options = ("-n", "1", "--env-file", str(file), "-x", "MODE=requested")
@@ -90,7 +90,7 @@ ONES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME
 
 @pytest.mark.parametrize("way", ["launch", "mpirun"])
 def test_the_variables_of_torchrun(here: Here, way: str) -> None:
-    """A script finds all variables that torchrun sets, the same under `mpiddp launch` and a raw mpirun."""
+    """A script finds every variable that torchrun sets, under `mpiddp launch` and under a raw mpirun."""
     names = [*OF_TORCHRUN, *OF_RANK, *ONES, "NCCL_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE"]
     job = [program("variables.py"), *names]
     raw = mpirun_command(2, "-m", "mpiddp", "run", *job)
@@ -105,7 +105,7 @@ def test_the_variables_of_torchrun(here: Here, way: str) -> None:
 
 
 def test_variables_of_the_user_are_kept(here: Here) -> None:
-    """MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS stay as the user has set them."""
+    """The user's MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS are kept."""
     with reserved("127.0.0.7") as reservation:
         port = str(reservation.getsockname()[1])
         own = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
@@ -118,7 +118,7 @@ def test_variables_of_the_user_are_kept(here: Here) -> None:
 
 
 def test_ranks_share_the_cores(here: Here) -> None:
-    """OMP_NUM_THREADS is the number of cores divided by the ranks of the host, unless the user sets it."""
+    """By default, OMP_NUM_THREADS is the number of a host's cores divided by its ranks."""
     launch = (*("env", "-u", "OMP_NUM_THREADS"), sys.executable, "-m", "mpiddp", "launch")
     done = here.run(*launch, *here.where(2), program("variables.py"), "OMP_NUM_THREADS")
     share = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -144,7 +144,7 @@ HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 
 def test_freed_memory_is_kept(here: Here) -> None:
-    """Freed memory serves the next step without page faults, unless the user's MALLOC_ variables say else."""
+    """A process keeps freed memory for its next step. The user's own MALLOC_ variables take precedence."""
     script = here.script(STEPS)
     (rank,) = here.run("run", script).assert_ok().records
     assert rank["faults"] < HUGE_PAGES / 3
@@ -159,7 +159,7 @@ OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "
 
 @every_mpi
 def test_the_variables_of_a_command(here: Here, mpi: str) -> None:
-    """A command as a rank has torchrun's variables, and none by which it would join as a rank of the MPI."""
+    """A command that is a rank gets torchrun's variables, and none of the MPI's."""
     text = 'echo "shown $RANK $WORLD_SIZE $LOCAL_RANK"; env'
     done = here.run("launch", *here.where(2), "--", "sh", "-c", text, mpi=mpi).assert_ok()
     assert sorted(line for line in done.lines if "shown" in line) == ["shown 0 2 0", "shown 1 2 1"]
@@ -174,7 +174,7 @@ NOT_FOR_CONTAINERS = {
 
 
 def test_the_page_on_containers_names_them(here: Here) -> None:
-    """docs/containers.md names each variable that a container needs: Docker passes on no other."""
+    """docs/containers.md names every variable that Docker must pass on to a rank."""
     named = set(re.findall(r"-e (\w+)", (ROOT / "docs" / "containers.md").read_text()))
     done = here.run("launch", "-n", "1", "--", "env").assert_ok()
     found = set(re.findall(r"^(\w+)=", done.stdout, re.MULTILINE))
@@ -184,7 +184,7 @@ def test_the_page_on_containers_names_them(here: Here) -> None:
 
 
 def test_the_gpus_of_each_host(hosts: Hosts) -> None:
-    """A host's ranks see the GPUs of its line gpus=; CUDA_VISIBLE_DEVICES stays home, unless -x names it."""
+    """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
     env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", NVIDIA), "CUDA_VISIBLE_DEVICES": "1"}
@@ -209,7 +209,7 @@ TWO_GPUS = 'echo "GPU 0: A (UUID: x)"; echo "GPU 1: B (UUID: y)"'
 
 
 def test_slots_and_gpus(hosts: Hosts) -> None:
-    """A host without slots= gets a rank for each GPU, or one; a training never shares GPUs."""
+    """A host without slots= runs one rank for each GPU, or one rank. A training never shares a GPU."""
     env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)}
     ranks = hosts.run("launch", "-H", "node1,node0", program("variables.py"), env=env)
     assert [rank["host"] for rank in ranks.assert_ok().records] == ["node1"] * 2 + ["node0"] * 2
@@ -244,7 +244,7 @@ def test_options_of_the_mpi(here: Here, mpi: str) -> None:
 
 @every_mpi
 def test_a_dry_run_can_be_pasted(here: Here, mpi: str) -> None:
-    """--dry-run prints a command that starts the same job when it is pasted, with a reason for each flag."""
+    """--dry-run prints a command that starts the same job when pasted, with a reason for each flag."""
     options = (*here.where(2), "-x", "MODE", "--dry-run")
     env = {"MODE": "a b"}
     dry = here.run("launch", *options, program("variables.py"), "MODE", env=env, mpi=mpi)
@@ -264,7 +264,7 @@ def test_a_dry_run_can_be_pasted(here: Here, mpi: str) -> None:
 
 
 def test_a_dry_run_starts_nothing(here: Here) -> None:
-    """A dry run reaches no host, and imports neither torch nor mpi4py."""
+    """--dry-run contacts no host, and imports neither torch nor mpi4py."""
     code = (
         "import sys; from mpiddp.cli import main; main(sys.argv[1:])\n"
         "print([name for name in ('torch', 'numpy', 'mpi4py', 'asyncio') if name in sys.modules])"
@@ -326,7 +326,7 @@ def command_lines(folder: Path) -> str:
 
 
 def test_the_command_line_of_each_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each MPI and scheduler gets the flags that were found to work, and no others."""
+    """The command line for each MPI and scheduler is exactly the one on record."""
     assert command_lines(enter_folder(tmp_path, monkeypatch)) == GOLDEN.read_text()
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import cluster
-from tests.support.cluster import Cluster, faults, needs, ssh
+from tests.support.cluster import Cluster, faults, ssh
 from tests.support.cluster.host import ROOT_PATH, Host
+from tests.support.cluster.links import tc
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -237,19 +236,14 @@ def one_core(host: Host) -> Iterator[None]:
         shell(host, f"taskset -cp {before} {sshd}")
 
 
-def tc(host: Host, command: str) -> None:
-    enter = [needs.tool("nsenter"), f"--target={host.pid}", "--net", needs.tool("tc")]
-    subprocess.run([*enter, *shlex.split(command)], check=True, timeout=PATIENCE_S)
-
-
 @contextmanager
 def filtered(host: Host, program: str) -> Iterator[None]:
-    tc(host, "qdisc add dev eth0 clsact")
+    tc(host.pid, "qdisc add dev eth0 clsact")
     try:
-        tc(host, f"filter add dev eth0 egress bpf da bytecode '{program}'")
+        tc(host.pid, f"filter add dev eth0 egress bpf da bytecode '{program}'")
         yield
     finally:
-        tc(host, "qdisc del dev eth0 clsact")
+        tc(host.pid, "qdisc del dev eth0 clsact")
 
 
 @contextmanager

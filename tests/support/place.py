@@ -20,16 +20,17 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.mpis import PACKAGES, mpirun_of
+from tests.support.patience import eventually
 from tests.support.ranks import ROOT, clean_env
 
 PROGRAMS = ROOT / "tests" / "programs"
@@ -45,7 +46,6 @@ every_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
 here_and_on_hosts = pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 
 Arg = str | os.PathLike[str]
-T = TypeVar("T")
 
 
 def program(name: str) -> str:
@@ -53,13 +53,6 @@ def program(name: str) -> str:
     path = PROGRAMS / name
     assert path.exists(), path
     return str(path)
-
-
-def eventually(condition: Callable[[], T], *, poll_s: float = 0.05) -> T:
-    """Wait until the condition is true, and return its value. The time limit is that of the test."""
-    while not (value := condition()):
-        time.sleep(poll_s)
-    return value
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support import cluster
 from tests.support.cluster import USER, Layout, faults, state
-from tests.support.cluster.proc import is_running
+from tests.support.cluster.program import is_running
 from tests.support.cluster.state import identity
 
 

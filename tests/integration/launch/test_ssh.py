@@ -1,6 +1,6 @@
 """`run_on_hosts` on this machine: its answers, its timeout, and that no shell interprets its arguments.
 
-test_preflight.py and test_launch_hosts.py of tests/cluster/launch test other hosts, over a real ssh.
+tests/promises/test_start.py tests other hosts, over a real ssh.
 """
 
 from __future__ import annotations

@@ -6,17 +6,13 @@ python -m pytest tests/integration/runtime/test_addresses.py
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -31,39 +27,7 @@ from mpiddp.world import World
 from tests.support.addresses import reserved
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env
-
-JOBS = Path(__file__).parents[2] / "jobs"
-
-
-def job(name: str) -> str:
-    return str(JOBS / f"{name}.py")
-
-
-def test_a_foreign_mpi_is_refused_once() -> None:
-    """Ranks of a size that MPI does not report, as with the mpirun of another MPI."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, job("rendezvous")],
-            env=clean_env(
-                {
-                    "OMPI_COMM_WORLD_RANK": str(rank),
-                    "OMPI_COMM_WORLD_SIZE": "2",
-                    "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                }
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    sentence = error("mpirun and", "openmpi ", "2 ranks ", "size 1", "MPI4PY_LIBMPI")
-    assert re.fullmatch(f"{sentence}\n", printed[0]), printed
-    assert printed[1] == ""
-
+from tests.support.ranks import clean_env
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
@@ -93,25 +57,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
         return World.from_env()
 
     return set_env
-
-
-def test_env_ranks_started_by_hand_join(tmp_path: Path) -> None:
-    with reserved("127.0.0.1") as reservation:
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(reservation.getsockname()[1])}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.jobs.facts"],
-                env=clean_env(ENV | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | address),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
-    assert [each["rank"] for each in found] == [0, 1]
-    for each in found:
-        assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")
 
 
 @pytest.mark.parametrize(

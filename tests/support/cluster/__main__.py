@@ -1,6 +1,6 @@
 """The test cluster by hand.
 
-python -m tests.support.cluster up 3                     runs until `down`
+python -m tests.support.cluster up 3                     runs until `down`; with --slurm, also srun and sbatch
 python -m tests.support.cluster shell node0
 python -m tests.support.cluster run node0 -- ssh node1 hostname
 python -m tests.support.cluster status
@@ -14,76 +14,54 @@ import argparse
 import os
 import signal
 import sys
-import time
 
 from tests.support import cluster
 from tests.support.cluster import needs, slurm
-from tests.support.cluster.layout import DECOY_ADDRESSES, Layout
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    options = parser().parse_args()
     try:
-        code: int = options.verb(options)
+        return int(VERBS[options.verb](options) or 0)
     except (FileNotFoundError, RuntimeError, LookupError) as error:
         print(f"tests.support.cluster: {error}", file=sys.stderr)
         return 2
-    return code
 
 
-def up(options: argparse.Namespace) -> int:
+def up(options: argparse.Namespace) -> None:
     if reason := needs.why_no_slurm() if options.slurm else cluster.why_not():
         raise RuntimeError(reason)
-    layout = Layout(
-        interfaces=tuple(options.interfaces.split(",")),
-        own_name_is_loopback=options.own_name_is_loopback,
-        decoys=tuple(options.decoy),
-        dead_network=options.dead_network,
-    )
-    began = time.perf_counter()
-    standing = cluster.stand_up(options.count, layout=layout, name=options.name, detached=True)
+    count = int(options.words[0]) if options.words else 3
+    started = cluster.stand_up(count, name=options.name, detached=True)
     if options.slurm:
-        slurm.start(standing)
-    print(f"{options.count} hosts started in {time.perf_counter() - began:.2f} s")
+        slurm.start(started)
     status(options)
-    name = "" if options.name == _NAME else f" --name {options.name}"
-    print(f"Log in:    python -m tests.support.cluster{name} shell node0")
-    print(f"Stop:      python -m tests.support.cluster{name} down")
-    return 0
 
 
-def down(options: argparse.Namespace) -> int:
-    cluster.take_down(options.name)
+def down(options: argparse.Namespace) -> None:
     for name in cluster.standing():
-        if not cluster.alive(name):  # left by a killed process
+        if name == options.name or not cluster.alive(name):  # left by a killed process
             cluster.take_down(name)
-    return 0
 
 
-def status(options: argparse.Namespace) -> int:
+def status(options: argparse.Namespace) -> None:
     for name in cluster.standing():
         print(f"{name}:" if cluster.alive(name) else f"{name}: left by a killed process")
         for host in cluster.attach(name).hosts:
             print(f"  {host.name}  {host.address}  {host.interface}  pid {host.pid}")
-    return 0
 
 
-def shell(options: argparse.Namespace) -> int:
-    host = cluster.attach(options.name)[options.host]
+def shell(options: argparse.Namespace) -> None:
+    host = cluster.attach(options.name)[options.words[0]]
     command = host.shell(user=options.user, cwd=options.cwd)
     os.execvp(command[0], command)
 
 
 def run(options: argparse.Namespace) -> int:
-    host = cluster.attach(options.name)[options.host]
-    program = host.popen(
-        options.command,
-        user=options.user,
-        cwd=options.cwd,
-        stdin=None,
-        stdout=None,
-        stderr=None,
-    )
+    host, *command = options.words
+    where = {"user": options.user, "cwd": options.cwd}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"))  # those of this process
+    program = cluster.attach(options.name)[host].popen(command, **where, **streams)
     while True:
         try:
             return program.wait()
@@ -91,51 +69,22 @@ def run(options: argparse.Namespace) -> int:
             program.send_signal(signal.SIGINT)
 
 
-def packages(options: argparse.Namespace) -> int:
+def packages(options: argparse.Namespace) -> None:
     print(*needs.PACKAGES, *needs.SLURM_PACKAGES, *needs.GRID_ENGINE_PACKAGES)
-    return 0
 
 
-_NAME = "by-hand"
+VERBS = {each.__name__: each for each in (up, down, status, shell, run, packages)}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--name", default=_NAME, help="which cluster (default: %(default)s)")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    verb = verbs.add_parser("up", help="start a cluster")
-    verb.set_defaults(verb=up)
-    verb.add_argument("count", type=int, nargs="?", default=3)
-    verb.add_argument("--interfaces", default="eth0", help="names, used in turn: eth0,ens5,enp3s0")
-    verb.add_argument("--own-name-is-loopback", action="store_true", help="Debian's 127.0.1.1")
-    verb.add_argument("--decoy", action="append", default=[], choices=list(DECOY_ADDRESSES))
-    verb.add_argument(
-        "--dead-network", action="store_true", help="add a network that loses all packets"
-    )
-    verb.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc")
-
-    for name, function, text in (
-        ("down", down, "stop it, and remove what killed processes left"),
-        ("status", status, "list all clusters of this machine"),
-        ("packages", packages, "print the Debian packages that the clusters need"),
-    ):
-        verbs.add_parser(name, help=text).set_defaults(verb=function)
-
-    for name, function, text in (
-        ("shell", shell, "log in to a host"),
-        ("run", run, "run a command on a host: run node0 -- hostname"),
-    ):
-        verb = verbs.add_parser(name, help=text)
-        verb.set_defaults(verb=function)
-        verb.add_argument("--user")
-        verb.add_argument("--cwd", help="default: the user's home")
-        verb.add_argument("host")
-    verb.add_argument("command", nargs="+")
+def parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--name", default="by-hand", help="which cluster (default: %(default)s)")
+    parser.add_argument("--slurm", action="store_true", help="up: with srun, sbatch and salloc")
+    parser.add_argument("--user", help="shell, run: not root")
+    parser.add_argument("--cwd", help="shell, run: not the user's home")
+    parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("words", nargs="*", help="the number of hosts; or a host, and its command")
     return parser
 
 

@@ -17,9 +17,7 @@ from tests.support.cluster.host import Arg, Host
 
 _CPU = Path("/sys/fs/cgroup/cpu")
 _PERIOD_US = 10_000
-_SHARES = (
-    4 * 1024
-)  # of four processes: beside others, a group counts as one process unless it has more
+_SHARES = 4 * 1024  # of four processes: beside others, a group counts as one unless it has more
 _JOIN = 'echo 0 > "$0" && exec "$@"'  # 0 is the process that writes
 
 
@@ -32,30 +30,23 @@ def why_not() -> str | None:
 
 @contextmanager
 def limited(host: Host, cores: float) -> Iterator[None]:
-    """Limit the processes of the host, and those that they start. See `within` for others.
-
-    Raises:
-        RuntimeError: this machine cannot.
-    """
-    if reason := why_not():
-        raise RuntimeError(reason)
-    with grouped(host, _CPU) as group:
+    """Limit the processes of the host, and those that they start. See `within` for others."""
+    group = _group(host)
+    group.mkdir(exist_ok=True)  # left by a killed process, and without processes
+    own = Path(f"/proc/{host.pid}/ns/pid").readlink()
+    try:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if (entry / "ns/pid").readlink() == own:
+                    (group / "cgroup.procs").write_text(entry.name)
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(round(cores * _PERIOD_US)))
         (group / "cpu.shares").write_text(str(_SHARES))
         yield
-
-
-@contextmanager
-def grouped(host: Host, controller: Path) -> Iterator[Path]:
-    """A control group of the host's processes, and of those that they start: its folder."""
-    group = _group(host, controller)
-    group.mkdir(exist_ok=True)  # left by a killed process, and without processes
-    try:
-        _move(_pids(host), group)
-        yield group
     finally:
-        _move(map(int, (group / "cgroup.procs").read_text().split()), controller)
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):  # it has ended
+                (_CPU / "cgroup.procs").write_text(pid)
         group.rmdir()
 
 
@@ -64,22 +55,5 @@ def within(host: Host, argv: Sequence[Arg]) -> list[Arg]:
     return ["sh", "-c", _JOIN, _group(host) / "cgroup.procs", *argv]
 
 
-def _group(host: Host, controller: Path = _CPU) -> Path:
-    return controller / f"mpiddp-host-{host.pid}"
-
-
-def _pids(host: Host) -> list[int]:
-    """The processes of the host, by their pids on this machine."""
-    own = Path(f"/proc/{host.pid}/ns/pid").readlink()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if (entry / "ns/pid").readlink() == own:
-                found.append(int(entry.name))
-    return found
-
-
-def _move(pids: Iterator[int] | Sequence[int], group: Path) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):  # it has ended
-            (group / "cgroup.procs").write_text(str(pid))
+def _group(host: Host) -> Path:
+    return _CPU / f"mpiddp-host-{host.pid}"

@@ -48,25 +48,6 @@ def key_refused(host: Host) -> Iterator[None]:
 
 
 @contextmanager
-def login_fails(host: Host) -> Iterator[None]:
-    """The key is accepted, but the login shell exits with code 1 before any command."""
-    users = host.path("/etc/passwd").read_text()
-    with _replaced(host, "/etc/passwd", users.replace(":/bin/bash\n", ":/usr/sbin/nologin\n")):
-        yield
-
-
-@contextmanager
-def slow_login(host: Host, command: str) -> Iterator[None]:
-    """After each login of root, sshd runs this shell command before the requested one."""
-    rc = host.path(f"{host.home()}/.ssh/rc")
-    rc.write_text(f"{command}\n")
-    try:
-        yield
-    finally:
-        rc.unlink()
-
-
-@contextmanager
 def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
     """The host's sshd listens on this port alone. The other hosts know its key there."""
     config = "/etc/ssh/sshd_config"

@@ -1,22 +1,20 @@
 """A real Grid Engine on a test cluster: sge_execd on every host, sge_qmaster on the first.
 
-with cluster.up(2) as c, grid_engine.up(c) as g:
-    g.qsub("#!/bin/sh\\ncat $PE_HOSTFILE\\n", "-pe", "fill", "4")
+with cluster.up(2) as c:
+    grid_engine.start(c).qsub("#!/bin/sh\\ncat $PE_HOSTFILE\\n", "-pe", "fill", "4")
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
 from tests.support.cluster.host import Arg, Host
 from tests.support.cluster.state import Cluster
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import eventually
 
 _DEBIAN = Path("/usr/share/gridengine")  # the packages' templates
 _LIBRARY = Path("/usr/lib/gridengine")
@@ -87,14 +85,12 @@ class GridEngine:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         cwd: Arg | None = None,
-        timeout_s: float = PATIENCE_S,
     ) -> CompletedProcess[str]:
         """Submit a job script from the first host, and wait for its end.
 
         Returns its exit code, and its whole output as stdout.
 
         Raises:
-            TimeoutError: the job takes longer than `timeout_s`. It is deleted first.
             subprocess.CalledProcessError: qsub refuses the script.
         """
         login = self.cluster.hosts[0]
@@ -109,34 +105,13 @@ class GridEngine:
         command += ["-wd", str(cwd or login.home(user or "root")), *options]
         # `qsub -sync y` sometimes misses the end of a job, and then exits with 0.
         text = f"sh {job}; echo $? > {code}\n"
-        submitted = login.run(command, env=self.env, user=user, stdin=text, check=True)
-        deadline = time.monotonic() + timeout_s
-        while not (ended := code.read_text()).endswith("\n"):
-            if time.monotonic() > deadline:
-                login.run(["qdel", submitted.stdout.strip()], env=self.env)
-                raise TimeoutError(
-                    f"the job runs for {timeout_s} s; it wrote: {output.read_text()}"
-                )
-            time.sleep(0.05)
-        return CompletedProcess(command, int(ended), output.read_text(), "")
+        login.run(command, env=self.env, user=user, stdin=text, check=True)
+        eventually(lambda: code.read_text().endswith("\n"))
+        return CompletedProcess(command, int(code.read_text()), output.read_text(), "")
 
 
-@contextmanager
-def up(cluster: Cluster, *, slots: int = 4) -> Iterator[GridEngine]:
-    """Grid Engine on all hosts of `cluster`, with `slots` slots each.
-
-    At the end of the block, all processes of these hosts are killed.
-    """
-    try:
-        yield start(cluster, slots=slots)
-    finally:
-        for host in cluster.hosts:
-            host.kill_processes()
-            host.run(["rm", "-rf", _LOCAL])
-
-
-def start(cluster: Cluster, *, slots: int = 4) -> GridEngine:
-    """Start Grid Engine. Its daemons end with the cluster."""
+def start(cluster: Cluster) -> GridEngine:
+    """Start Grid Engine on all hosts of `cluster`, with four slots each. Its daemons end with the cluster."""
     master = cluster.hosts[0]
     root = cluster.shared / "gridengine"  # as on a file server
     env = {
@@ -152,11 +127,11 @@ def start(cluster: Cluster, *, slots: int = 4) -> GridEngine:
         host.path(f"{_LOCAL}/execd").mkdir(parents=True)
     _spool(master, root, env)
     master.run(["sge_qmaster"], env=env, check=True)
-    _wait_until_it_answers(master, env)
-    _configure(cluster, env, slots)
+    eventually(lambda: "execd_spool_dir" in master.run(["qconf", "-sconf"], env=env).stdout)
+    _configure(cluster, env)
     for host in cluster.hosts:
         host.run(["sge_execd"], env=env, check=True)
-    _wait_for_hosts(master, env, len(cluster.hosts))
+    eventually(lambda: _loads_are_known(master, env, len(cluster.hosts)))
     return GridEngine(cluster, env)
 
 
@@ -196,7 +171,7 @@ def _spool(master: Host, root: Path, env: Mapping[str, str]) -> None:
         master.run([_LIBRARY / program, *arguments], env=env, check=True)
 
 
-def _configure(cluster: Cluster, env: Mapping[str, str], slots: int) -> None:
+def _configure(cluster: Cluster, env: Mapping[str, str]) -> None:
     master = cluster.hosts[0]
     folder = cluster.shared / "gridengine/qconf"
     folder.mkdir()
@@ -217,7 +192,7 @@ def _configure(cluster: Cluster, env: Mapping[str, str], slots: int) -> None:
     queue = {
         "hostlist": " ".join(host.name for host in cluster.hosts),
         "pe_list": " ".join(name for name, *_ in _ENVIRONMENTS),
-        "slots": str(slots),
+        "slots": "4",
         "shell": "/bin/sh",
         "load_thresholds": "NONE",  # the hosts share the processors of this machine
     }
@@ -232,27 +207,8 @@ def _qconf(master: Host, env: Mapping[str, str], *arguments: str) -> str:
     return done.stdout.replace("\\\n", " ")  # it breaks long lines
 
 
-def _wait_until_it_answers(master: Host, env: Mapping[str, str]) -> None:
-    _wait_until(master, env, ["qconf", "-sconf"], lambda output: "execd_spool_dir" in output)
-
-
-def _wait_for_hosts(master: Host, env: Mapping[str, str], count: int) -> None:
-    """Wait until every execution host has reported its load."""
-
-    def is_ready(output: str) -> bool:
-        hosts = [line for line in output.splitlines() if line.startswith("all.q@")]
-        return len(hosts) == count and "-NA-" not in output
-
-    _wait_until(master, env, ["qstat", "-f"], is_ready)
-
-
-def _wait_until(
-    host: Host, env: Mapping[str, str], command: Sequence[str], ready: Callable[[str], bool]
-) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready((done := host.run(command, env=env)).stdout):
-        if time.monotonic() > deadline:
-            messages = host.path(Path(env["SGE_ROOT"], "qmaster/messages"))
-            log = messages.read_text() if messages.exists() else ""
-            raise TimeoutError(f"Grid Engine did not start: {done.stdout}{done.stderr}{log}")
-        time.sleep(0.05)
+def _loads_are_known(master: Host, env: Mapping[str, str], count: int) -> bool:
+    """Whether every execution host has reported its load."""
+    output = master.run(["qstat", "-f"], env=env).stdout
+    hosts = [line for line in output.splitlines() if line.startswith("all.q@")]
+    return len(hosts) == count and "-NA-" not in output

@@ -6,6 +6,7 @@ with links.limited(cluster.hosts, mbit=100):
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +29,8 @@ def limited(hosts: Sequence[Host], *, mbit: float) -> Iterator[None]:
     bucket = f"tbf rate {round(mbit * 1e6)}bit burst {burst_bytes(mbit)} latency {LATENCY}"
     with ExitStack() as stack:
         for pid, device in (end for host in hosts for end in _ends(host)):
-            _tc(pid, f"qdisc add dev {device} root {bucket}")
-            stack.callback(_tc, pid, f"qdisc del dev {device} root")
+            tc(pid, f"qdisc add dev {device} root {bucket}")
+            stack.callback(tc, pid, f"qdisc del dev {device} root")
         yield
 
 
@@ -43,9 +44,16 @@ def _ends(host: Host) -> tuple[tuple[int, str], ...]:
     return (host.pid, host.interface), (host.hub_pid, host.port)
 
 
-def _tc(pid: int, command: str) -> None:
+def tc(pid: int, command: str) -> None:
+    """Run tc in the network namespace of a process."""
     subprocess.run(
-        [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool("tc"), *command.split()],
+        [
+            needs.tool("nsenter"),
+            f"--target={pid}",
+            "--net",
+            needs.tool("tc"),
+            *shlex.split(command),
+        ],
         check=True,
         timeout=PATIENCE_S,
     )

@@ -67,8 +67,8 @@ def why_not() -> str | None:
     """The reason why this machine cannot run a cluster, in one sentence, or None."""
     if os.geteuid() != 0:
         return "the test cluster needs root (it creates network, mount and pid namespaces)"
-    if missing := _missing(_TOOLS):
-        return f"the test cluster lacks {missing}. Run: apt-get install {' '.join(PACKAGES)}"
+    if reason := _why_lacking("test", _TOOLS, PACKAGES):
+        return reason
     probe = subprocess.run(
         ["unshare", *NAMESPACES, "ip", "-batch", "-"],
         input="link add switch type bridge\nlink add veth0 type veth peer name veth1\n",
@@ -85,23 +85,16 @@ def why_not() -> str | None:
 @cache
 def why_no_slurm() -> str | None:
     """The reason why this machine cannot run a Slurm cluster, in one sentence, or None."""
-    if reason := why_not():
-        return reason
-    if missing := _missing(_SLURM_TOOLS):
-        return f"the Slurm cluster lacks {missing}. Run: apt-get install {' '.join(SLURM_PACKAGES)}"
-    return None
+    return why_not() or _why_lacking("Slurm", _SLURM_TOOLS, SLURM_PACKAGES)
 
 
 @cache
 def why_no_grid_engine() -> str | None:
     """The reason why this machine cannot run a Grid Engine cluster, in one sentence, or None."""
-    if reason := why_not():
-        return reason
-    if missing := _missing(_GRID_ENGINE_TOOLS):
-        packages = " ".join(GRID_ENGINE_PACKAGES)
-        return f"the Grid Engine cluster lacks {missing}. Run: apt-get install {packages}"
-    return None
+    return why_not() or _why_lacking("Grid Engine", _GRID_ENGINE_TOOLS, GRID_ENGINE_PACKAGES)
 
 
-def _missing(tools: tuple[str, ...]) -> str:
-    return ", ".join(name for name in tools if shutil.which(name, path=PATH) is None)
+def _why_lacking(kind: str, tools: tuple[str, ...], packages: tuple[str, ...]) -> str | None:
+    missing = ", ".join(name for name in tools if shutil.which(name, path=PATH) is None)
+    lacking = f"the {kind} cluster lacks {missing}. Run: apt-get install {' '.join(packages)}"
+    return lacking if missing else None

@@ -1,6 +1,7 @@
 """A real Slurm on a test cluster: munged and slurmd on every host, slurmctld on the first.
 
-with cluster.up(2) as c, slurm.up(c) as s:
+with cluster.up(2) as c:
+    s = slurm.start(c)
     c["node0"].run(["srun", "-N2", "--ntasks-per-node=2", "hostname"])
     s.sbatch("#!/bin/sh\\nsrun hostname\\n", "-N2")
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.support.cluster import needs
 from tests.support.cluster.host import Arg, Host
 from tests.support.cluster.state import Cluster
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 
 _FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
 
@@ -54,7 +54,7 @@ AuthInfo=cred_expire={credentials_s}
 SlurmdParameters=config_overrides
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs={cpus} RealMemory=64000\n"
+_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000\n"
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd
 
 _MUNGED = [
@@ -82,67 +82,56 @@ class Slurm:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         cwd: Arg | None = None,
-        timeout_s: float = PATIENCE_S,
     ) -> subprocess.CompletedProcess[str]:
         """Submit a batch script from the first host, and wait for its end.
 
         Returns its exit code (-N after signal N), and its whole output as stdout.
 
         Raises:
-            TimeoutError: the job takes longer than `timeout_s`. It is cancelled first.
             subprocess.CalledProcessError: sbatch refuses the script.
         """
         login = self.cluster.hosts[0]
         output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
         command = ["sbatch", "--parsable", f"--output={output}", *options]
         submitted = login.run(command, env=env, user=user, cwd=cwd, stdin=script, check=True)
-        code = self.wait(submitted.stdout.strip(), output, timeout_s=timeout_s)
+        code = self.wait(submitted.stdout.strip(), output)
         return subprocess.CompletedProcess(command, code, output.read_text(), "")
 
-    def wait(self, job: str, output: Path, *, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for a job's end, and return its exit code. Raises as `sbatch`."""
+    def wait(self, job: str, output: Path) -> int:
+        """Wait for a job's end, and return its exit code."""
         login = self.cluster.hosts[0]
-        deadline = time.monotonic() + timeout_s
-        while (code := _exit_code(login, job)) is None:
-            if time.monotonic() > deadline:
-                login.run(["scancel", job])
-                written = output.read_text() if output.exists() else "nothing"
-                raise TimeoutError(f"job {job} runs for {timeout_s} s already; it wrote: {written}")
-            time.sleep(0.05)
+        try:
+            eventually(lambda: _exit_code(login, job) is not None)
+        except TimeoutError:
+            login.run(["scancel", job])
+            raise TimeoutError(f"job {job} wrote: {output.read_text()}") from None
+        code = _exit_code(login, job)
+        assert code is not None
         return code
 
 
 @contextmanager
-def up(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Iterator[Slurm]:
-    """Slurm on all hosts of `cluster`, with `cpus` CPUs each.
-
-    A job that is requeued waits until its credentials have expired.
-
-    At the end of the block, all processes of these hosts are killed.
-    """
+def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:
+    """`start` for a pytest fixture, whose end kills all processes of the hosts. Skips without Slurm."""
+    if reason := needs.why_no_slurm():
+        needs.lacking(reason)
     try:
-        yield start(cluster, cpus=cpus, credentials_s=credentials_s)
+        yield start(cluster, credentials_s=credentials_s)
     finally:
         for host in cluster.hosts:
             host.kill_processes()
             host.run(["rm", "-rf", *_FOLDERS])
 
 
-@contextmanager
-def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:
-    """`up` for a pytest fixture. Skips its tests if this machine has no Slurm."""
-    if reason := needs.why_no_slurm():
-        needs.lacking(reason)
-    with up(cluster, credentials_s=credentials_s) as standing:
-        yield standing
+def start(cluster: Cluster, *, credentials_s: int = 120) -> Slurm:
+    """Start Slurm on all hosts of `cluster`, with four CPUs each. Its daemons end with the cluster.
 
-
-def start(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Slurm:
-    """Start Slurm. Its daemons end with the cluster."""
+    A job that is requeued waits until its credentials have expired.
+    """
     hosts = cluster.hosts
     munge_key = os.urandom(64)
     conf = _SLURM_CONF.format(controller=hosts[0], credentials_s=credentials_s)
-    conf += "".join(_NODE.format(host=host, cpus=cpus) for host in hosts)
+    conf += "".join(_NODE.format(host=host) for host in hosts)
     for host in hosts:
         for folder in (*_FOLDERS, "/etc/slurm"):
             host.path(folder).mkdir(exist_ok=True)
@@ -152,13 +141,10 @@ def start(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Slurm
         host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
     _daemon(hosts, _MUNGED)
     _daemon(hosts[:1], ["slurmctld"])
-    _wait_until(hosts[0], ["scontrol", "ping"], lambda output: "is UP" in output)
+    eventually(lambda: "is UP" in hosts[0].run(["scontrol", "ping"]).stdout)
     _daemon(hosts, ["slurmd"])
-    _wait_until(
-        hosts[0],
-        ["sinfo", "--noheader", "--Node", "--format=%T"],
-        lambda output: output.split() == ["idle"] * len(hosts),
-    )
+    states = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    eventually(lambda: hosts[0].run(states).stdout.split() == ["idle"] * len(hosts))
     return Slurm(cluster)
 
 
@@ -169,15 +155,6 @@ def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
             _, stderr = program.communicate(timeout=PATIENCE_S)
         if program.returncode != 0:
             raise RuntimeError(f"{daemon[0]} on {host.name}: {stderr}")
-
-
-def _wait_until(host: Host, command: Sequence[str], ready: Callable[[str], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready((done := host.run(command)).stdout):
-        if time.monotonic() > deadline:
-            log = host.path("/run/slurm/slurmctld.log").read_text()
-            raise TimeoutError(f"Slurm did not start: {done.stdout}{done.stderr}{log}")
-        time.sleep(0.02)
 
 
 def _exit_code(host: Host, job: str) -> int | None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import needs
 from tests.support.cluster.host import TMPDIR, USER, USER_ID, Host
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 
 # The default key exchange takes 60 ms more CPU time per login.
 _SSHD_CONFIG = f"""\
@@ -81,22 +80,18 @@ def start_sshd(hosts: Sequence[Host]) -> None:
     """Start the sshd of each host in parallel, and wait until they listen."""
     sshd = [needs.tool("sshd"), "-E", "/run/sshd.log"]
     starting = [(host, host.popen(sshd, stdout=None, stderr=None)) for host in hosts]
-    deadline = time.monotonic() + PATIENCE_S
     for host, process in starting:
         if process.wait(timeout=PATIENCE_S) != 0:
             raise RuntimeError(f"sshd on {host.name}: {host.path('/run/sshd.log').read_text()}")
-        while not host.path("/run/sshd.pid").exists():  # written once it listens
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"sshd on {host.name} does not listen")
-            time.sleep(0.002)
+        eventually(host.path("/run/sshd.pid").exists, poll_s=0.002)  # written once it listens
 
 
 def stop_sshd(host: Host) -> None:
     """Stop a host's listening sshd. Existing logins are not affected."""
     pid = host.path("/run/sshd.pid").read_text().strip()
     host.run(["kill", pid], check=True)
-    while host.path("/run/sshd.pid").exists():  # it removes the file when it ends
-        time.sleep(0.002)
+    pid_file = host.path("/run/sshd.pid")
+    eventually(lambda: not pid_file.exists(), poll_s=0.002)  # it removes the file when it ends
 
 
 def _add_user(host: Host) -> None:

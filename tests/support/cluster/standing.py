@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.cluster import needs, proc, reach, ssh
+from tests.support.cluster import needs, program, ssh
 from tests.support.cluster.host import Host, configure
 from tests.support.cluster.layout import (
     NETWORK,
@@ -36,6 +38,7 @@ from tests.support.cluster.state import (
 )
 
 _NODE = Path(__file__).with_name("node.py")
+_REPOSITORY = Path(__file__).parents[3]
 _NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
 
 
@@ -118,10 +121,33 @@ def _node(index: int, shared: Path, *, apart: bool) -> list[str]:
     spec = {
         "name": host_name(index),
         "shared": str(shared),
-        "replaced_folders": [] if apart else reach.replaced_folders(),
+        "replaced_folders": [] if apart else _replaced_folders(),
         "apart": apart,
     }
     return ["unshare", *needs.NAMESPACES, sys.executable, "-I", "-S", str(_NODE), json.dumps(spec)]
+
+
+def _replaced_folders() -> list[tuple[str, list[str]]]:
+    """The folders to replace, outermost first, each with the names of the subfolders to keep.
+
+    Every user must reach Python and this repository. root's home is private to each host, but they may be in
+    it, or in a folder that only root can enter.
+    """
+    home = Path(pwd.getpwuid(0).pw_dir)
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    needed = {Path(prefix) for prefix in prefixes} | {_REPOSITORY}
+    needed |= {path.resolve() for path in needed}
+    parents = {parent for path in needed for parent in path.parents}
+    closed = {path for path in parents if not path.stat().st_mode & stat.S_IXOTH}
+    return [(str(folder), _keep(folder, home, needed)) for folder in sorted(closed | {home})]
+
+
+def _keep(folder: Path, home: Path, needed: set[Path]) -> list[str]:
+    """The subfolders to keep: in root's home only the needed ones, elsewhere all."""
+    if folder == home:
+        inside = (path for path in needed if home in path.parents)
+        return sorted({path.relative_to(home).parts[0] for path in inside})
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
 
 
 def _pid_1(unshare: int, output: int) -> int:
@@ -132,7 +158,7 @@ def _pid_1(unshare: int, output: int) -> int:
         if not more:
             raise RuntimeError(f"a test host did not start: {printed.decode()}")
         printed += more
-    pid = proc.first_child(unshare)
+    pid = program.first_child(unshare)
     if pid is None:
         raise RuntimeError("a test host ended as soon as it was ready")
     return pid

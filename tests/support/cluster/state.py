@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.cluster import proc
+from tests.support.cluster import program
 from tests.support.cluster.host import Host
 
 STATE = Path(os.environ.get("MPIDDP_TEST_CLUSTERS", "/run/mpiddp-cluster"))
@@ -43,7 +43,7 @@ class Cluster:
 
 
 def identity(pid: int) -> Identity:
-    return pid, proc.start_time(pid)
+    return pid, program.start_time(pid)
 
 
 def standing() -> list[str]:
@@ -97,7 +97,7 @@ def alive(name: str) -> bool:
     except FileNotFoundError:  # another process has just taken it down
         return False
     needed = [state["owner"]] if state["owner"] else state["processes"]
-    return any(proc.is_running(pid, started) for pid, started in needed)
+    return any(program.is_running(pid, started) for pid, started in needed)
 
 
 def take_down(name: str) -> None:
@@ -107,11 +107,11 @@ def take_down(name: str) -> None:
     except FileNotFoundError:
         return
     for pid, started in processes:
-        if proc.start_time(pid) == started:
-            if child := proc.first_child(pid):  # a host's pid 1; the switch has none
-                proc.kill_and_wait(child, proc.start_time(child))
-            proc.kill_and_wait(pid, started)
-            proc.reap(pid)
+        if program.start_time(pid) == started:
+            if child := program.first_child(pid):  # a host's pid 1; the switch has none
+                program.kill_and_wait(child, program.start_time(child))
+            program.kill_and_wait(pid, started)
+            program.reap(pid)
     try:
         gone = (STATE / name).rename(STATE / f".{name}.gone.{os.getpid()}")
     except FileNotFoundError:  # another process has taken it down

@@ -1,6 +1,6 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
-test_slurm_job.py and test_grid_engine_job.py of tests/cluster/schedulers have real ones.
+tests/promises/test_allocations.py has real ones.
 Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/unit/hosts/test_allocations.py
 """

@@ -327,7 +327,7 @@ def test_logins_are_bounded(
         while [ "$1" != -- ]; do shift; done; shift 2; eval "$1" """)
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    hosts = [Host(f"n{number}.invalid") for number in range(40)]
+    hosts = [Host(f"192.0.2.{number}") for number in range(40)]
     answers = run_on_hosts(hosts, "true", "", timeout_s=PATIENCE_S)
     assert [answer.exit_code for answer in answers.values()] == [0] * 40
     most = max(map(int, (tmp_path / "counts").read_text().split()))

@@ -297,7 +297,7 @@ def test_the_pause_ends_with_the_time_of_the_job(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1000.0)
-    job = jobs("--max-restarts", "1", "--stop-after", "1s")
+    job = jobs("--max-restarts", "1", "--stop-after", "0.2s")
     ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
     assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
 
