@@ -20,8 +20,8 @@ def is_forbidden() -> bool:
     return False
 
 
-before = dict(os.environ)
-with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
+before, keeps_mpi = dict(os.environ), "keep-mpi" in sys.argv
+with join(keep_mpi=keeps_mpi) as coordinator:
     MPI = sys.modules.get("mpi4py.MPI")
     world = asdict(coordinator.world)
     facts = {
@@ -37,3 +37,8 @@ with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
         "listening": listening_addresses(os.getpid()),
     }
     print(json.dumps(facts), flush=True)
+if keeps_mpi:  # until the interpreter ends, also after another block
+    with join(keep_mpi=True):
+        pass
+    assert MPI is not None
+    MPI.COMM_WORLD.Barrier()

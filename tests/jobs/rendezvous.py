@@ -1,14 +1,12 @@
 """The ranks join over MPI, without torch.
 
 With MPIDDP_TEST_SLEEPER=R, rank R sleeps instead, like a rank whose disk does not answer. The others time
-out after 2 s, and report it 5 s apart, so that the first one can end the job even on a slow machine. With
-MPIDDP_TEST_DEAF, they also handle SIGTERM, like a script that saves.
+out after 2 s.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 from mpiddp.runtime.rendezvous import mpi as rendezvous
@@ -18,8 +16,6 @@ from mpiddp.world import World
 world = World.from_env()
 if os.environ.get("MPIDDP_TEST_SLEEPER") == str(world.rank):
     time.sleep(1000)
-if "MPIDDP_TEST_DEAF" in os.environ:
-    signal.signal(signal.SIGTERM, lambda *_: print("saved"))
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
 meeting = rendezvous.Meeting(lambda: RankInfo.of_this_process(world), timeout_s=timeout_s)
 result = rendezvous.rendezvous_over_mpi(world, meeting)
