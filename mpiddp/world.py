@@ -1,8 +1,8 @@
 """World: this process's rank and the sizes of the job, read from the environment variables of its source.
 
 Every source of ranks, such as an mpirun, srun or torchrun, is one row of a table: the names of its variables,
-and what else is particular to it. A row is used only if it is complete,
-so a process never assumes that it is rank 0 because a variable is missing.
+and what else is particular to it. A row is used only if it is complete, so a process never assumes that it is
+rank 0 because a variable is missing.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
 """
@@ -36,7 +36,6 @@ class RankSource(NamedTuple):
 
     - local_world_size: "" if it sets no such variable. The ranks count what is missing when they have joined.
     - vendors: of the MPIs that its ranks may load, by MPI.get_vendor() of mpi4py; () if they need none.
-    - node_id: this node's index, if local_world_size lists the counts of all nodes.
     - may_lack_locals: some versions set neither local variable.
     - hides_gpus: each rank may see only its own GPU.
     - yields_to: other sources that set the same variables. This one is present only without them.
@@ -50,7 +49,6 @@ class RankSource(NamedTuple):
     local_rank: str
     local_world_size: str = ""
     vendors: tuple[str, ...] = ()
-    node_id: str = ""
     may_lack_locals: bool = False
     hides_gpus: bool = False
     yields_to: tuple[str, ...] = ()
@@ -64,15 +62,8 @@ class RankSource(NamedTuple):
     @property
     def variables(self) -> tuple[str, ...]:
         """The names of its variables that say who a rank is."""
-        names = (self.rank, self.world_size, self.local_rank, self.local_world_size, self.node_id)
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         return tuple(name for name in names if name)
-
-    def expected(self, env: Mapping[str, str]) -> tuple[str, ...]:
-        """The variables that a rank with `env` must have."""
-        locals_ = {self.local_rank, self.local_world_size}
-        if self.may_lack_locals and not locals_ & env.keys():
-            return tuple(name for name in self.variables if name not in locals_)
-        return self.variables
 
 
 def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
@@ -127,8 +118,6 @@ RANK_SOURCES = (
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        node_id="SLURM_NODEID",
         hides_gpus=True,
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
@@ -148,7 +137,6 @@ RANK_SOURCES = (
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 ALONE = RankSource("none", (), "", "", "")
-STALE = "these variables do not come from one launcher. Unset the stale ones."
 
 
 @dataclass(frozen=True)
@@ -219,45 +207,32 @@ class World:
 
     @classmethod
     def _from_row(cls, launcher: RankSource, env: Mapping[str, str]) -> World:
-        expected = launcher.expected(env)
-        found = [name for name in launcher.variables if name in env]
-        missing = [name for name in expected if name not in env]
+        found = {name: env[name] for name in launcher.variables if name in env}
+        locals_ = {launcher.local_rank, launcher.local_world_size}
+        lacks_locals = launcher.may_lack_locals and not locals_ & found.keys()
+        complete = {*found, *locals_} if lacks_locals else {*found}
+        missing = [name for name in launcher.variables if name not in complete]
         if missing:
             raise UserError(
                 f"only some of {launcher.name}'s variables are set: found "
-                f"{', '.join(f'{n}={shown(env[n])}' for n in found) or launcher.proof[0]}, "
-                f"missing {', '.join(missing)}. "
+                f"{_listed(found) or launcher.proof[0]}, missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
-        numbers = {
-            name: _tasks_on_node(launcher, env)
-            if launcher.node_id and name == launcher.local_world_size
-            else _whole_number(name, env[name])
-            for name in expected
-        }
+        numbers = {name: _whole_number(name, text) for name, text in found.items()}
         rank, world_size = numbers[launcher.rank], numbers[launcher.world_size]
-        local_rank = numbers.get(launcher.local_rank)
-        local_world_size = numbers.get(launcher.local_world_size)
-        if world_size == 1:  # the only rank of its host
-            local_rank = 0 if local_rank is None else local_rank
-            local_world_size = 1 if local_world_size is None else local_world_size
-        for small, large, name, size_name in (
-            (rank, world_size, launcher.rank, launcher.world_size),
-            (local_rank, world_size, launcher.local_rank, launcher.world_size),
-            (local_rank, local_world_size, launcher.local_rank, launcher.local_world_size),
-            (
-                None if local_world_size is None else local_world_size - 1,
-                world_size,
-                launcher.local_world_size,
-                launcher.world_size,
-            ),
-        ):
-            if small is not None and large is not None and not 0 <= small < large:
-                raise UserError(
-                    f"{name}={shown(env[name])} does not fit "
-                    f"{size_name}={shown(env[size_name])}: {STALE}"
-                )
-        return cls(rank, world_size, local_rank, local_world_size, launcher)
+        alone = 0 if world_size == 1 else None  # the only rank of its host
+        local_rank = numbers.get(launcher.local_rank, alone)
+        local_size = numbers.get(launcher.local_world_size, None if alone is None else 1)
+        most = world_size if local_size is None else local_size
+        if not (rank < world_size and (local_rank or 0) < most <= world_size):
+            raise UserError(
+                f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
+            )
+        return cls(rank, world_size, local_rank, local_size, launcher)
+
+
+def _listed(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={shown(text)}" for name, text in variables.items())
 
 
 def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
@@ -327,20 +302,3 @@ def _whole_number(name: str, text: str) -> int:
         return parse_whole(text)
     except ValueError as error:
         raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
-
-
-def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
-    """This node's count in Slurm's compressed list ("2(x3),1" is 2, 2, 2, 1)."""
-    from mpiddp.hosts.allocations import expand_counts  # the other rows need none of it
-
-    name, text = launcher.local_world_size, env[launcher.local_world_size]
-    try:
-        counts = expand_counts(text)
-    except ValueError:
-        raise UserError(
-            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1".'
-        ) from None
-    node = _whole_number(launcher.node_id, env[launcher.node_id])
-    if node >= len(counts):
-        raise UserError(f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE}")
-    return counts[node]

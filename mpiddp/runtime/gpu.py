@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError, print_line
-from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, gpu_uuids, read
+from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, read
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.text import counted, parse_whole, shown
 from mpiddp.world import World
@@ -113,24 +113,19 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
     """The PCI address of this rank's GPU: of the visible ones, the one with its local rank.
 
-    Numbers and UUIDs make a GPU visible. CUDA also takes a UUID that is cut short. Source: "CUDA Environment
-    Variables" in CUDA's programming guide.
-
     Raises:
-        GpuUnknown: the GPU is not among those that the vendor's tool lists.
+        GpuUnknown: the vendor's tool lists no GPU of that number, or the variable has UUIDs.
     """
-    path = env.get("PATH")
+    addresses = gpu_addresses(env.get("PATH"))
     name = next((name for name in VISIBLE if name in env), None)
     if name is None:
-        return _own(gpu_addresses(path), world, "its GPU is not known")
+        return _own(addresses, world, "its GPU is not known")
     value = f"{name}={shown(env[name])}"
     entry = _own(env[name].split(","), world, f"{value} has no GPU for it").strip()
-    if not entry.startswith(("GPU-", "MIG-")):
-        return _numbered(entry, gpu_addresses(path))
-    address = gpu_uuids(path).get(entry)
-    if address is None:
-        raise GpuUnknown(f"nvidia-smi lists no GPU with the UUID {shown(entry)} of {name}")
-    return address
+    try:
+        return addresses[parse_whole(entry, high=len(addresses))]
+    except ValueError:
+        raise GpuUnknown("its GPU is not known") from None
 
 
 def _own(visible: Sequence[str], world: World, otherwise: str) -> str:
@@ -141,13 +136,6 @@ def _own(visible: Sequence[str], world: World, otherwise: str) -> str:
     if world.local_rank is None or world.local_rank >= len(visible):
         raise GpuUnknown(otherwise)
     return visible[world.local_rank]
-
-
-def _numbered(number: str, addresses: Sequence[str]) -> str:
-    try:
-        return addresses[parse_whole(number, high=len(addresses))]
-    except ValueError:
-        raise GpuUnknown("its GPU is not known") from None
 
 
 def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:

@@ -1,8 +1,7 @@
 """What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handlers, and its help.
 
-`log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr.
-`log_of_every_rank` prints on every rank's stdout. `log_to_file` appends a logger's records to a file. No
-handler ever ends the run, neither when the reader of stdout is gone nor when the disk is full.
+`log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr. It
+never ends the run, neither when the reader of stdout is gone nor when the disk is full.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from mpiddp.arguments import OneSentenceParser
@@ -43,20 +39,6 @@ def _encodable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-class _FileHandler(logging.FileHandler):
-    """Appends each record with its time. A record that cannot be written is lost silently."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        formatter = logging.Formatter("%(asctime)s %(message)s")
-        # With the time zone: a container may have another one than the host on which the log is read.
-        formatter.default_msec_format = f"%s,%03d{time.strftime('%z')}"
-        self.setFormatter(formatter)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # the name is the base class's
-        """Ignore a full disk: checkpoints that fail report it."""
-
-
 def log_to_console(rank: int) -> None:
     """Print the log of this process. Call this as soon as the rank is known."""
     log.setLevel(logging.INFO)
@@ -64,32 +46,6 @@ def log_to_console(rank: int) -> None:
     log.handlers = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
     handler = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(handler)
-
-
-def log_of_every_rank() -> logging.Logger:
-    """A logger for the few lines that every rank prints on stdout."""
-    logger = logging.getLogger("mpiddp.every_rank")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.handlers = [_ConsoleHandler(logging.INFO)]
-    return logger
-
-
-@contextlib.contextmanager
-def log_to_file(logger: logging.Logger, path: Path) -> Iterator[None]:
-    """Append the records of `logger` to the file while the body runs.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    handler = _FileHandler(path)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        with contextlib.suppress(OSError):  # a full disk
-            handler.close()
 
 
 class RankParser(OneSentenceParser):

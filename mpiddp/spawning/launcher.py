@@ -6,9 +6,7 @@ descriptors 1 and 2, none of which belongs to a library. In a notebook sys.stdou
 
 from __future__ import annotations
 
-import codecs
-import os
-import selectors
+import io
 import signal
 import socket
 import subprocess
@@ -21,8 +19,7 @@ from typing import IO, Any, TextIO
 
 from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 
-_CHUNK = 1 << 16  # bytes, the size of a pipe
-_TICK_S = 0.5  # between looks at whether the launcher has ended
+_LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
 
 @dataclass
@@ -55,9 +52,11 @@ def run_launcher(call: Payload, cwd: str | None) -> Report:
             with suppress(OSError):  # it has ended, and its last line says why
                 send_payload(ours, call, "", TO_LAUNCHER)
             receiver.start()
-            _copy_output(launcher)
+            copies = _copy_output(launcher)
             report.exit_code = launcher.wait()
             receiver.join()
+            for thread in copies:
+                thread.join(_LAST_S)
     return report
 
 
@@ -113,40 +112,28 @@ def _receive(connection: socket.socket, report: Report) -> None:
                 report.answers[payload.facts["rank"]] = payload
 
 
-def _copy_output(launcher: subprocess.Popen[bytes]) -> None:
-    """Copy what the launcher prints to sys.stdout and sys.stderr, until it ends."""
-    with selectors.DefaultSelector() as selector:
-        for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
-            if pipe is not None:
-                selector.register(pipe, selectors.EVENT_READ, _Copy(pipe, stream))
-        while selector.get_map():
-            ready = selector.select(_TICK_S)
-            for key, _ in ready:
-                if not key.data.pass_on():
-                    selector.unregister(key.fileobj)
-                    key.data.pipe.close()
-            if not ready and launcher.poll() is not None:  # another process has its pipes
-                break
+def _copy_output(launcher: subprocess.Popen[bytes]) -> list[threading.Thread]:
+    """Copy what the launcher prints to sys.stdout and sys.stderr, in a thread for each, until it ends."""
+    pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
+    threads = [
+        threading.Thread(target=_copy, args=pair, daemon=True)
+        for pair in pairs
+        if pair[0] is not None
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
-class _Copy:
-    """A pipe of the launcher and the stream to which its text goes."""
-
-    def __init__(self, pipe: IO[bytes], stream: TextIO | None) -> None:
-        self.pipe = pipe
-        self._stream = stream
-        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-
-    def pass_on(self) -> bool:
-        """Copy what is there. Whether there may be more."""
-        chunk = os.read(self.pipe.fileno(), _CHUNK)
-        text = self._decoder.decode(chunk, final=not chunk)
-        if self._stream is not None:
+def _copy(pipe: IO[bytes], stream: TextIO | None) -> None:
+    # With newline="", a progress bar keeps its carriage returns.
+    with io.TextIOWrapper(pipe, "utf-8", "backslashreplace", newline="") as lines:
+        for line in lines:
             try:
-                _write(self._stream, text)
+                if stream is not None:
+                    _write(stream, line)
             except (OSError, ValueError):  # its reader went away: the output is lost, not the job
-                self._stream = None
-        return bool(chunk)
+                stream = None
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, resolve, resolve_own, wait_for
@@ -22,7 +22,9 @@ from mpiddp.runtime.rendezvous.result import (
     RankInfo,
     RendezvousResult,
     check_interface,
+    gathered,
     requested_interface,
+    world_with,
 )
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World
@@ -36,24 +38,22 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
         JobFailed: no answer of rank 0 in `timeout_s`, or of a name server.
     """
     env = os.environ
-    port = port_in(env)
+    address, port = env.get("MASTER_ADDR", ""), port_in(env)
     if world.world_size == 1 and world.launcher.name != "torchrun":
         address = LOOPBACK
     elif world.launcher.name == "slurm":
-        address, port = slurm_address(world, env)
-    else:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            raise UserError(
-                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but "
-                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Without MPI, "
-                "the ranks need MASTER_ADDR and MASTER_PORT to find each other."
-            )
-        address = env["MASTER_ADDR"]
-    is_server = world.rank == 0 and env.get(AGENT_STORE) != "True"
-    address = _reachable(world, address)
-    listener = bind(address, port, world.hostname) if is_server else None
-    if listener is not None:
+        address, port = slurm_address(env)
+    elif not (address and env.get("MASTER_PORT")):
+        raise UserError(
+            f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set. Without MPI, the ranks need "
+            "MASTER_ADDR and MASTER_PORT as well, to find each other."
+        )
+    # Over several hosts, a name that leads to 127.0.1.1 on rank 0's own host is another address.
+    is_on_one_host = world.local_world_size == world.world_size or address.startswith("127.")
+    address = resolve(address) if is_on_one_host else resolve_own(address)
+    listener = None
+    if world.rank == 0 and env.get(AGENT_STORE) != "True":
+        listener = bind(address, port, world.hostname)
         port = listener.getsockname()[1]
     elif not wait_for(address, port, timeout_s):
         raise JobFailed(
@@ -62,22 +62,6 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
             "port."
         )
     return replace(world, master_addr=address, master_port=port), listener
-
-
-def _reachable(world: World, name: str) -> str:
-    """The address of rank 0's host. Over several hosts, 127.0.1.1 does not work.
-
-    Raises:
-        UserError: there is none.
-    """
-    if world.local_world_size == world.world_size:
-        return resolve(name)
-    try:
-        return resolve_own(name)
-    except UserError:
-        if world.local_world_size is not None:
-            raise
-        return resolve(name)  # this host has a loopback only, so all ranks are on it
 
 
 def rendezvous_over_channel(
@@ -96,32 +80,22 @@ def rendezvous_over_channel(
     Raises:
         SystemExit: code 2, on every rank: a host has no such interface.
     """
-    world = coordinator.world
+    world, address = coordinator.world, str(coordinator.world.master_addr)
     port = listener.getsockname()[1] if listener is not None else world.master_port
     run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-    answers = coordinator.all_gather_json((asdict(own_info()), port, run_id), timeout_s=timeout_s)
-    infos = RankInfo.all_from_json([info for info, _, _ in answers])
+    answers = coordinator.all_gather_json((own_info().as_json(), port, run_id), timeout_s=timeout_s)
+    infos = gathered(info for info, _, _ in answers)
     _, port, run_id = answers[0]
-    hosts = list(dict.fromkeys(info.host for info in infos))
-    own = infos[world.rank]
-    assert world.master_addr is not None
-    interface = own.interface_towards(world.master_addr)
-    requested = requested_interface(os.environ)
+    world = world_with(world, infos, address, int(port or 0))
+    own, requested = infos[world.rank], requested_interface(os.environ)
+    interface = own.interface_towards(address)
     with coordinator.all_or_none():
         check_alike(infos, os.environ)
-        if requested and len(hosts) > 1:
+        if requested and world.num_nodes != 1:
             check_interface(infos, requested)
-    if requested and len(hosts) > 1:
-        interface = next(each.name for each in own.interfaces if each.matches(requested))
+            interface = next(each.name for each in own.interfaces if each.matches(requested))
     return RendezvousResult(
-        world=replace(
-            world,
-            local_rank=own.local_rank,
-            local_world_size=own.local_world_size,
-            node_rank=hosts.index(own.host),
-            num_nodes=len(hosts),
-            master_port=port,
-        ),
+        world=world,
         infos=infos,
         interface=interface,
         reason=f"{world.launcher.name} names it",
@@ -130,7 +104,7 @@ def rendezvous_over_channel(
     )
 
 
-def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
+def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     """Rank 0's host and port in this step. The user's MASTER_ADDR and MASTER_PORT are honoured.
 
     The port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
@@ -139,29 +113,21 @@ def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     Raises:
         UserError: MASTER_PORT is not a port, or the step's variables are wrong or name no host.
     """
-    job, step = (_id(name, env.get(name) or "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = port_in(env) or 20000 + (job * 31 + step) % 32768
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"], port
-    if world.world_size == world.local_world_size:
-        return LOOPBACK, port
+    from mpiddp.hosts.allocations import expand_nodelist
+
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
     nodelist = env.get("SLURM_STEP_NODELIST", "")
-    if not nodelist:
-        raise UserError("SLURM_STEP_NODELIST names no host. Set MASTER_ADDR.")
+    address, port = env.get("MASTER_ADDR"), port_in(env)
     try:
-        from mpiddp.hosts.allocations import expand_nodelist  # few ranks need it
-
-        return expand_nodelist(nodelist)[0], port
+        job, step = (parse_whole(env.get(name) or "0", high=1 << 32) for name in names)
+        port = port or 20000 + (job * 31 + step) % 32768
+        if not address:
+            first, *others = expand_nodelist(nodelist)
+            address = first if others else LOOPBACK
     except ValueError as error:
+        found = ", ".join(f"{name}={shown(env.get(name, ''))}" for name in names)
         raise UserError(
-            f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not Slurm\'s: {error}. Set MASTER_ADDR.'
+            f'{found} and SLURM_STEP_NODELIST="{shown(nodelist)}" are not those of a Slurm step: {error}. '
+            "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
-
-
-def _id(name: str, text: str) -> int:
-    try:
-        return parse_whole(text, high=1 << 32)
-    except ValueError:
-        raise UserError(
-            f'{name}="{shown(text)}" is not an id of Slurm. Unset it, or start the job with srun.'
-        ) from None
+    return address, port

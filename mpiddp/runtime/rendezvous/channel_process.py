@@ -6,7 +6,6 @@ the other ranks meanwhile. It needs the standard library alone, and starts while
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -30,7 +29,7 @@ _NEVER = float("inf")
 # Without `site`, whose .pth files may cost more than this process.
 _CODE = (
     "import sys; sys.path.append(sys.argv[1]); "
-    "from mpiddp.runtime.rendezvous.channel_process import main; main(*sys.argv[2:])"
+    "from mpiddp.runtime.rendezvous.channel_process import main; main()"
 )
 
 
@@ -43,16 +42,10 @@ class ChannelProcess:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        files: list[int] = []
-        # Linux before 5.3 has none, and a container may forbid it.
-        with contextlib.suppress(AttributeError, OSError):
-            files.append(os.pidfd_open(os.getpid()))
-        root = str(Path(__file__).parents[3])
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, root, *map(str, files)],
-                pass_fds=files,
+                [sys.executable, "-I", "-S", "-c", _CODE, str(Path(__file__).parents[3])],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,  # mpirun waits for the end of a rank's own streams
                 stderr=subprocess.DEVNULL,
@@ -61,8 +54,6 @@ class ChannelProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
-            for file in files:
-                os.close(file)
         # It forks, and the child serves: a script that waits for all of its children must not wait for it.
         threading.Thread(target=process.wait, daemon=True).start()
 
@@ -77,8 +68,8 @@ class ChannelProcess:
             socket.send_fds(self._control, [facts], [listener.fileno()])
 
 
-def main(rank_0: str = "") -> None:
-    """Serve what rank 0 sends over stdin. `rank_0` is a file of its process."""
+def main() -> None:
+    """Serve what rank 0 sends over stdin."""
     if os.fork():
         os._exit(0)
     with socket.socket(fileno=0) as control:
@@ -87,20 +78,12 @@ def main(rank_0: str = "") -> None:
         return
     facts = json.loads(message)
     allow_open(PER_RANK * facts["world_size"] + OPEN_BESIDES)
-    with (
-        socket.socket(fileno=files[0]) as listener,
-        selectors.DefaultSelector() as selector,
-    ):
-        if rank_0:
-            selector.register(int(rank_0), selectors.EVENT_READ)
+    with socket.socket(fileno=files[0]) as listener, selectors.DefaultSelector() as selector:
         serve(ChannelServer(listener, facts["key"], facts["world_size"], selector), selector)
 
 
 def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
-    """Serve until rank 0 is gone, and all other members with it or soon after.
-
-    The selector also has a file that is readable once rank 0's process has ended, if the system has such.
-    """
+    """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
     ends_at = accepts_again_at = _NEVER
     while not (is_gone and not server.has_members) and time.monotonic() < ends_at:
@@ -108,10 +91,6 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
         wait_s = None if deadline == _NEVER else max(0.0, deadline - time.monotonic())
         was_there = not is_gone
         for key, _ in selector.select(wait_s):
-            if key.data is None:  # the end of rank 0's process
-                selector.unregister(key.fileobj)
-                is_gone = True
-                continue
             for message in server.receive(key.data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()

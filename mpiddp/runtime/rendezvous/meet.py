@@ -18,6 +18,7 @@ from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, MAX_TIMEOUT_S
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_rank_0
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.address import find_by_address, rendezvous_over_channel
 from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
 from mpiddp.runtime.rendezvous.mpi import Meeting, rendezvous_over_mpi
 from mpiddp.runtime.rendezvous.result import RendezvousResult
@@ -41,31 +42,29 @@ def meet(world: World, meeting: Meeting, channel: JobChannel | None, met: Met) -
         JobFailed: ranks that do not join.
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
-    timeout_s = joining_timeout_s()
-    if channel is not None:
-        timeout_s += _LAUNCHER_HEAD_START_S
-    meeting = meeting._replace(timeout_s=timeout_s, has_channel=channel is not None)
-    serves = channel is None and world.rank == 0 and world.world_size > 1
-    process = _start(world) if serves else None
-    if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
-
-        def go(result: RendezvousResult) -> None:
-            found = channel
-            if result.server is not None:
-                if process is not None and result.channel_listener is not None:
-                    process.serve(result.channel_listener, result.server.key, world.world_size)
-                found = _connect(result.server, world, timeout_s)
-            met(_coordinator(result, found, has_launcher=channel is not None), result)
-
-        rendezvous_over_mpi(world, meeting, go)
-    else:
+    has_launcher = channel is not None
+    timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)
+    meeting = meeting._replace(timeout_s=timeout_s, has_channel=has_launcher)
+    process = None
+    if world.rank == 0 and world.world_size > 1 and not has_launcher:
+        process = _start(world)
+    # The ranks of a resource manager, which starts any program, may know rank 0's address already.
+    is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
+    has_address = is_named and world.launcher.starts_any_program
+    if not world.launcher.speaks_mpi or world.world_size == 1 or has_address:
         _by_address(world, meeting, channel, process, met)
+        return
 
+    def go(result: RendezvousResult) -> None:
+        found = channel
+        if result.server is not None:
+            if process is not None and result.channel_listener is not None:
+                process.serve(result.channel_listener, result.server.key, world.world_size)
+            found = _connect(result.server, world, timeout_s)
+        names = result.hostnames
+        met(Coordinator(result.world, found, hostnames=names, has_launcher=has_launcher), result)
 
-def _coordinator(
-    result: RendezvousResult, channel: JobChannel | None, *, has_launcher: bool
-) -> Coordinator:
-    return Coordinator(result.world, channel, hostnames=result.hostnames, has_launcher=has_launcher)
+    rendezvous_over_mpi(world, meeting, go)
 
 
 def _start(world: World) -> ChannelProcess:
@@ -86,17 +85,19 @@ def _by_address(
     process: ChannelProcess | None,
     met: Met,
 ) -> None:
-    from mpiddp.runtime.rendezvous.address import find_by_address, rendezvous_over_channel
-
     has_launcher, timeout_s = channel is not None, meeting.timeout_s
     world, listener = find_by_address(world, timeout_s)
     if channel is None and world.world_size > 1:
         if os.environ.get(AGENT_STORE) == "True":
             server = _serve_beside_agent(world, process, timeout_s)
         else:
-            server = _serve_at_address(world, listener, process)
-        if listener is not None:  # the channel has it
-            listener = _free_port(world)
+            # The channel is where the ranks expect rank 0. They share no secret, so the key is public.
+            names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+            job = [*(os.environ.get(name, "") for name in names), str(world.master_port)]
+            server = Server(f"{world.master_addr}:{world.master_port}", public_key(" ".join(job)))
+            if process is not None and listener is not None:
+                process.serve(listener, server.key, world.world_size)
+                listener = _free_port(world)
         channel = _connect(server, world, timeout_s)
     meeting.ready()
     coordinator = Coordinator(world, channel)
@@ -104,17 +105,6 @@ def _by_address(
     coordinator.world, coordinator.hostnames = result.world, result.hostnames
     coordinator.has_launcher = has_launcher
     met(coordinator, result)
-
-
-def _serve_at_address(
-    world: World, listener: socket.socket | None, process: ChannelProcess | None
-) -> Server:
-    """Rank 0 serves the channel where the ranks expect it. They share no secret, so the key is public."""
-    job = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
-    key = public_key(" ".join((*job, str(world.master_port))))
-    if listener is not None and process is not None:
-        process.serve(listener, key, world.world_size)
-    return Server(f"{world.master_addr}:{world.master_port}", key)
 
 
 def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s: float) -> Server:
@@ -125,18 +115,15 @@ def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s:
         store = connect_to_store(world, timeout_s)
         name = f"{prefix_of_attempt()}/channel"
         if process is not None:
-            listener = _free_port(world)
-            address = f"{world.master_addr}:{listener.getsockname()[1]}"
-            key = secrets.token_hex(16)
+            listener, key = _free_port(world), secrets.token_hex(16)
+            store.set(name, f"{world.master_addr}:{listener.getsockname()[1]} {key}")
             process.serve(listener, key, world.world_size)
-            store.set(name, f"{address} {key}")
         try:
-            address, key = store.get(name).decode().split()
-        except (RuntimeError, ValueError):
+            return Server(*store.get(name).decode().split())
+        except (RuntimeError, TypeError, ValueError):
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
             ) from None
-    return Server(address, key)
 
 
 def _connect(server: Server, world: World, timeout_s: float) -> JobChannel:
@@ -145,12 +132,6 @@ def _connect(server: Server, world: World, timeout_s: float) -> JobChannel:
 
 def _free_port(world: World) -> socket.socket:
     return bind(str(world.master_addr), 0, world.hostname)
-
-
-def _has_address(world: World) -> bool:
-    """Whether the ranks of a resource manager, which starts any program, know rank 0's address already."""
-    is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
-    return is_named and world.launcher.starts_any_program
 
 
 def joining_timeout_s() -> float:

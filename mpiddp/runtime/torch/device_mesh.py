@@ -10,10 +10,9 @@ all of them refuse with one sentence.
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mpiddp.errors import BAD_INPUT, UserError, print_error
 from mpiddp.meshes.dimensions import check_sizes, resolve
 from mpiddp.meshes.layout import Layout
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rendezvous.result import machine_id
-from mpiddp.world import is_joined
-
-_GATHER_TIMEOUT_S = 600.0  # a rank may still read its data
 
 
 def mesh(
@@ -54,130 +48,68 @@ def mesh(
             not fill the ranks or the hosts, ranks that are not numbered host by host, different arguments on
             some rank.
         UserError: there is no process group.
-        JobFailed: a rank has not called this within 10 minutes.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "mpiddp.mesh needs a process group. Call mpiddp.init() or "
             "torch.distributed.init_process_group before it."
         )
-    own: dict[str, Any] = {"host": _own_host(), "hostname": socket.gethostname(), "problem": ""}
+    own = {
+        "host": f"{socket.gethostname()} {machine_id()}",
+        "hostname": socket.gethostname(),
+        "problem": "",
+        "call": "",
+    }
+    checked: dict[str, int] = {}
     try:
-        own |= {
-            "sizes": check_sizes(sizes),
-            "tp_across_hosts": bool(tp_across_hosts),
-            "device_type": _device_type(device_type),
-        }
+        checked, type_ = check_sizes(sizes), _device_type(device_type)
+        own["call"] = _call(checked, type_, tp_across_hosts=tp_across_hosts)
     except UserError as error:
         own["problem"] = str(error)
-    ranks = _ranks()
-    answers = ranks.gather(own)
+    # Beside NCCL's group: a script may not have chosen its GPU yet.
+    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, own, group=group)
     try:  # of the same answers, so every rank comes to the same result
-        sizes_of_mesh = _sizes(answers)
+        resolved = _sizes(answers, checked, tp_across_hosts=tp_across_hosts)
     except UserError as error:
-        ranks.refuse(f"mpiddp.mesh: {error}")
-    return init_device_mesh(
-        own["device_type"],
-        tuple(sizes_of_mesh.values()),
-        mesh_dim_names=tuple(sizes_of_mesh),
-    )
-
-
-class _Joined:
-    """The ranks of a job that has joined: they agree over its store."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-
-    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """The values of all ranks, by rank. All ranks must call this."""
-        return self._coordinator.all_gather_json(value, timeout_s=_GATHER_TIMEOUT_S)
-
-    def refuse(self, sentence: str) -> NoReturn:
-        """End all ranks with code 2 after rank 0 has printed the sentence. All ranks must call this."""
-        with self._coordinator.all_or_none():
-            raise UserError(sentence)
-        raise SystemExit(BAD_INPUT)  # not reached: all_or_none has raised one
-
-
-class _Grouped:
-    """The ranks of a script's own process group, which has not joined. They agree over gloo."""
-
-    def __init__(self) -> None:
-        # Beside NCCL's group: a script may not have chosen its GPU yet.
-        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-
-    def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """As `_Joined.gather`."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, group=self._group)
-        return found
-
-    def refuse(self, sentence: str) -> NoReturn:
-        """As `_Joined.refuse`."""
         if dist.get_rank() == 0:
-            print_error(sentence)
-        dist.barrier(self._group)  # the first rank that exits makes its launcher end the others
-        raise SystemExit(BAD_INPUT)
+            print_error(f"mpiddp.mesh: {error}")
+        dist.barrier(group)  # the first rank that exits makes its launcher end the others
+        raise SystemExit(BAD_INPUT) from None
+    return init_device_mesh(type_, tuple(resolved.values()), mesh_dim_names=tuple(resolved))
 
 
-def _ranks() -> _Joined | _Grouped:
-    session = current()
-    if session.coordinator is None or session.watch is None:
-        return _Grouped()
-    world = session.coordinator.world
-    is_same = (world.rank, world.world_size) == (dist.get_rank(), dist.get_world_size())
-    return _Joined(session.coordinator) if is_same else _Grouped()
-
-
-def _sizes(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _sizes(
+    answers: Sequence[dict[str, str]], sizes: dict[str, int], *, tp_across_hosts: bool
+) -> dict[str, int]:
     """The sizes that all ranks agree on. Raises UserError if they do not, or if nothing fits."""
     problems = [answer["problem"] for answer in answers]
     if any(problems):
         rank = next(rank for rank, problem in enumerate(problems) if problem)
         raise UserError(problems[rank] if all(problems) else f"rank {rank}: {problems[rank]}")
-    calls = [_call(answer) for answer in answers]
+    calls = [answer["call"] for answer in answers]
     if len(set(calls)) > 1:
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         raise UserError(
             f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with the same "
             "arguments on all ranks."
         )
-    hosts = _labels([(answer["host"], answer["hostname"]) for answer in answers])
-    across = answers[0]["tp_across_hosts"]
-    sizes = resolve(answers[0]["sizes"], hosts, unit="rank", tp_across_hosts=across)
-    if not across:
-        Layout(sizes, tuple(hosts)).require_tp_inside_hosts()
-    return sizes
+    hosts, names = ([answer[key] for answer in answers] for key in ("host", "hostname"))
+    if len(set(names)) == len(set(hosts)):  # or several machines, such as containers, have one name
+        hosts = names
+    resolved = resolve(sizes, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
+    if not tp_across_hosts:
+        Layout(resolved, tuple(hosts)).require_tp_inside_hosts()
+    return resolved
 
 
-def _call(answer: dict[str, Any]) -> str:
+def _call(sizes: Mapping[str, int], device_type: str, *, tp_across_hosts: bool) -> str:
     """ "mesh(dp=2, tp=2, device_type='cuda')"."""
-    arguments = [f"{name}={size}" for name, size in sorted(answer["sizes"].items())]
-    if answer["tp_across_hosts"]:
+    arguments = [f"{name}={size}" for name, size in sorted(sizes.items())]
+    if tp_across_hosts:
         arguments.append("tp_across_hosts=True")
-    arguments.append(f"device_type={answer['device_type']!r}")
-    return f"mesh({', '.join(arguments)})"
-
-
-def _labels(hosts: Sequence[tuple[str, str]]) -> list[str]:
-    """A name for the host of each rank, from the host's key and its hostname: [world_size].
-
-    Two hosts with one name, such as containers, are "name" and "name (2)".
-    """
-    labels: dict[str, str] = {}
-    for key, hostname in hosts:
-        if key not in labels:
-            alike = sum(label.partition(" ")[0] == hostname for label in labels.values())
-            labels[key] = f"{hostname} ({alike + 1})" if alike else hostname
-    return [labels[key] for key, _ in hosts]
-
-
-def _own_host() -> str:
-    """What the ranks of one host share. In a job that has joined, the number that the ranks have counted."""
-    if is_joined(os.environ) and "GROUP_RANK" in os.environ:
-        return os.environ["GROUP_RANK"]
-    return f"{socket.gethostname()} {machine_id()}"
+    return f"mesh({', '.join([*arguments, f'device_type={device_type!r}'])})"
 
 
 def _device_type(requested: str | None) -> str:

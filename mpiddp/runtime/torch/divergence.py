@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.job.session import current
@@ -56,23 +57,8 @@ def check_divergence(
             No rank of the group has its part of a save of `mpiddp.Checkpoints` in flight.
         UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
     """
-    if sentence := find_divergence(model, optimizer, step=step, group=group):
-        current().wait_for_saves()
-        device = next(model.parameters()).device
-        _all_gather(0, device, group)  # the first rank to exit ends the others
-        raise JobFailed(f"{sentence}")
-
-
-def find_divergence(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    step: int | None,
-    group: dist.ProcessGroup | None = None,
-) -> str:
-    """The error of `check_divergence`, on all ranks of the group; "" if there is none."""
     if not _has_other_ranks(group):
-        return ""
+        return
     tensors = _compared_tensors(model, optimizer, with_shards=group is not None)
     if not tensors:
         raise UserError(
@@ -81,20 +67,19 @@ def find_divergence(
             "out."
         )
     device = next(iter(tensors.values())).device
-    digests = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
-    kinds = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
-    if len(set(_all_gather(_number(kinds, digests), device, group))) == 1:
-        return ""
+    numbers = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
+    own = dict(zip(tensors, numbers, strict=True))
+    if len(set(_all_gather(_number(own), device, group))) == 1:
+        return
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (kinds, digests), group)
-    ranks, kinds_of_ranks = _names(group), [kinds for kinds, _ in found]
-    if len(set(map(tuple, kinds_of_ranks))) > 1:
-        reason = _other_tensors(ranks, kinds_of_ranks)
-    else:
-        reason = differing_ranks(ranks, list(tensors), [digests for _, digests in found])
-    return f"{'' if step is None else f'step {step}: '}the ranks have diverged: {reason}."
+    dist.all_gather_object(found, own, group)
+    reason = differing_ranks(_names(group), found)
+    current().wait_for_saves()
+    _all_gather(0, device, group)  # the first rank to exit ends the others
+    at = "" if step is None else f"step {step}: "
+    raise JobFailed(f"{at}the ranks have diverged: {reason}.")
 
 
 @torch.no_grad()
@@ -114,26 +99,30 @@ def digest(tensor: Tensor) -> Tensor:
     return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
-def differing_ranks(
-    ranks: Sequence[str], tensors: Sequence[str], digests: Sequence[Sequence[int]]
-) -> str:
+def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) -> str:
     """The ranks that differ, and their first tensor that does.
 
     Args:
         ranks: the names of N ranks.
-        tensors: the names of T tensors.
-        digests: of each rank and tensor: [N][T]. Not all ranks have the same.
+        digests: of each rank, by the name of the tensor: [N]. Not all ranks have the same.
     """
-    usual = _majority([tuple(row) for row in digests])
-    if usual is None:
-        where = _where(tensors, [len(set(column)) > 1 for column in zip(*digests, strict=True)])
-        return f"{_groups(ranks, [tuple(row) for row in digests])} differ, first in {where}"
-    num_equal = sum(tuple(row) == usual for row in digests)
+    tensors = list(digests[0])
+    for rank, each in zip(ranks, digests, strict=True):
+        if other := set(tensors) ^ each.keys():
+            return (
+                f"{ranks[0]} and {rank} hold different tensors, such as {min(other)}. If the optimizer's "
+                "state is sharded, check the model alone"
+            )
+    rows = [tuple(each[name] for name in tensors) for each in digests]
+    usual, num_equal = Counter(rows).most_common(1)[0]
+    if 2 * num_equal <= len(rows):
+        where = _where(tensors, [len(set(column)) > 1 for column in zip(*rows, strict=True)])
+        return f"{_groups(ranks, rows)} differ, first in {where}"
     odd = [
         f"{rank} differs from the {num_equal} ranks that agree, first in "
         + _where(tensors, [own != right for own, right in zip(row, usual, strict=True)])
-        for rank, row in zip(ranks, digests, strict=True)
-        if tuple(row) != usual
+        for rank, row in zip(ranks, rows, strict=True)
+        if row != usual
     ]
     return listed(odd, _MAX_NAMED)
 
@@ -149,14 +138,8 @@ def bare_names(names: Sequence[str]) -> list[str]:
 
 
 def _where(tensors: Sequence[str], differs: Sequence[bool]) -> str:
-    first = tensors[differs.index(True)]
+    first = tensors[differs.index(True)].partition(": ")[0]
     return f"{first} ({sum(differs)} of {len(tensors)} tensors)"
-
-
-def _majority(values: Sequence[Hashable]) -> Any:
-    """The value that more than half of the ranks have; None if there is none."""
-    value, count = Counter(values).most_common(1)[0]
-    return value if 2 * count > len(values) else None
 
 
 def _groups(ranks: Sequence[str], values: Sequence[Hashable]) -> str:
@@ -166,24 +149,6 @@ def _groups(ranks: Sequence[str], values: Sequence[Hashable]) -> str:
         groups.setdefault(value, []).append(rank)
     names = [" = ".join(group) for group in groups.values()]
     return all_of(names) if len(ranks) <= _MAX_NAMED else listed(names, _MAX_NAMED)
-
-
-def _other_tensors(ranks: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
-    """The first difference of ranks that do not have the same tensors."""
-    usual = _majority([tuple(each) for each in kinds]) or tuple(kinds[0])
-    odd = next(index for index, each in enumerate(kinds) if tuple(each) != usual)
-    missing = [kind for kind in usual if kind not in set(kinds[odd])]
-    added = [kind for kind in kinds[odd] if kind not in set(usual)]
-    if missing:
-        what = f"lacks {missing[0]}"
-    elif added:
-        what = f"also has {added[0]}"
-    else:
-        what = "has its tensors in another order"
-    return (
-        f"{ranks[odd]} {what}, unlike other ranks. If the optimizer's state is sharded, check the model "
-        "alone"
-    )
 
 
 def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
@@ -199,39 +164,27 @@ def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
 
 def _compared_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
-) -> Mapping[str, Tensor]:
-    """The parameters and the optimizer's state by name; without shards, only what this rank has whole."""
+) -> dict[str, Tensor]:
+    """The parameters and the optimizer's state, by name, type and shape."""
     sharded = set() if with_shards else _sharded_parameters(model)
-    tensors: dict[str, Tensor] = {}
-    names: dict[int, str] = {}
     parameters = dict(model.named_parameters())
-    for name, parameter in zip(bare_names(list(parameters)), parameters.values(), strict=True):
-        names[id(parameter)] = name
-        if id(parameter) not in sharded:
-            tensors[name] = parameter
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) in sharded:
-                continue
-            name = names.get(id(parameter), f"parameter {index} of group {number}")
-            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for key, tensor in _tensors_of(state):
-                tensors[f"{key} of {name}"] = tensor
-    if with_shards:
-        return tensors
-    return {name: each for name, each in tensors.items() if not hasattr(each, "to_local")}
-
-
-def _tensors_of(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dicts and lists, with the path of each: "momentum_buffer"."""
-    if isinstance(state, Tensor):
-        yield key, state
-    elif isinstance(state, Mapping):
-        for name in sorted(state, key=str):
-            yield from _tensors_of(state[name], f"{key}.{name}" if key else str(name))
-    elif isinstance(state, (list, tuple)):
-        for index, each in enumerate(state):
-            yield from _tensors_of(each, f"{key}[{index}]")
+    names = dict(zip(map(id, parameters.values()), bare_names(list(parameters)), strict=True))
+    found: list[tuple[str, Tensor]] = [
+        (names[id(each)], each) for each in parameters.values() if id(each) not in sharded
+    ]
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        if id(parameter) in sharded:
+            continue
+        name = names.get(id(parameter), "a parameter of another model")
+        leaves = [
+            (keystr(path).strip("[']"), leaf) for path, leaf in tree_flatten_with_path(state)[0]
+        ]
+        found += [(f"{key} of {name}", each) for key, each in leaves if isinstance(each, Tensor)]
+    return {
+        f"{name}: {each.dtype} {list(each.shape)}": each
+        for name, each in found
+        if with_shards or not hasattr(each, "to_local")
+    }
 
 
 def _sharded_parameters(model: nn.Module) -> set[int]:
@@ -243,9 +196,9 @@ def _sharded_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def _number(kinds: Sequence[str], digests: Sequence[int]) -> int:
+def _number(digests: Mapping[str, int]) -> int:
     """64 bits for all tensors of a rank, which any difference changes."""
-    text = "\n".join([*kinds, *map(str, digests)])
+    text = "\n".join(f"{name} {number}" for name, number in sorted(digests.items()))
     return int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True)
 
 

@@ -81,18 +81,7 @@ def init(
     Under a plain mpirun, mpirun itself reacts to an exit code. `process_group()` and `mpiddp launch` detect
     every end.
 
-    Args:
-        backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
-        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
-        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
-
-    Returns:
-        The world, with all of its fields set.
-
-    Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI.
-        JobFailed: ranks that do not join.
-        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
+    Arguments and errors are those of `process_group`. Returns the world, with all of its fields set.
     """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     return enter_until_exit(group)

@@ -33,13 +33,19 @@ from tests.support.errors import error
     ],
 )
 def test_the_majority_is_right(digests: list[list[int]], expected: str) -> None:
-    assert differing_ranks("abcde"[: len(digests)], ["v", "w"], digests) == expected
+    by_name = [dict(zip("vw", row, strict=True)) for row in digests]
+    assert differing_ranks("abcde"[: len(digests)], by_name) == expected
+
+
+def test_ranks_that_hold_different_tensors() -> None:
+    found = differing_ranks("abc", [{"v": 1, "w": 2}, {"w": 2, "v": 1}, {"v": 1}])
+    assert found.startswith("a and c hold different tensors, such as w.")
 
 
 def test_a_sentence_about_many_ranks_is_short() -> None:
     ranks = [f"rank {rank} on a-host-with-a-long-name-{rank}" for rank in range(256)]
-    all_differ = differing_ranks(ranks, ["v"], [[rank] for rank in range(256)])
-    many_odd = differing_ranks(ranks, ["v"], [[max(0, rank - 200)] for rank in range(256)])
+    all_differ = differing_ranks(ranks, [{"v": rank} for rank in range(256)])
+    many_odd = differing_ranks(ranks, [{"v": max(0, rank - 200)} for rank in range(256)])
     assert len(all_differ) < 250
     assert len(many_odd) < 550
     assert many_odd.startswith("rank 201 on ")

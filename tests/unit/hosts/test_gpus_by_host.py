@@ -216,8 +216,6 @@ FIRST, SECOND = "0000:18:00.0", "0000:9a:00.0"
         ({"CUDA_VISIBLE_DEVICES": "1,0"}, 0, SECOND),
         ({"CUDA_VISIBLE_DEVICES": "1,0"}, 1, FIRST),
         ({"HIP_VISIBLE_DEVICES": "1"}, 0, SECOND),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac,GPU-18ac"}, 0, SECOND),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac, GPU-18ac"}, 1, FIRST),
     ],
 )
 def test_the_gpu_of_a_local_rank(
@@ -234,9 +232,7 @@ def test_the_gpu_of_a_local_rank(
         ("9" * 5000, "its GPU is not known"),
         ("", "its GPU is not known"),
         ("-1", "its GPU is not known"),
-        ("GPU-2", "nvidia-smi lists no GPU with the UUID GPU-2 of CUDA_VISIBLE_DEVICES"),
-        ("GPU-18", "nvidia-smi lists no GPU with the UUID GPU-18 of CUDA_VISIBLE_DEVICES"),
-        ("MIG-\x1b", "nvidia-smi lists no GPU with the UUID MIG-\\x1b of CUDA_VISIBLE_DEVICES"),
+        ("GPU-18ac", "its GPU is not known"),
     ],
 )
 def test_a_gpu_that_no_tool_lists(tmp_path: Path, visible: str, reason: str) -> None:
@@ -249,10 +245,10 @@ def test_a_gpu_that_no_tool_lists(tmp_path: Path, visible: str, reason: str) -> 
 def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
     """srun --gpus-per-task=1 shows each rank one GPU; mpirun shows the ranks of a host the same."""
     path = tool(tmp_path, "nvidia-smi", NVIDIA)
-    env = {"CUDA_VISIBLE_DEVICES": "GPU-19ac", "PATH": path}
+    env = {"CUDA_VISIBLE_DEVICES": "1", "PATH": path}
     srun = next(launcher for launcher in RANK_SOURCES if launcher.name == "slurm")
     assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
-    with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=GPU-19ac has no GPU for it"):
+    with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=1 has no GPU for it"):
         gpu_address(World(1, 2, 1, 2), env)
     with pytest.raises(GpuUnknown, match="its GPU is not known"):  # before the ranks are counted
         gpu_address(World(1, 2, None, None), {"PATH": path})
@@ -260,7 +256,7 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "local_rank", "index"),
-    [(None, 0, 0), (None, 1, 1), ("GPU-19ac,GPU-18ac", 0, 1)],
+    [(None, 0, 0), (None, 1, 1), ("1,0", 0, 1)],
 )
 def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
     affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -288,8 +284,7 @@ def test_a_rank_whose_gpu_is_not_listed_says_so(
     assert os.sched_getaffinity(0) == affinity
     assert capsys.readouterr() == (
         "",
-        f"rank 3 on {HOST} is not bound: nvidia-smi lists no GPU with the UUID GPU-77 of "
-        "CUDA_VISIBLE_DEVICES\n",
+        f"rank 3 on {HOST} is not bound: its GPU is not known\n",
     )
 
 

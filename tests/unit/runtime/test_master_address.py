@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 
 import pytest
 
@@ -21,7 +20,8 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import bind, port_in, reachable, resolve
-from mpiddp.runtime.rendezvous.result import Candidates, RankInfo, choose, listen
+from mpiddp.runtime.rendezvous.result import RankInfo, choose, gathered, unreachable, world_with
+from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
@@ -48,7 +48,11 @@ def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
 
 
 def addresses(infos: list[RankInfo], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    return choose(infos, env or {}).addresses
+    return tuple(address for address, _ in choose(infos, env or {}))
+
+
+def reasons(infos: list[RankInfo], env: Mapping[str, str] | None = None) -> list[str]:
+    return [reason for _, reason in choose(infos, env or {})]
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -67,22 +71,34 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
         RankInfo(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
         for rank in range(4)
     ]
-    candidates = choose(infos, {})
-    assert candidates.node_ranks == (0, 1, 0, 1)
-    assert (candidates.num_nodes, candidates.probers) == (2, (1,))
-    assert candidates.addresses == (eth(1).address,)
-
-
-def test_one_rank_of_every_other_host_probes() -> None:
-    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3)), ranks=4), {})
-    assert candidates.probers == (4, 8)
+    worlds = [world_with(World(rank, 4, None, None), infos, "10.0.0.2", 1) for rank in range(4)]
+    assert [(world.node_rank, world.num_nodes) for world in worlds] == [(0, 2), (1, 2)] * 2
+    assert addresses(infos) == (eth(1).address,)
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
     infos = [
         RankInfo(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)
     ]
-    assert choose(infos, {}).num_nodes == 2
+    assert addresses(infos) == (eth(0).address,)
+
+
+@pytest.mark.parametrize(
+    ("set_by_launcher", "expected"),
+    [
+        ([None] * 4, [(0, 3), (0, 1), (1, 3), (2, 3)]),
+        ([2, 0, 1, 0], [(2, 3), (0, 1), (1, 3), (0, 3)]),
+    ],
+)
+def test_local_ranks_that_no_launcher_sets_are_counted_on_each_host(
+    set_by_launcher: list[int | None], expected: list[tuple[int, int]]
+) -> None:
+    infos = [
+        RankInfo(rank, set_by_launcher[rank], None, host, host, [eth(0)])
+        for rank, host in enumerate("abaa")
+    ]
+    found = gathered(info.as_json() for info in infos)
+    assert [(info.local_rank, info.local_world_size) for info in found] == expected
 
 
 def test_one_machine_under_two_names_is_refused() -> None:
@@ -112,12 +128,11 @@ def test_a_bridge_with_the_same_address_on_every_host_is_skipped(decoy: Interfac
 def test_a_network_that_all_hosts_share_comes_first() -> None:
     own = Interface("eth9", "192.168.7.1", "192.168.7.0/24")
     hosts = [(LO, own, eth(0, "eth1")), (LO, eth(1)), (LO, eth(2))]
-    candidates = choose(ranks_on(*hosts), {})
-    assert candidates.addresses == ("10.0.0.1", "192.168.7.1")
-    assert candidates.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
-    assert candidates.reasons[1] == (
-        "eth9 of node0 is on 192.168.7.0/24; the other hosts reach it through a router"
-    )
+    assert addresses(ranks_on(*hosts)) == ("10.0.0.1", "192.168.7.1")
+    assert reasons(ranks_on(*hosts)) == [
+        "eth1 of node0 is on 10.0.0.0/24, as is every other host",
+        "eth9 of node0 is on 192.168.7.0/24, which others reach by a router",
+    ]
 
 
 def test_two_shared_networks_are_both_candidates_for_the_reachable() -> None:
@@ -146,8 +161,8 @@ def test_no_address_that_other_hosts_can_reach() -> None:
 
 
 def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
-    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
-    sentence = candidates.unreachable([["10.0.0.1"], ["10.0.0.1"], []])
+    infos = ranks_on(*((LO, eth(node)) for node in range(3)))
+    sentence = unreachable(infos, ["10.0.0.1"], [["10.0.0.1"], ["10.0.0.1"], []])
     assert sentence.startswith("node2 ")
     values = (" node0 (10.0.0.1) ", " 2 s", ": --master-addr ADDR ")
     assert re.fullmatch(error("a firewall", *values), sentence)
@@ -190,17 +205,15 @@ def test_master_addr_is_honoured_but_not_as_a_loopback_over_hosts() -> None:
     two = ranks_on((LO, eth(0)), (LO, eth(1)))
     assert addresses(two, {"MASTER_ADDR": "192.0.2.7"}) == ("192.0.2.7",)
     assert addresses(two[:1], {"MASTER_ADDR": "127.0.0.5"}) == ("127.0.0.5",)
-    candidates = choose(two, {"MASTER_ADDR": "localhost"})
-    assert candidates.addresses == ("10.0.0.1",)
-    assert candidates.reasons[0].startswith(
-        "localhost resolves to 127.0.0.1, which no other host can"
-    )
+    localhost = {"MASTER_ADDR": "localhost"}
+    assert addresses(two, localhost) == ("10.0.0.1",)
+    assert reasons(two, localhost)[0].startswith("localhost resolves to 127.0.0.1, which no other")
 
 
 def test_empty_variables_request_nothing() -> None:
     empty = {"MASTER_ADDR": "", "MASTER_PORT": "", "MPIDDP_INTERFACE": ""}
-    candidates = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
-    assert (candidates.addresses, candidates.port) == (("10.0.0.1",), 0)
+    assert addresses(ranks_on((LO, eth(0)), (LO, eth(1))), empty) == ("10.0.0.1",)
+    assert port_in(empty) == 0
 
 
 @pytest.mark.parametrize("port", ["abc", "65536", "-1", "1.5", "²", " 80"])
@@ -235,11 +248,6 @@ def test_a_name_server_that_does_not_answer_is_no_bad_input(
 # --- real sockets ---
 
 
-def candidates_for(*listen_on: str, port: int = 0) -> Candidates:
-    reasons = tuple("" for _ in listen_on)
-    return Candidates((0,), (), listen_on, reasons, port, (HERE,))
-
-
 def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
@@ -250,36 +258,29 @@ def listener() -> Iterator[socket.socket]:
         yield bound
 
 
-def test_listen_binds_every_candidate_and_no_other_address() -> None:
-    first, second = listen(candidates_for("127.0.0.1", "127.0.0.2"))
-    with first, second:
-        assert first.getsockname()[0] == "127.0.0.1"
-        assert second.getsockname()[0] == "127.0.0.2"
+def test_a_bound_address_is_reachable_and_no_other_is() -> None:
+    with bind("127.0.0.1", 0, HERE) as first, bind("127.0.0.2", 0, HERE) as second:
         both = ["127.0.0.1", "127.0.0.2"]
         assert sorted(reachable(both, [port_of(first), port_of(second)])) == both
         assert reachable(["127.0.0.3"], [port_of(first)]) == []
 
 
-def test_a_port_in_use_is_refused_and_nothing_stays_bound(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_in_use_is_refused(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     port = port_of(listener)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
     sentence = error("let mpiddp", f"MASTER_PORT={port} ", f" {HERE} (127.0.0.1)")
-    assert re.fullmatch(sentence, refused)
-    listen(candidates_for("127.0.0.2", port=port))[0].close()
+    assert re.fullmatch(sentence, refusal(lambda: bind("127.0.0.1", port, HERE)))
 
 
 def test_an_address_of_another_host_is_refused() -> None:
     sentence = error("runs. Unset", "192.0.2.7 ", f" {HERE},", "MASTER_ADDR")
-    assert re.fullmatch(sentence, refusal(lambda: listen(candidates_for("192.0.2.7"))))
+    assert re.fullmatch(sentence, refusal(lambda: bind("192.0.2.7", 0, HERE)))
 
 
 def test_a_machine_without_files_is_no_bad_input() -> None:
     sentence = error("rank 0 cannot", "rank 0 ", "127.0.0.1", HERE, "Too many open files")
     with files_left(0), pytest.raises(JobFailed, match=sentence):
-        listen(candidates_for("127.0.0.1"))
+        bind("127.0.0.1", 0, HERE)
 
 
 def test_probe_finds_the_address_that_answers(listener: socket.socket) -> None:
@@ -326,7 +327,8 @@ def test_this_host_has_a_loopback_interface() -> None:
 
 def test_a_rank_info_survives_json() -> None:
     (info,) = ranks_on((LO, eth(0)))
-    assert RankInfo.all_from_json(json.loads(json.dumps([asdict(info)]))) == (info,)
+    (found,) = gathered(json.loads(json.dumps([info.as_json()])))
+    assert found == info._replace(interfaces=list(info.interfaces), program=[])
 
 
 def test_allow_open_raises_the_limit_for_a_large_job() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -75,15 +74,6 @@ def test_the_gpu_of_a_rank(visible: str, gpu: str) -> None:
     assert own_gpu(World(1, 2, 1, 2, slurm), env) == ""
 
 
-def test_two_ranks_on_one_gpu_are_refused() -> None:
-    found = placements("node1", "node1", "node2", gpus=("0", "0", "0"))
-    sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
-    values = ("ranks 0 and 1 ", " GPU 0 of node1", "CUDA_VISIBLE_DEVICES")
-    assert re.fullmatch(error("they see", *values), sentence)
-    assert rows == table(found).splitlines()
-    assert misplaced(placements("node1", "node1", gpus=("0", "1")), "node1:2") == ""
-
-
 def test_the_table_of_placements() -> None:
     infos = placements("node1", "node2", gpus=("", "3"))
     assert table(infos, ["node2", "node1"]).splitlines() == [
@@ -97,10 +87,10 @@ def test_a_host_with_another_script_or_module_is_named() -> None:
     """Before torch is imported, and with the command that helps."""
     ours, theirs = (("helper.py", "aa" * 32), ("train.py", "bb" * 32)), ("helper.py", "cc" * 32)
     first, second = placements("node1", "node2")
-    alike = [replace(each, program=ours) for each in (first, second)]
+    alike = [each._replace(program=ours) for each in (first, second)]
     check_alike(alike, {})
     for program, found in (((theirs, ours[1]), "cccccccc"), (ours[1:], "none")):
-        other = [alike[0], replace(second, program=program)]
+        other = [alike[0], second._replace(program=program)]
         values = ("helper.py ", " node2 ", f"sha256 {found} ", "aaaaaaaa on node1", "hosts push")
         with pytest.raises(UserError, match=error("differs on", *values)):
             check_alike(other, {})
@@ -108,7 +98,7 @@ def test_a_host_with_another_script_or_module_is_named() -> None:
 
 def test_ranks_that_cannot_begin_are_named_once() -> None:
     first, second = placements("node1", "node2")
-    missing = [replace(each, problem="train.py not found.") for each in (first, second)]
+    missing = [each._replace(problem="train.py not found.") for each in (first, second)]
     with pytest.raises(UserError, match=r"^train\.py not found\.$"):
         check_alike(missing, {})
     with pytest.raises(UserError, match=r"^rank 1 on node2: train\.py not found\.$"):

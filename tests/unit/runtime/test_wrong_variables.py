@@ -17,27 +17,20 @@ from mpiddp.runtime.rendezvous.meet import joining_timeout_s
 from mpiddp.runtime.rendezvous.placement import misplaced
 from mpiddp.runtime.reports import announced
 from mpiddp.text import shown
-from mpiddp.world import World
 from tests.support.errors import error
 
 
-@pytest.mark.parametrize("step", ["²", "9" * 5000])
-def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
-    with pytest.raises(UserError, match=error("Slurm. Unset", f'SLURM_STEP_ID="{shown(step)}"')):
-        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": step})
-
-
-@pytest.mark.parametrize("nodelist", ["[1-]", ",", "n[0-999999999]"])
-def test_a_nodelist_of_a_slurm_step_that_slurm_never_writes(nodelist: str) -> None:
-    values = (f'SLURM_STEP_NODELIST="{nodelist}"', "MASTER_ADDR")
-    with pytest.raises(UserError, match=error("not Slurm's", *values)):
-        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_NODELIST": nodelist})
-
-
-def test_a_slurm_step_over_several_hosts_without_their_names() -> None:
-    sentence = error("SLURM_STEP_NODELIST names", "SLURM_STEP_NODELIST ", "MASTER_ADDR")
-    with pytest.raises(UserError, match=f"^{sentence}$"):
-        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": "1"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("SLURM_STEP_ID", each) for each in ("²", "9" * 5000)),
+        *(("SLURM_STEP_NODELIST", each) for each in ("[1-]", ",", "", "n[0-999999999]")),
+    ],
+)
+def test_variables_of_a_slurm_step_that_slurm_never_writes(name: str, value: str) -> None:
+    env = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node1", name: value}
+    with pytest.raises(UserError, match=error("not those of a Slurm", f"{name}=", shown(value))):
+        slurm_address(env)
 
 
 @pytest.mark.parametrize("port", ["9" * 5000, "65536", "²"])
