@@ -23,7 +23,6 @@ modules = [name for name in sys.modules if name.startswith("mpiddp.")]
 found = {
     "torch is imported": "torch" in sys.modules,
     "torch is visited": id(vars(sys.modules.get("torch", sys))) in visited,
-    "script is visited": id(globals()) in visited,
     "garbage is collected": gc.isenabled() and seen() is None,
     "modules": [name for name in modules if not hasattr(sys.modules[name], "__path__")],
 }
@@ -33,13 +32,13 @@ os.write(1, f"{json.dumps(found)}\\n".encode())
 
 @pytest.mark.parametrize(
     ("command", "most"),
-    [((*LAUNCH, "-H", "localhost:2"), 30), ((sys.executable, "-m", "mpiddp", "run"), 26)],
+    [((*LAUNCH, "-H", "localhost:2"), 15), ((sys.executable, "-m", "mpiddp", "run"), 15)],
     ids=["launch", "alone"],
 )
 def test_a_script_begins_after_few_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], most: int
 ) -> None:
-    """The garbage collector visits a script's objects, and not those of torch."""
+    """The garbage collector does not visit torch's objects."""
     for name in VISIBLE:
         monkeypatch.delenv(name, raising=False)
     done = run_command([*command, script(tmp_path, LOOK)])
@@ -48,5 +47,5 @@ def test_a_script_begins_after_few_modules(
         modules = found.pop("modules")
         assert len(modules) <= most, modules
         assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
-        visits = {"torch is imported": True, "torch is visited": False, "script is visited": True}
+        visits = {"torch is imported": True, "torch is visited": False}
         assert found == {**visits, "garbage is collected": True}
