@@ -327,7 +327,7 @@ def test_a_command(here: Here, mpi: str) -> None:
 
 
 def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
-    """If every process of a job gets SIGTERM, its commands end as they choose, and 75 is a stop on request."""
+    """If every process of a job gets SIGTERM, its commands end as they choose; code 75 is a stop."""
     text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
     job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
     job.until("ready", times=2)
