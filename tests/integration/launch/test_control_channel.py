@@ -21,20 +21,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from mpiddp.launch.supervise import control
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.mpirun import MpirunProcess
+from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise import control
-from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.channel import RANK as RANK_ROLE
 from mpiddp.protocol.channel import encode, member_proof
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.channels import place_to_listen
 from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
@@ -65,8 +66,8 @@ class Launcher:
     """A control server for two ranks, and the messages that it received."""
 
     def __init__(self, address: str | None = "127.0.0.1") -> None:
-        self.selector = AwakeSelector()
-        self.server = ControlServer(address, 2, self.selector)
+        self.selector = TimedSelector()
+        self.server = ControlServer(place_to_listen(address), 2, self.selector)
         self.messages: list[Message] = []
 
     @property
@@ -348,9 +349,6 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
     with local_launcher.rank("1 / 0"):
         expected = [(1, "started"), (1, "failed")]
         assert local_launcher.receive_for(PATIENCE_S, until="lost")[:2] == expected
-    local_launcher.server.close()
-    assert not path.parent.exists()
-    local_launcher.server = ControlServer(None, 2, local_launcher.selector)  # for the fixture
 
 
 NO_FILE = os.strerror(errno.EMFILE)
@@ -382,8 +380,8 @@ def test_a_folder_that_cannot_be_created(
 
     monkeypatch.setattr(os, "mkdir", fail)
     sentence = error("cannot create", "/tmp ", f"({os.strerror(number)})")
-    with AwakeSelector() as selector, pytest.raises(kind, match=sentence):
-        ControlServer(None, 2, selector)
+    with TimedSelector() as selector, pytest.raises(kind, match=sentence):
+        ControlServer(place_to_listen(None), 2, selector)
 
 
 def test_an_mpirun_that_cannot_be_started() -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.streams.output import EndMessage
-from mpiddp.launch.streams.screen import Screen, Source
+from mpiddp.launch.output import EndMessage
+from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import LONGEST_LINE, is_shown
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -426,7 +426,7 @@ def test_what_a_shell_has_written_after_ctrl_z_stays(monkeypatch: pytest.MonkeyP
     terminal.screen.show_status(STATUS)
     terminal.shown()
     now = time.monotonic()
-    monkeypatch.setattr("mpiddp.launch.streams.screen.time.monotonic", lambda: now + 5)
+    monkeypatch.setattr("mpiddp.launch.screen.time.monotonic", lambda: now + 5)
     terminal.screen.show_status(STATUS)
     assert terminal.shown() == "\rstep 7\n2 ranks"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.pidfd import kill_marked, opened
-from mpiddp.launch.orphans import remote_program
+from mpiddp.launch.mpirun import remote_program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
