@@ -7,13 +7,12 @@ python -m pytest tests/unit/launch/test_attempt.py
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,7 +244,7 @@ def test_a_failure_has_time_to_reach_the_others(
     job.attempt.on(Event.END_MPIRUN)
     assert job.end == -signal.SIGHUP
     assert job.attempt._ended_because == ""
-    assert job.attempt.stop is Stop.NONE
+    assert job.attempt.stop == Stop.NONE
 
 
 def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
@@ -263,7 +262,7 @@ def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
 def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
     job = started(jobs)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stop is Stop.BY_USER
+    assert job.attempt.stop == Stop.BY_USER
     assert job.end == -signal.SIGHUP
 
 
@@ -273,10 +272,10 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
     job.attempt.request_stop("SIGINT")
     job.attempt.request_stop("--stop-after")  # only the first one counts
     job.attempt.on_signal(signal.SIGHUP)
-    assert job.attempt.stop is Stop.BY_USER
+    assert job.attempt.stop == Stop.BY_USER
     assert job.mpirun.code is None
     job.attempt.on_signal(signal.SIGTERM)
-    assert job.attempt.stop is Stop.AT_ONCE
+    assert job.attempt.stop == Stop.AT_ONCE
     assert job.end == -signal.SIGKILL
 
 
@@ -308,7 +307,7 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     failure = {"code": 1, "error": "ValueError: x", "traceback": "t", "is_verdict": False}
     job.say(1, "failed", **failure)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stop is Stop.BY_USER  # no restart
+    assert job.attempt.stop == Stop.BY_USER  # no restart
     found = verdict(job.attempt.history._replace(mpirun=MpirunEnd("mpirun", 1)))
     assert found.code == FAILED
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
@@ -357,7 +356,7 @@ def test_a_job_that_would_lose_work_does_not_grow(
     job.say(0, "supports_stop")
     job.say(1, "supports_stop")
     job.find("c can join")
-    assert job.attempt.stop is Stop.NONE
+    assert job.attempt.stop == Stop.NONE
     assert capfd.readouterr().err.splitlines() == [
         "mpiddp: c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
         "without a restart.",
@@ -372,7 +371,7 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
     job.find("c can join")
-    assert (job.attempt.stop is Stop.TO_GROW) == grows
+    assert (job.attempt.stop == Stop.TO_GROW) == grows
     assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
 
 
@@ -380,11 +379,11 @@ def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
     job.find("c can join")
-    assert job.attempt.stop is Stop.NONE
+    assert job.attempt.stop == Stop.NONE
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
     job.say(0, "done")
     job.find("c can join")
-    assert job.attempt.stop is Stop.NONE
+    assert job.attempt.stop == Stop.NONE
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
@@ -400,20 +399,6 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
 
 
 # --- viewers ---
-
-
-def ask(job: Job, want: str, then: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """What a viewer gets, that waits while `then` runs."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        job.attempt.on_viewer(ours, want)
-        then()
-        theirs.settimeout(LIMIT_S)
-        _, (file,), *_ = socket.recv_fds(theirs, 10, 1)
-        with os.fdopen(file, "rb") as answer:
-            answer.seek(0)
-            facts: dict[str, Any] = json.loads(answer.read())
-            return facts
 
 
 # --- what an attempt needs, and what it leaves ---
