@@ -44,6 +44,12 @@ _ADDED = re.compile(
 )
 
 
+def without_end_message(text: bytes) -> bytes:
+    """What mpirun has printed, without what it says about the end of a rank."""
+    shown = _BLOCK.sub(lambda found: b"" if _ABOUT_THE_END.search(found[0]) else found[0], text)
+    return shown if shown == text else _ADDED.sub(b"", shown)
+
+
 def open_closed_streams() -> None:
     """Open /dev/null in place of a closed stdin, stdout or stderr: another file would get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -197,10 +203,8 @@ class JobOutput:
         for pipe in self._of_mpirun:
             shown = bytes(pipe.held)
             if is_said and not self._shows_end:
-                shown = _BLOCK.sub(lambda f: b"" if _ABOUT_THE_END.search(f[0]) else f[0], shown)
-                if len(shown) < len(pipe.held):
-                    shown = _ADDED.sub(b"", shown)
-                    left_out += pipe.held
+                shown = without_end_message(shown)
+                left_out += pipe.held if len(shown) < len(pipe.held) else b""
             if shown.strip():
                 self._screens[pipe.stream].show(pipe.source, shown)
             self._screens[pipe.stream].end(pipe.source)

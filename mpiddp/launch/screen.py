@@ -28,7 +28,7 @@ _UP = b"\x1b[%dA"
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"  # at the right margin, and no longer
 _REDRAWN = re.compile(rb"\r(?!\n)")
 # torch writes each line of a traceback behind "[rank1]: ". The prefix says it, so it is said once.
-_TORCH = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)
+_TORCH = re.compile(rb"^\[rank(\d+)\]: ?", re.MULTILINE)
 
 
 @dataclass(eq=False)
@@ -154,6 +154,7 @@ class Screen:
             begin = (b"\n" if is_other else b"") + source.prefix
         self._at = None if text.endswith(b"\n") else source
         if source.prefix:
+            text = _without_torch(text, source) if begin else text
             text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
             text = _REDRAWN.sub(b"\r" + source.prefix, text)
         self._draw(begin + text)
@@ -207,20 +208,27 @@ def _lines(source: Source, text: bytes) -> bytes:
     end = text.rfind(b"\n") + 1
     lines = b""
     if end:
-        lines = _prefixed(bytes(source.line) + text[:end], source.prefix)
+        lines = _prefixed(bytes(source.line) + text[:end], source)
         source.line.clear()
         source.shown = 0
     source.line += text[end:]
     source.changed_at = time.monotonic()
     if len(source.line) >= LONGEST_LINE:
-        lines += _prefixed(bytes(source.line) + b"\n", source.prefix)
+        lines += _prefixed(bytes(source.line) + b"\n", source)
         source.line.clear()
     return lines
 
 
-def _prefixed(lines: bytes, prefix: bytes) -> bytes:
-    if prefix and b"[rank" in lines:
-        lines = _TORCH.sub(b"", lines)
+def _without_torch(text: bytes, source: Source) -> bytes:
+    """The text without torch's own prefix of this rank, if ours says the same."""
+    if not source.prefix or b"[rank" not in text:
+        return text
+    own = str(source.rank).encode()
+    return _TORCH.sub(lambda found: b"" if found[1] == own else found[0], text)
+
+
+def _prefixed(lines: bytes, source: Source) -> bytes:
+    prefix, lines = source.prefix, _without_torch(lines, source)
     if b"\r" in lines:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines[:-1].split(b"\n")]
         lines = b"\n".join(shown) + b"\n"

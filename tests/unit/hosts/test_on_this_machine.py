@@ -1,6 +1,6 @@
 """Programs on hosts, where each host is this machine: no ssh is between.
 
-Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,orphans}.py.
+Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,mpirun}.py.
 python -m pytest tests/unit/hosts/test_on_this_machine.py
 """
 

@@ -1,6 +1,6 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/pidfd.py and mpiddp/launch/orphans.py.
+Tests mpiddp/hosts/pidfd.py and mpiddp/launch/mpirun.py.
 python -m pytest tests/unit/hosts/test_pidfd.py
 """
 

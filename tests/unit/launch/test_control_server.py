@@ -1,6 +1,6 @@
 """The launcher's end of the job channel: who is admitted, what passes, and what ends a connection.
 
-Tests mpiddp/launch/supervise/control.py, mpiddp/protocol/server.py, from sockets of this process.
+Tests mpiddp/launch/control.py, mpiddp/protocol/server.py, from sockets of this process.
 python -m pytest tests/unit/launch/test_control_server.py
 """
 

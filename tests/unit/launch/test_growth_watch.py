@@ -1,6 +1,6 @@
 """The parts of --grow that need no other host: what it refuses, a look, the thread that looks.
 
-Tests mpiddp/launch/grow.py, job.py, supervise/mpirun.py.
+Tests mpiddp/launch/{grow,job}.py.
 python -m pytest tests/unit/launch/test_growth_watch.py
 """
 

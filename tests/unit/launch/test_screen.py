@@ -181,7 +181,9 @@ def test_a_reader_that_reads_no_more_delays_the_ranks_and_not_the_launcher() -> 
     does_not_wait(lambda: screen.show_status(["step 1"]))
     assert rank.is_alive()
     with os.fdopen(reader, "rb") as file:
-        does_not_wait(lambda: [file.read(1 << 20), rank.join(), screen.close()])
+        does_not_wait(lambda: file.read(1 << 20))
+        does_not_wait(rank.join)
+        does_not_wait(screen.close)
         assert file.read() == b"mpiddp: stopping\n"
 
 

@@ -1,6 +1,6 @@
 """What stands below the output on a terminal.
 
-Tests mpiddp/launch/monitor/status.py.
+Tests mpiddp/launch/status.py.
 python -m pytest tests/unit/launch/test_status.py
 """
 
