@@ -379,8 +379,8 @@ class Attempt:
         """
         self._timers.clear_timers()
         ranks, began_at, late = self.ranks, time.monotonic(), ""
-        limit_s = KILLED_S if self._is_killed else OUTPUT_S if self.stop else float("inf")
         while True:
+            limit_s = KILLED_S if self._is_killed else OUTPUT_S if self.stop else float("inf")
             stuck, silent = self._server.connected, ranks.silent_hosts
             open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
             late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
