@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.launch.attempt import Terms, run_attempt
+from mpiddp.launch.events import queued_signals
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.supervise.attempt import Terms
-from mpiddp.launch.supervise.run import run_attempt
-from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET

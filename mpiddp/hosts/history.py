@@ -3,7 +3,7 @@
     {"at": 1795329022.1, "job": "7c4f…", "hosts": ["gpu16", "gpu17"], "failed": {"gpu17": "rank 3 was …"}}
 
 They stand beside the hostfile. A line has the hosts that took part in an attempt, those that ended it or did
-not answer its preflight, and those that held the others up. Nothing depends on it: a folder that cannot be
+not answer its preflight, and those of stragglers. Nothing depends on it: a folder that cannot be
 written and a disk that is full cost a line, and never a job. Hosts are named by their keys, see `Host.key`.
 """
 
@@ -23,7 +23,7 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.text import align_columns, counted, escaped
 
 ENDING = ".history.jsonl"
-STEPS = "steps"  # the rank that held the others up is there
+STEPS = "steps"  # the straggler is there
 LAST_JOBS = 5  # that count
 FLAKY = 2  # so many failures among them are more than bad luck
 _OUTDATED_S = 30 * 86400.0  # a host that is left out cannot show that it was fixed
@@ -46,7 +46,7 @@ class Event:
         job: equal in all lines of one launch, whose attempts count as one job.
         hosts: that took part.
         failed: a sentence for each host that ended the attempt, which is one of `hosts`, or did not answer.
-        slow: of each host that held the others up, {STEPS: its part of the others' speed}.
+        slow: of each host of a straggler, {STEPS: its part of the others' speed}.
     """
 
     at: float

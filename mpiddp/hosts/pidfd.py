@@ -1,6 +1,6 @@
 """Signals to a process that is never mistaken for another one, which has got its pid meanwhile.
 
-The launcher sends the source of this file to other hosts, see `mpiddp.launch.orphans`.
+The launcher sends the source of this file to other hosts, see `mpiddp.launch.mpirun`.
 """
 
 from __future__ import annotations

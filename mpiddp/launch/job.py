@@ -17,24 +17,17 @@ from typing import NamedTuple
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
+from mpiddp.launch.attempt import Outcome, Terms, run_attempt
+from mpiddp.launch.console import open_console
+from mpiddp.launch.events import SignalQueue, interrupting, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
-from mpiddp.launch.monitor.console import open_console
-from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, first_plan, make_plan, read_hosts
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.remembered import Ended, key_of, note_attempt
-from mpiddp.launch.starters.command import Request
-from mpiddp.launch.supervise.attempt import Terms
-from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
-from mpiddp.launch.supervise.signals import (
-    SignalQueue,
-    interrupting,
-    queued_signals,
-    stop_is_requested,
-)
-from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.launch.usable import Past
+from mpiddp.launch.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of, counted
 
@@ -121,18 +114,29 @@ class _Job:
             UserError, JobFailed: the first attempt cannot be started.
         """
         plan = self._plan
+        known = self._known.announcement
         settings = {
             RUN_ID: self._run_id,
             RESTART_COUNT: str(self._restarts),
             MAX_RESTARTS: str(self._options.max_restarts),
         }
-        request = _resuming(with_settings(plan.request, settings), self._known)
+        if known.global_batch_size is not None:
+            batch = {
+                "global_batch_size": known.global_batch_size,
+                "world_size": self._known.world_size,
+            }
+            settings[ANNOUNCED] = json.dumps(batch)
+        if known.run_dir:
+            settings[RUN_DIR] = known.run_dir
+        request = plan.request._replace(job=(*plan.request.job, *known.resume_args))
         try:
             with ExitStack() as stack:
                 search = None
                 if self._may_grow:
                     search = stack.enter_context(closing(HostSearch(self._options, plan)))
-                terms = Terms(self._options, self._stop_at, self._exchange, search, self._console)
+                terms = Terms(
+                    *(self._options, self._stop_at, self._exchange, search, self._console), settings
+                )
                 outcome = run_attempt(terms, plan.starter, request, self._signals)
         except (UserError, JobFailed) as error:
             if not self._restarts:
@@ -183,7 +187,7 @@ class _Job:
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
         pause_s = max(0.0, min(pause_s, self._stop_at - time.monotonic()))
-        if stop_is_requested(self._signals, within_s=pause_s) or self._must_stop():
+        if self._signals.has_stop(pause_s) or self._must_stop():
             return INTERRUPTED_BEFORE
         try:
             with interrupting(self._signals):
@@ -251,7 +255,7 @@ class _Job:
     def _must_stop(self) -> bool:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
         is_over = self._stop_at <= time.monotonic()
-        return is_over or stop_is_requested(self._signals, within_s=0.0)
+        return is_over or self._signals.has_stop(0.0)
 
     def _log_restart(self, count: str = "") -> None:
         request, known = self._plan.request, self._known
@@ -265,16 +269,3 @@ class _Job:
 
 
 INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")
-
-
-def _resuming(request: Request, known: _Known) -> Request:
-    """The request with the job's announcement for its restarts."""
-    settings: dict[str, str] = {}
-    global_batch_size = known.announcement.global_batch_size
-    if global_batch_size is not None:
-        batch = {"global_batch_size": global_batch_size, "world_size": known.world_size}
-        settings[ANNOUNCED] = json.dumps(batch)
-    if known.announcement.run_dir:
-        settings[RUN_DIR] = known.announcement.run_dir
-    job = (*request.job, *known.announcement.resume_args)
-    return with_settings(request, settings)._replace(job=job)

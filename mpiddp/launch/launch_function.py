@@ -16,11 +16,11 @@ from dataclasses import replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
+from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.job import run
 from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.streams.output import open_closed_streams
-from mpiddp.launch.supervise.run import Outcome
+from mpiddp.launch.output import open_closed_streams
 from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job

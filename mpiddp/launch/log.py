@@ -8,7 +8,8 @@ import select
 
 from mpiddp.text import escaped
 
-_PATIENCE_S = 5.0  # with a reader that reads no more
+_PATIENCE_S = 3.0  # with a reader that reads no more
+_stuck: set[int] = set()  # descriptors whose reader has used it up
 _is_quiet = False
 
 
@@ -39,18 +40,18 @@ def error(sentence: str) -> None:
 
 
 def write_all(target: int, text: bytes) -> None:
-    """Write all of the text, also to a descriptor that another program has made non-blocking.
+    """Write all of the text. A reader that reads nothing for some seconds gets none, then and later.
 
     Raises:
-        OSError: it cannot be written, or its reader reads nothing for some seconds.
+        OSError: it cannot be written.
     """
     rest = memoryview(text)
-    while rest:
-        try:
-            rest = rest[os.write(target, rest) :]
-        except BlockingIOError:
-            if not is_writable(target, _PATIENCE_S):
-                raise
+    while rest and target not in _stuck:
+        if not is_writable(target, _PATIENCE_S):
+            _stuck.add(target)
+            return
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]
 
 
 def is_writable(target: int, timeout_s: float = 0.0) -> bool:

@@ -16,7 +16,7 @@ from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.streams.output import open_closed_streams
+from mpiddp.launch.output import open_closed_streams
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.world import World, leave_enclosing_job
 

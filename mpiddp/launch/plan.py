@@ -27,7 +27,7 @@ from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.remembered import note_silent
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.environment import left_out_hint, parse_exports
-from mpiddp.launch.starters.table import check_mpi_args, find_starter
+from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.usable import (
     Checked,
     Doubts,
@@ -166,7 +166,6 @@ def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
 
 def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: Exports) -> None:
     """Raise UserError for options that contradict each other, or that have no effect here."""
-    check_mpi_args(starter.kind, options.mpi_args)
     check_gpu_choice(hosts, exports)
     needs_preflight = {
         "--spares": options.spares,

@@ -25,7 +25,7 @@ class Ended(NamedTuple):
     """How an attempt has ended. Hosts have the names that mpirun got.
 
     host: the one that is at fault, "" for none; and the reason.
-    slow: the hosts that held the others up, and their part of the others' speed.
+    slow: the hosts of stragglers, and their part of the others' speed.
     """
 
     code: int

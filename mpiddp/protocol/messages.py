@@ -4,8 +4,8 @@
 On one host it is a Unix socket in a folder that only its user can open.
 
     launcher -> rank   received (progress), stop, stopping, stacks, end
-    rank -> launcher   started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
-                        progress, saving, stacks, stopped, replaced, failed, exited, done
+    rank -> launcher   started, joining, mpi_init, log, announce, run_dir, supports_stop,
+                        progress, saving, stacks, stopped, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
@@ -70,12 +70,10 @@ PHASES = ("data", "forward", "backward", "waiting", "optimizer")
 
 # The messages that a rank may send, with their required fields and types.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
-    # With `memory_group` and `oom_kills`, where the kernel tells: the control group's folder, and its count.
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "mpi_init": {"active": (bool,)},  # begins, or has succeeded
     "log": {"path": (str,)},  # of the file that will contain a traceback
-    "error_file": {"path": (str,)},  # into which the script may write its error
     "announce": {
         "resume_args": (list,),
         "global_batch_size": (int, type(None)),
@@ -110,9 +108,10 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "error": (str,),
         "traceback": (str,),
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
-    },  # with `signal`, the number of the signal that killed it, 0 for none
+        # With `signal`, the number of the signal that killed it, 0 for none; and, if the kernel has killed
+        # for lack of memory, `oom_kills`, how often, and `memory_limit`: in bytes, or None.
+    },
     "exited": {},  # with code 0, but without leaving the job
-    "replaced": {"active": (bool,)},  # by another program (exec), or not after all
     "done": {},
 }
 

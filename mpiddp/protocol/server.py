@@ -241,9 +241,6 @@ class ChannelServer:
             peer.send(received)  # at once: only the challenge was sent before
             connection = self._forget(peer)
             return Message(rank, kind, {**handed, "connection": connection}, self._now())
-        closed = {RANK: self._ranks, SCRIPT: self._scripts}.get(role, {}).get(rank)
-        if facts.get("again") is True and closed is not None:
-            self.lose(closed)  # it has closed this connection, see `JobChannel`
         self._admit(peer, rank, role)
         peer.send(received)
         if role == RANK:

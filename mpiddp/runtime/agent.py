@@ -164,6 +164,8 @@ class Agent:
         self._ends_at = _NEVER  # when another rank's failure ends this one
         self._ended_at = 0.0  # when the script ended
         self._kills_at = _NEVER  # when SIGKILL follows a SIGTERM
+        self._memory_group = group_of()
+        self._oom_kills = _oom_kills(self._memory_group)  # when this rank starts
 
     # --- beginning ---
 
@@ -282,7 +284,7 @@ class Agent:
         channel = JobChannel(launcher, connect_to_launcher(launcher, world, "hello"), world)
         channel.on_news = self._obey
         self.channel = channel
-        self._send("started", host=world.hostname, pid=os.getpid(), **_memory_group())
+        self._send("started", host=world.hostname, pid=os.getpid())
         for number, stream in self.streams.items():
             if is_shown(self._selection, world.rank, number):
                 facts = {"stream": number, "host": world.hostname}
@@ -351,7 +353,6 @@ class Agent:
         if self._launcher is None:
             os.environ.pop(JOB, None)
         os.environ.update(env)
-        self._send("error_file", path=env.get(ERROR_FILE, ""))
         if self.world.rank == 0 and os.environ.get(REPORT):
             print(table(result.infos), flush=True)
         if os.environ.get(VERBOSE):
@@ -653,6 +654,7 @@ class Agent:
                 traceback=ending.traceback[-TEXT_LIMIT:],
                 is_verdict=ending.is_verdict,
                 signal=ending.signal,
+                **self._lack_of_memory(),
             )
         elif self.coordinator is not None and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
@@ -660,6 +662,13 @@ class Agent:
                 print_error(line)
         if ending.is_failure and not self._ends_on_request and self.channel is not None:
             self.channel.fail(ending.code)
+
+    def _lack_of_memory(self) -> dict[str, int | None]:
+        """The kernel's kills in this rank's control group since its start, if there were any."""
+        now = None if self._memory_group is None else kills_in(self._memory_group)
+        if now is None or now.count <= self._oom_kills:
+            return {}
+        return {"oom_kills": now.count - self._oom_kills, "memory_limit": now.limit_bytes}
 
     def _is_over(self, child: Child) -> bool:
         """Whether nothing of the script is left, and all that it has written has been sent."""
@@ -719,8 +728,6 @@ def stack_of(frames: Sequence[str]) -> str:
     return f"thread MainThread:\n{''.join(lines)}" if lines else ""
 
 
-def _memory_group() -> dict[str, object]:
-    """What tells the launcher later whether the kernel killed this rank for lack of memory."""
-    folder = group_of()
-    kills = None if folder is None else kills_in(folder)
-    return {} if kills is None else {"memory_group": str(folder), "oom_kills": kills.count}
+def _oom_kills(group: Path | None) -> int:
+    kills = None if group is None else kills_in(group)
+    return 0 if kills is None else kills.count

@@ -120,7 +120,7 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    return [", ".join(parts), *([escaped(facts["holder"])] if "holder" in facts else [])]
+    return [", ".join(parts), *([escaped(facts["straggler"])] if "straggler" in facts else [])]
 
 
 def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/monitor/console.py, mpiddp/protocol/viewers.py.
+Tests mpiddp/watch/, mpiddp/launch/{console,status}.py, mpiddp/protocol/viewers.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -23,8 +23,9 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.monitor.console import Console, Listener, job_facts, open_console
-from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.console import Console, Listener, open_console
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
 from mpiddp.watch import jobs, stop

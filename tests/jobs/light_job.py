@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
-from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.output import JobOutput
 from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
@@ -53,19 +55,16 @@ sys.exit(Alone(Program(COMMAND, "python"), world).run())
 
 
 def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
-    with AwakeSelector() as selector:
-        server = ControlServer(None, len(codes), selector)
+    with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
+        server = ControlServer(Path(folder, "control"), len(codes), selector)
         outputs = JobOutput(selection, len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks, inputs = [], []
         for rank, code in enumerate(codes):
-            stdout = os.openpty()[1] if has_terminal else outputs.copies[0].pipe
+            stdout = os.openpty()[1] if has_terminal else outputs.pipes[1]
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
-            ranks.append(
-                subprocess.Popen(command, env=env, stdout=stdout, stderr=outputs.copies[1].pipe)
-            )
-        for copy in outputs.copies:
-            copy.started()
+            ranks.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=outputs.pipes[2]))
+        outputs.begin()
         deadline = time.monotonic() + PATIENCE_S
         # A rank may end before its output process has connected.
         missing = sum(

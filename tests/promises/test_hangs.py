@@ -43,11 +43,11 @@ def test_a_hang_of_any_script(here: Here) -> None:
 
 
 def test_a_straggler(here: Here) -> None:
-    """A rank that slows the others down is named with its time for a step, also in `mpiddp top`."""
-    job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
-    job.until("holds the others up")
+    """A rank whose own work makes the others wait is named with its time in a step, also in `mpiddp top`."""
+    job = here.start("launch", *here.where(2), program("straggler.py"), env=viewed(here))
+    job.until("is a straggler")
     top = here.run("top", str(job.pid), env=viewed(here)).stdout
-    named = rf"rank 1 on {here.hosts[0]} holds the others up"
+    named = rf"rank 1 on {here.hosts[0]} is a straggler"
     assert re.search(rf"^mpiddp: {named}: it works for \d+ ms in a step", job.stderr, re.MULTILINE)
     assert re.search(f"^{named}", top, re.MULTILINE), top
 

@@ -279,6 +279,16 @@ def test_a_reader_that_reads_no_more(here: Here) -> None:
     assert job.returncode == 75
 
 
+def test_a_reader_that_never_reads_again(here: Here) -> None:
+    """While nobody reads the output, one request ends the job and the launcher within seconds."""
+    with flooding(here, subprocess.PIPE) as job:
+        eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 75
+    assert have_saved(here)
+    eventually(lambda: not here.processes())
+
+
 def waiting_bytes(pipe: IO[bytes] | None) -> int:
     """Of at most 65,536 that a pipe holds."""
     assert pipe is not None

@@ -8,7 +8,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from mpiddp.paths import new_private_folder
 from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer
 from mpiddp.runtime.job.channel import JobChannel
@@ -64,3 +66,8 @@ def serving(world_size: int) -> Iterator[Server]:
             is_over.set()
             thread.join()
             server.close()
+
+
+def place_to_listen(address: str | None) -> str | Path:
+    """The address, or for None the path of a Unix socket in a new folder of this process."""
+    return address or new_private_folder(Path("/tmp")) / "control"

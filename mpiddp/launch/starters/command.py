@@ -24,8 +24,7 @@ class StarterKind(NamedTuple):
     """A kind of program that starts ranks, with all that is particular to it.
 
     - name: as messages have it. version: the pattern of its --version output.
-    - compose: its command line. refuses: options of its own that would contradict the launcher's, each with
-      what to write instead.
+    - compose: its command line.
     - library: the file name of its libmpi, "" if the ranks need none.
     - daemon: the program that it starts on the other hosts, in the folder of mpirun.
     - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
@@ -35,20 +34,17 @@ class StarterKind(NamedTuple):
       cannot be shielded. srun passes SIGTERM on to its tasks.
     - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
       starter's own code, or that of a rank that it has ended.
-    - session_folder: the variable of the folder for its session files, "" if it needs none of its own.
     - cuts_own_name: it always cuts this machine's name at the first dot.
     """
 
     name: str
     version: re.Pattern[str]
     compose: Callable[[RankStarter, Request], Command]
-    refuses: Mapping[str, str]
     library: str = ""
     daemon: str = ""
     has_scheduler: bool = False
     stop_signal: signal.Signals = signal.SIGTERM
     proves_signals: bool = False
-    session_folder: str = ""
     cuts_own_name: bool = False
 
 

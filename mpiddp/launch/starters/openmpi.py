@@ -52,15 +52,6 @@ _PARAMETER_OPTIONS = ("mca", "gmca", "omca", "prtemca", "pmixmca")
 _ALPS, _PALS = "alps", "pals"
 
 
-def needs_own_session(starter: RankStarter, request: Request) -> bool:
-    """Whether this mpirun should get a folder of its own by the variable `kind.session_folder`.
-
-    Those of Open MPI 5 that share one disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with
-    "The PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
-    """
-    return bool(starter.kind.session_folder) and not _chooses_tmpdir(request)
-
-
 def _chooses_tmpdir(request: Request) -> bool:
     """Whether the user has chosen a folder for session files."""
     chosen = (*request.env, *_parameters_in(request.mpi_args))
@@ -77,7 +68,13 @@ def open_mpi_5(starter: RankStarter, request: Request) -> Command:
     followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
     pins = _pins(request, "--prtemca", "ssh", [*followers, _PALS])
     # Not prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
-    return _open_mpi(starter, request, "prte", pins, "prte_remote_tmpdir_base")
+    command = _open_mpi(starter, request, "prte", pins, "prte_remote_tmpdir_base")
+    if request.scratch == "." or _chooses_tmpdir(request):
+        return command
+    # Those that share a folder disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with "The
+    # PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
+    own = {"PRTE_MCA_prte_local_tmpdir_base": request.scratch}
+    return command._replace(settings={**command.settings, **own})
 
 
 def _open_mpi(

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpiddp.errors import UserError
@@ -23,44 +23,14 @@ from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5
 from mpiddp.launch.starters.srun import srun
 from mpiddp.text import shown
 
-# What each kind of option of --mpi-args would contradict, and what to write instead.
-_INSTEAD = {
-    "hosts": "the hosts of the job. Write: mpiddp launch --hostfile FILE, -H or --exclude",
-    "counts": "the number of ranks. Write: mpiddp launch -n N or --npernode K",
-    "mapping": "the order of the ranks, which is the hostfile's. Leave it out",
-    "binding": "--bind. Write: mpiddp launch --bind numa or --bind core",
-    "variables": "the variables of the ranks. Write: mpiddp launch -x VAR or --env-file FILE",
-    "folder": "the working folder of the ranks, which is this one. Leave it out",
-    "agent": "the way to the other hosts. Put options of ssh into ~/.ssh/config",
-    "network": "the network of the job. Write: mpiddp launch --interface NAME",
-    "program": "the program of the ranks. Leave it out",
-    "supervision": "the supervision of the ranks. Leave it out",
-}
-
-
-def _refusals(**options: str) -> dict[str, str]:
-    """The options of a starter that contradict the launcher's, by kind, each with what to write instead."""
-    return {name: _INSTEAD[kind] for kind, names in options.items() for name in names.split()}
-
-
 _OPEN_MPI = StarterKind(
     name="Open MPI",
     version=re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})"),
     compose=open_mpi_5,
-    refuses=_refusals(
-        hosts="H host hostfile machinefile",
-        counts="n np c N npernode ppr oversubscribe",
-        mapping="map-by rank-by",
-        binding="bind-to",
-        variables="x",
-        folder="wd wdir",
-        program="app :",
-    ),
     library="libmpi.so.40",  # the version of a file name is the binary interface
     daemon="prted",
     stop_signal=signal.SIGHUP,
     proves_signals=True,
-    session_folder="PRTE_MCA_prte_local_tmpdir_base",
 )
 
 # The first row whose pattern is found counts. Hydra is the mpirun of MPICH and of its relatives.
@@ -69,7 +39,6 @@ STARTERS = (
         version=re.compile(r"\(Open MPI\) ([1-4]\.[\w.]{0,40})"),
         compose=open_mpi_4,
         daemon="orted",
-        session_folder="",
         cuts_own_name=True,
     ),
     _OPEN_MPI,
@@ -77,15 +46,6 @@ STARTERS = (
         name="Intel MPI",
         version=re.compile(r"Intel\(R\) MPI Library.* Version ([0-9]{1,9}[\w.]{0,40})"),
         compose=intel_mpi,
-        refuses=_refusals(
-            hosts="f hosts host hostfile machinefile machine",
-            counts="n np ppn perhost rr grr",
-            variables="envall envnone genvlist genvall genvnone",
-            folder="wdir",
-            agent="bootstrap bootstrap-exec",
-            network="iface",
-            program="configfile :",
-        ),
         library="libmpi.so.12",
         daemon="hydra_bstrap_proxy",
     ),
@@ -93,16 +53,6 @@ STARTERS = (
         name="MPICH",
         version=re.compile(r"HYDRA build details:\s+Version:\s+([0-9]{1,9}[\w.]{0,40})"),
         compose=mpich,
-        refuses=_refusals(
-            hosts="f hosts host hostfile machinefile rmk",
-            counts="n np ppn",
-            binding="bind-to map-by",
-            variables="envall envnone genvlist genvall genvnone",
-            folder="wdir",
-            agent="launcher launcher-exec",
-            network="iface",
-            program="configfile :",
-        ),
         library="libmpi.so.12",
         daemon="hydra_pmi_proxy",
     ),
@@ -110,16 +60,6 @@ STARTERS = (
         name="Slurm's srun",
         version=re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
         compose=srun,
-        refuses=_refusals(
-            hosts="w nodelist F nodefile x exclude N nodes",
-            counts="n ntasks ntasks-per-node",
-            mapping="m distribution",
-            binding="cpu-bind",
-            variables="export mpi",
-            folder="D chdir",
-            program="multi-prog",
-            supervision="K kill-on-bad-exit",
-        ),
         has_scheduler=True,
     ),
 )
@@ -185,17 +125,3 @@ def _find_library(file: str, program: Path) -> Path | None:
                 if (folder / file).is_file():
                     return folder / file
     return None
-
-
-def check_mpi_args(kind: StarterKind, arguments: Sequence[str]) -> None:
-    """Raise UserError for an argument that contradicts what the launcher itself tells this starter.
-
-    Any other option is the starter's own affair. One that moves ranks all the same is found by the ranks,
-    which compare their hosts with the hostfile.
-    """
-    for argument in arguments:
-        name = argument.lstrip("-").partition("=")[0] if argument.startswith("-") else argument
-        if re.fullmatch("-[A-Za-z][0-9]+", argument):  # -n4
-            name = argument[1]
-        if (argument.startswith("-") or name == ":") and name in kind.refuses:
-            raise UserError(f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}.")

@@ -1,6 +1,6 @@
 """The control channel: the server drops connections without the job's secret and invalid messages.
 
-Tests mpiddp/runtime/agent.py, mpiddp/launch/supervise/control.py, mpiddp/protocol/server.py.
+Tests mpiddp/runtime/agent.py, mpiddp/launch/control.py, mpiddp/protocol/server.py.
 python -m pytest tests/integration/launch/test_control_channel.py
 """
 
@@ -23,18 +23,18 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.mpirun import MpirunProcess, private_folder
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise import control
-from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.channel import RANK as RANK_ROLE
 from mpiddp.protocol.channel import encode, member_proof
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.channels import place_to_listen
 from tests.support.errors import error
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
@@ -65,8 +65,8 @@ class Launcher:
     """A control server for two ranks, and the messages that it received."""
 
     def __init__(self, address: str | None = "127.0.0.1") -> None:
-        self.selector = AwakeSelector()
-        self.server = ControlServer(address, 2, self.selector)
+        self.selector = TimedSelector()
+        self.server = ControlServer(place_to_listen(address), 2, self.selector)
         self.messages: list[Message] = []
 
     @property
@@ -348,29 +348,9 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
     with local_launcher.rank("1 / 0"):
         expected = [(1, "started"), (1, "failed")]
         assert local_launcher.receive_for(PATIENCE_S, until="lost")[:2] == expected
-    local_launcher.server.close()
-    assert not path.parent.exists()
-    local_launcher.server = ControlServer(None, 2, local_launcher.selector)  # for the fixture
 
 
 NO_FILE = os.strerror(errno.EMFILE)
-
-
-@pytest.mark.parametrize(
-    ("address", "sentence"),
-    [
-        (
-            "127.0.0.1",
-            error("another interface", "127.0.0.1 ", NO_FILE, "--interface NAME"),
-        ),
-        (None, error("cannot create", "/tmp ", NO_FILE)),
-    ],
-)
-def test_a_machine_without_files_is_no_bad_input(address: str | None, sentence: str) -> None:
-    before = set(Path("/tmp").glob("mpiddp-*/control"))
-    with files_left(0), pytest.raises(JobFailed, match=sentence):
-        control._listen(address) if address else control._listen_here()
-    assert set(Path("/tmp").glob("mpiddp-*/control")) <= before
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JobFailed), (errno.EROFS, UserError)])
@@ -382,22 +362,21 @@ def test_a_folder_that_cannot_be_created(
 
     monkeypatch.setattr(os, "mkdir", fail)
     sentence = error("cannot create", "/tmp ", f"({os.strerror(number)})")
-    with AwakeSelector() as selector, pytest.raises(kind, match=sentence):
-        ControlServer(None, 2, selector)
+    with pytest.raises(kind, match=sentence), private_folder({}):
+        pass
 
 
 def test_an_mpirun_that_cannot_be_started() -> None:
     """subprocess needs two more files for its own pipe."""
     before = len(list(Path("/proc/self/fd").iterdir()))
-    outputs = JobOutput("default", 1)
     starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
+    output = JobOutput("default", 1)
     with files_left(1), pytest.raises(JobFailed, match=no_file):
-        MpirunProcess(["mpirun"], {}, outputs, starter)
-    for argv in (["/nowhere/mpirun"], ["true", "x" * (1 << 18)]):
-        with pytest.raises(UserError, match=error("cannot start", f"{argv[0]}: ")):
-            MpirunProcess(argv, os.environ, outputs, starter)
-    outputs.discard()
+        MpirunProcess(starter, Command("mpirun", (), ()), output)
+    for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
+        with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
+            MpirunProcess(starter, Command(program, (), (argument,)), JobOutput("default", 1))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 

@@ -27,9 +27,9 @@ import pytest
 import mpiddp
 from mpiddp.errors import BAD_INPUT, RankFailed, UserError
 from mpiddp.launch import launch_function
+from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.supervise.run import Outcome
-from mpiddp.launch.supervise.verdict import FirstFailure
+from mpiddp.launch.verdict import FirstFailure
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 from mpiddp.runtime import function as run_function
 from mpiddp.spawning import launcher, pickled

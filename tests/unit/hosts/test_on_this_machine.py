@@ -1,6 +1,6 @@
 """Programs on hosts, where each host is this machine: no ssh is between.
 
-Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,orphans}.py.
+Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,mpirun}.py.
 python -m pytest tests/unit/hosts/test_on_this_machine.py
 """
 
@@ -24,7 +24,7 @@ from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, Transport
-from mpiddp.launch.orphans import kill_orphans
+from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S

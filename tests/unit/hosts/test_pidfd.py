@@ -1,6 +1,6 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/pidfd.py and mpiddp/launch/orphans.py.
+Tests mpiddp/hosts/pidfd.py and mpiddp/launch/mpirun.py.
 python -m pytest tests/unit/hosts/test_pidfd.py
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.pidfd import kill_marked, opened
-from mpiddp.launch.orphans import remote_program
+from mpiddp.launch.mpirun import remote_program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 

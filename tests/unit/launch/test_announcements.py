@@ -1,6 +1,6 @@
 """What the launcher keeps of the ranks' announcements, and the address that srun's ranks get.
 
-Tests mpiddp/launch/monitor/ranks.py, job.py and variables.py.
+Tests mpiddp/launch/ranks.py, job.py and variables.py.
 python -m pytest tests/unit/launch/test_announcements.py
 """
 
@@ -14,10 +14,10 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch.job import _Known, _resuming
-from mpiddp.launch.monitor.ranks import Announcement, Ranks
+from mpiddp.launch.job import _Known
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
+from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.starters.command import JobNetwork, RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.variables import variables_of_ranks
 from mpiddp.protocol.server import Message
@@ -47,19 +47,6 @@ def test_the_first_announcement_of_each_kind_counts() -> None:
     assert second == _Known(Announcement(("--resume",), 8, 4, "/runs/x"), 3)
     third = second.after(Announcement(("--other",), 16, 2, ""), 1)
     assert third == second
-
-
-def test_a_restart_gets_what_was_announced() -> None:
-    request = Request(Hosts("", (Host("a", ranks=1),)), ("run", "job.py"), "/", {"A": "1"})
-    assert _resuming(request, _Known()) == request
-    known = _Known(Announcement(("--resume",), 8, 4, "/runs/x"), 3)
-    resuming = _resuming(request, known)
-    assert resuming.job == ("run", "job.py", "--resume")
-    assert resuming.variables == {
-        "A": "1",
-        "MPIDDP_RUN_DIR": "/runs/x",
-        "MPIDDP_ANNOUNCED": '{"global_batch_size": 8, "world_size": 3}',
-    }
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.launch_function import _final, _report, _with_variables
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.supervise.run import Outcome
-from mpiddp.launch.supervise.verdict import FirstFailure
+from mpiddp.launch.verdict import FirstFailure
 from mpiddp.protocol.payload import (
     TO_CALLER,
     TO_LAUNCHER,

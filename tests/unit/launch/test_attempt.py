@@ -1,46 +1,46 @@
 """What an attempt does about messages, signals and timers. Its mpirun is `sleep`, its ranks are messages.
 
-Tests mpiddp/launch/supervise/attempt.py.
+Tests mpiddp/launch/attempt.py.
 python -m pytest tests/unit/launch/test_attempt.py
 """
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, UserError
-from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import log
-from mpiddp.launch.monitor.ranks import Announcement, Ranks
+from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch import attempt, log
+from mpiddp.launch.attempt import (
+    Attempt,
+    Event,
+    Outcome,
+    Terms,
+)
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import SignalQueue, TimedSelector
+from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise import attempt, run
-from mpiddp.launch.supervise.attempt import Attempt, Terms
-from mpiddp.launch.supervise.control import INTERRUPTED_S, STACKS_S, ControlServer
-from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.phases import Event
-from mpiddp.launch.supervise.run import Outcome
-from mpiddp.launch.supervise.signals import AwakeSelector
-from mpiddp.launch.supervise.verdict import History, MpirunEnd, Stop, StopRecord, verdict
+from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
 from mpiddp.protocol.channel import RANK, encode, member_proof
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.protocol.viewers import JOB, STACKS
-from tests.support.channels import progress, stacks
-from tests.support.errors import error
+from tests.support.channels import progress
 
 LIMIT_S = 60.0
 OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
@@ -51,16 +51,24 @@ class Job:
     """An attempt at a job of two ranks."""
 
     def __init__(self, options: LaunchOptions = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> None:
-        self.selector = AwakeSelector()
-        self.server = ControlServer(None, 2, self.selector)
+        self.selector = TimedSelector()
+        self.folder = Path(tempfile.mkdtemp())
+        self.server = ControlServer(self.folder / "control", 2, self.selector)
         self.outputs = JobOutput("none", 2)
-        self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, starter)
+        self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)), self.outputs)
+        self.signals = SignalQueue()
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
-        self.attempt = Attempt(Terms(options), self.ranks, self.server, self.mpirun)
+        self.attempt = Attempt(
+            Terms(options), self.ranks, self.server, self.mpirun, self.outputs, self.signals
+        )
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
-        self.attempt.on_message(Message(rank, kind, facts, self.selector.now()))
+        self.attempt.on_message(Message(rank, kind, facts, time.monotonic()))
+
+    def find(self, found: str) -> None:
+        self.attempt._found = found
+        self.attempt.on(Event.HOST_FOUND)
 
     def connect(self, rank: int) -> None:
         """Connect a rank that never says anything."""
@@ -96,7 +104,7 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         while True:
             assert time.monotonic() < deadline
-            time.sleep(max(0.0, min(1.0, self.selector.next_in_s)))
+            time.sleep(max(0.0, min(1.0, self.selector.next_at - time.monotonic())))
             for due in self.selector.due():
                 self.attempt.on(due)
                 if due is event:
@@ -117,6 +125,8 @@ class Job:
             connection.close()
         self.server.close()
         self.selector.close()
+        self.signals.close()
+        shutil.rmtree(self.folder)
 
 
 @pytest.fixture
@@ -144,7 +154,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
     job = started(jobs)
     job.until(Event.START_TIMEOUT)
-    assert job.attempt.ended_because.startswith("no rank has started in 0.01 s: mpirun or one of")
+    assert job.attempt._ended_because.startswith("no rank has started in 0.01 s: mpirun or one of")
     assert Event.END_MPIRUN in job.timers
     job.attempt.on(Event.END_MPIRUN)
     assert job.end == -signal.SIGHUP  # Open MPI's stop signal
@@ -162,7 +172,7 @@ def test_ranks_of_which_none_joins_are_told_and_not_ended(
     if joins:
         job.say(0, "joining", timeout_s=1000)
     job.until(Event.START_TIMEOUT)
-    assert job.attempt.ended_because == ""
+    assert job.attempt._ended_because == ""
     assert job.mpirun.code is None
     told = "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. "
     assert (told in capfd.readouterr().err) is not joins
@@ -186,7 +196,7 @@ def test_a_rank_that_does_not_join_is_named(jobs: list[Job]) -> None:
     job.start(0, 1)
     job.say(1, "joining", timeout_s=0.01)
     job.until(Event.JOIN_TIMEOUT)
-    assert job.attempt.ended_because.startswith(
+    assert job.attempt._ended_because.startswith(
         "only 1 of 2 ranks joined in 0.01 s. Missing: rank 0 on a. Its last words: none; it started"
     )
 
@@ -197,7 +207,7 @@ def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
     job.say(0, "joining", timeout_s=0.01)
     job.say(1, "joining", timeout_s=0.01)
     job.until(Event.JOIN_TIMEOUT)
-    assert job.attempt.ended_because == ""
+    assert job.attempt._ended_because == ""
 
 
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
@@ -205,9 +215,9 @@ def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixtur
     job.join()
     job.say(0, "progress", **progress(1))
     job.say(1, "exited")
-    while not job.attempt.ended_because:
+    while not job.attempt._ended_because:
         job.until(Event.SEE_STEPS)
-    assert job.attempt.ended_because == "the job hung and was stopped."
+    assert job.attempt._ended_because == "the job hung and was stopped."
     assert "rank 0 on a has made no step for 0.2 s" in capfd.readouterr().err
 
 
@@ -216,7 +226,7 @@ def test_a_job_that_never_made_a_step_does_not_hang(jobs: list[Job]) -> None:
     job.join()
     for _ in range(3):
         job.until(Event.SEE_STEPS)
-    assert job.attempt.ended_because == ""
+    assert job.attempt._ended_because == ""
 
 
 @pytest.mark.parametrize(("silent", "seconds"), [(False, 3), (True, 0)])
@@ -226,15 +236,15 @@ def test_a_failure_has_time_to_reach_the_others(
     job = started(jobs)
     job.join()
     job.say(1, "lost", silent=silent)
-    now = job.selector.now()
+    now = time.monotonic()
     times = {event: round(at - now) for at, event in job.selector._timers}
     assert times[Event.END_RANKS] == seconds
     assert times[Event.END_MPIRUN] == seconds + 1
     job.attempt.on(Event.END_RANKS)
     job.attempt.on(Event.END_MPIRUN)
     assert job.end == -signal.SIGHUP
-    assert job.attempt.ended_because == ""
-    assert job.attempt.stop == StopRecord()
+    assert job.attempt._ended_because == ""
+    assert job.attempt.stop == Stop.NONE
 
 
 def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
@@ -252,7 +262,7 @@ def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
 def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
     job = started(jobs)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stop == StopRecord(Stop.BY_USER)
+    assert job.attempt.stop == Stop.BY_USER
     assert job.end == -signal.SIGHUP
 
 
@@ -262,10 +272,10 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
     job.attempt.request_stop("SIGINT")
     job.attempt.request_stop("--stop-after")  # only the first one counts
     job.attempt.on_signal(signal.SIGHUP)
-    assert job.attempt.stop.by is Stop.BY_USER
+    assert job.attempt.stop == Stop.BY_USER
     assert job.mpirun.code is None
     job.attempt.on_signal(signal.SIGTERM)
-    assert job.attempt.stop.by is Stop.AT_ONCE
+    assert job.attempt.stop == Stop.AT_ONCE
     assert job.end == -signal.SIGKILL
 
 
@@ -283,7 +293,7 @@ def test_a_rank_that_does_not_stop_in_time_is_named(
     assert job.mpirun.code is None
     job.until(Event.SEE_GRACE)
     late = "rank 0 on a was still saving 0.2 s after the request"
-    assert job.attempt.stop == StopRecord(Stop.BY_USER, late)
+    assert (job.attempt.stop, job.attempt._limit) == (Stop.BY_USER, late)
     assert job.end == -signal.SIGHUP
     said = capfd.readouterr().err
     assert "SIGUSR1: the ranks are saving and stopping; another signal kills them at once." in said
@@ -297,23 +307,10 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     failure = {"code": 1, "error": "ValueError: x", "traceback": "t", "is_verdict": False}
     job.say(1, "failed", **failure)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stopped_by is Stop.BY_USER  # no restart
-    found = verdict(History(job.ranks, MpirunEnd("mpirun", 1), job.attempt.stop))
+    assert job.attempt.stop == Stop.BY_USER  # no restart
+    found = verdict(job.attempt.history._replace(mpirun=MpirunEnd("mpirun", 1)))
     assert found.code == FAILED
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
-
-
-def test_an_older_question_does_not_end_the_time_of_a_newer_one(jobs: list[Job]) -> None:
-    job = started(jobs)
-    for rank in (0, 1):
-        job.connect(rank)
-    job.join()
-    began = job.selector.now()
-    job.attempt._request_stacks(Event.LOOK_STACKS)
-    job.attempt._request_stacks(Event.HANG_STACKS)
-    over = [at - began for at, event in job.selector._timers if event is Event.STACKS_OVER]
-    assert len(over) == 1
-    assert over[0] >= STACKS_S + INTERRUPTED_S
 
 
 def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
@@ -323,7 +320,7 @@ def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
     job.attempt.on_signal(signal.SIGTERM)
     failure = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
     job.say(1, "failed", **failure)
-    assert job.attempt.stop == StopRecord(Stop.BY_USER, rank_failed=True)
+    assert job.attempt._failed_in_stop
 
 
 def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
@@ -332,17 +329,6 @@ def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
     job.say(0, "done")
     assert Event.END_MPIRUN in job.timers
     assert job.mpirun.code is None
-
-
-def test_ranks_that_cannot_connect_are_accepted_again(
-    jobs: list[Job], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt, "ACCEPT_AGAIN_S", 0.01)
-    job = started(jobs)
-    for _ in range(2):
-        job.attempt.on_full("Too many open files")
-    assert capfd.readouterr().err.count("ranks cannot connect: Too many open files.") == 1
-    job.until(Event.ACCEPT_AGAIN)
 
 
 # --- growth ---
@@ -366,11 +352,11 @@ def test_a_job_that_would_lose_work_does_not_grow(
 ) -> None:
     job = started(jobs)
     job.join()
-    job.attempt.on_found("c can join")
+    job.find("c can join")
     job.say(0, "supports_stop")
     job.say(1, "supports_stop")
-    job.attempt.on_found("c can join")
-    assert job.attempt.stop == StopRecord()
+    job.find("c can join")
+    assert job.attempt.stop == Stop.NONE
     assert capfd.readouterr().err.splitlines() == [
         "mpiddp: c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
         "without a restart.",
@@ -384,163 +370,41 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
     jobs: list[Job], capfd: pytest.CaptureFixture[str], max_ranks: int | None, grows: bool
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
-    job.attempt.on_found("c can join")
-    assert (job.attempt.stop.by is Stop.TO_GROW) == grows
+    job.find("c can join")
+    assert (job.attempt.stop == Stop.TO_GROW) == grows
     assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
 
 
 def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
-    job.attempt.on_found("c can join")
-    assert job.attempt.stop == StopRecord()
+    job.find("c can join")
+    assert job.attempt.stop == Stop.NONE
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
     job.say(0, "done")
-    job.attempt.on_found("c can join")
-    assert job.attempt.stop == StopRecord()
+    job.find("c can join")
+    assert job.attempt.stop == Stop.NONE
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
-    job.attempt.on_found("c can join")
+    job.find("c can join")
     assert Event.SEE_GRACE not in job.timers  # a step may take long
     job.say(0, "stopped", step=3)
     job.say(0, "exited")
     job.until(Event.SEE_GRACE)
     late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
-    assert job.attempt.stop == StopRecord(Stop.TO_GROW, late)
-    assert job.attempt.ended_because == f"{late}."
+    assert (job.attempt.stop, job.attempt._limit) == (Stop.TO_GROW, late)
+    assert job.attempt._ended_because == f"{late}."
 
 
 # --- viewers ---
 
 
-def test_a_viewer_gets_the_phase_and_the_stacks_of_the_ranks(jobs: list[Job]) -> None:
-    job = started(jobs)
-    assert ask(job, JOB)["phase"] == "starting"
-    job.join()
-    found = ask(job, JOB)
-    assert (found["phase"], [each["host"] for each in found["ranks"]]) == ("running", ["a", "b"])
-    stacks = ask(job, STACKS)  # no rank is connected that could send one
-    assert stacks["stacks"] == {}
-    assert stacks["sentence"] != ""
-    job.attempt.request_stop("SIGINT")
-    assert ask(job, JOB)["phase"] == "ending"
-
-
-@pytest.mark.parametrize(
-    "message", [("stacks", stacks("")), ("done", {}), ("lost", {"silent": False})]
-)
-def test_stacks_are_complete_without_a_rank_that_was_not_asked(
-    jobs: list[Job], message: tuple[str, dict[str, Any]]
-) -> None:
-    """It has connected since. So the ranks are counted once, not for each message of thousands of ranks."""
-    job = started(jobs)
-    job.join()
-    job.connect(0)
-
-    def answer() -> None:
-        job.connect(1)
-        job.say(1, "progress", **progress(1))
-        job.say(0, message[0], **message[1])
-
-    assert list(ask(job, STACKS, answer)["stacks"]) == ["0"] * (message[0] == "stacks")
-
-
-def ask(job: Job, want: str, then: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """What a viewer gets, that waits while `then` runs."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        job.attempt.on_viewer(ours, want)
-        then()
-        theirs.settimeout(LIMIT_S)
-        _, (file,), *_ = socket.recv_fds(theirs, 10, 1)
-        with os.fdopen(file, "rb") as answer:
-            answer.seek(0)
-            facts: dict[str, Any] = json.loads(answer.read())
-            return facts
-
-
 # --- what an attempt needs, and what it leaves ---
 
 
-@pytest.mark.parametrize(
-    ("hosts", "starter", "is_command", "address"),
-    [
-        (("localhost",), OPEN_MPI, False, None),
-        (("localhost",), OPEN_MPI, True, "10.0.0.1"),
-        (("localhost", "far.invalid"), OPEN_MPI, False, "10.0.0.1"),
-        (("localhost",), srun(), False, "10.0.0.1"),
-    ],
-)
-def test_a_job_of_this_machine_alone_has_a_unix_socket(
-    hosts: tuple[str, ...], starter: RankStarter, is_command: bool, address: str | None
-) -> None:
-    """A command may run its rank in a container, which has a /tmp of its own."""
-    request = Request(
-        Hosts("list", tuple(map(Host, hosts))),
-        ("python", "train.py"),
-        "/",
-        network=JobNetwork(control_address="10.0.0.1"),
-        is_command=is_command,
-    )
-    assert run._server_address(starter, request) == address
-
-
 ENDED = b"mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9.\n"
-
-
-@pytest.mark.parametrize("is_said", [True, False])
-def test_what_mpirun_says_of_the_end_is_shown_or_goes_to_the_folder_of_logs(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_said: bool
-) -> None:
-    rule = b"-" * 60 + b"\n"
-    for log_dir in (tmp_path / "logs", tmp_path / "logs", None):
-        output = JobOutput("all", 1)
-        for copy in output.copies:
-            os.write(copy.pipe, b"before\n" + rule + ENDED + rule)
-            copy.started()
-        output.finish()
-        assert output.is_finished(LIMIT_S)
-        run._settle(output, is_said, None if log_dir is None else str(log_dir))
-        shown = capfd.readouterr()
-        for text in shown:
-            assert text.startswith("before\n")
-            assert (ENDED.decode() in text) != is_said
-    written = tmp_path / "logs" / "mpirun.log"
-    if is_said:
-        assert written.read_bytes().count(ENDED) == 4  # two streams of two attempts
-    else:
-        assert not written.exists()
-
-
-def test_a_folder_of_logs_that_cannot_be_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "logs").write_text("a file")
-    output = JobOutput("all", 1)
-    rule = b"-" * 60 + b"\n"
-    os.write(output.copies[1].pipe, rule + ENDED + rule)
-    for copy in output.copies:
-        copy.started()
-    output.finish()
-    assert output.is_finished(LIMIT_S)
-    run._settle(output, True, str(tmp_path / "logs"))
-    path = tmp_path / "logs" / "mpirun.log"
-    err = capfd.readouterr().err
-    assert (
-        err
-        == f"mpiddp: --log-dir: {tmp_path / 'logs'}/mpirun.log cannot be written: File exists.\n"
-    )
-    assert path.parent.read_text() == "a file"
-
-
-def test_an_mpirun_that_cannot_be_started() -> None:
-    output = JobOutput("all", 1)
-    sentence = error("cannot start", " /no/mpirun: No such file or directory")
-    with pytest.raises(UserError, match=f"^{sentence}$"):
-        MpirunProcess(["/no/mpirun"], os.environ, output, OPEN_MPI)
-    output.discard()
 
 
 @pytest.mark.parametrize(

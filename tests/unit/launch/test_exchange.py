@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import TimedSelector
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.channel import decode, encode, server_proof
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
@@ -26,6 +26,7 @@ from mpiddp.runtime.function import Caller
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.world import World
+from tests.support.channels import place_to_listen
 from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
@@ -37,8 +38,8 @@ class Launcher:
     """A control server, served in a thread, which gives an exchange its connections."""
 
     def __init__(self, exchange: Exchange, address: str | None) -> None:
-        self.selector = AwakeSelector()
-        self.server = ControlServer(address, 2, self.selector)
+        self.selector = TimedSelector()
+        self.server = ControlServer(place_to_listen(address), 2, self.selector)
         self.exchange = exchange
         self.channel = Server(*(self.server.settings[name] for name in (ADDRESS, SECRET)))
         exchange.begin(self.channel.key, 2)

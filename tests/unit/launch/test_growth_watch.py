@@ -1,6 +1,6 @@
 """The parts of --grow that need no other host: what it refuses, a look, the thread that looks.
 
-Tests mpiddp/launch/grow.py, job.py, supervise/mpirun.py.
+Tests mpiddp/launch/{grow,job}.py.
 python -m pytest tests/unit/launch/test_growth_watch.py
 """
 
@@ -20,7 +20,6 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from tests.support.an_mpirun import an_mpirun
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import run_program
 
 # --- one look ---
 
@@ -120,8 +119,8 @@ import os, subprocess, sys, threading, time
 from pathlib import Path
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.streams.output import JobOutput
+from mpiddp.launch.mpirun import MpirunProcess
+from mpiddp.launch.output import JobOutput
 outputs = JobOutput("none", 1)
 starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
 mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)
@@ -133,9 +132,3 @@ mpirun.kill_all()
 while mpirun.code is None: time.sleep(0.01)
 outputs.finish()
 """
-
-
-def test_the_loop_leaves_the_programs_of_a_look_to_it() -> None:
-    """It collects what mpirun has left behind, and would lose their exit codes."""
-    done = run_program(CHILDREN)
-    assert (done.stdout, done.stderr) == ("1\n", "")

@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_plans_after_an_attempt.py
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -22,14 +21,13 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError
 from mpiddp.launch import job as jobs_of
+from mpiddp.launch.attempt import Outcome
+from mpiddp.launch.events import SignalQueue, queued_signals
 from mpiddp.launch.job import _Known
-from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.supervise.run import Outcome
-from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.launch.supervise.verdict import Stop
-from mpiddp.protocol.variables import ANNOUNCED, RUN_DIR
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.verdict import Stop
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -99,13 +97,13 @@ def test_the_pause_before_a_restart_grows_until_a_step_is_made(
 ) -> None:
     pauses: list[float] = []
 
-    def no_request(signals: object, *, within_s: float) -> bool:
+    def no_request(signals: object, within_s: float) -> bool:
         pauses.append(within_s)
         return False
 
     job = jobs("--max-restarts", "20")
     monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1.0)
-    monkeypatch.setattr(jobs_of, "stop_is_requested", no_request)
+    monkeypatch.setattr(SignalQueue, "has_stop", no_request)
     for _ in range(12):
         job._plan_next(Outcome(FAILED))
     job._plan_next(Outcome(FAILED, made_steps=True))
@@ -263,17 +261,6 @@ def test_the_first_announcement_of_each_kind_counts() -> None:
     assert later == _Known(Announcement(("--resume",), 12, 8, "runs/1"), 2)
     last = later.after(Announcement((), None, 4, "runs/2"), 4)
     assert last == later
-
-
-def test_a_restart_gets_what_was_announced(jobs: Jobs) -> None:
-    request = jobs()._plan.request
-    plain = jobs_of._resuming(request, _Known())
-    assert plain == request
-    known = _Known(Announcement(("--resume", "a b"), 12, None, "runs/1"), 3)
-    resuming = jobs_of._resuming(request, known)
-    assert resuming.job == (*request.job, "--resume", "a b")
-    assert json.loads(resuming.variables[ANNOUNCED]) == {"global_batch_size": 12, "world_size": 3}
-    assert resuming.variables[RUN_DIR] == "runs/1"
 
 
 def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.monitor.hang import stuck_sentences
-from mpiddp.launch.monitor.ranks import Ranks, missing_sentence
-from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.stacks import missing_sentence, stuck_sentences
+from mpiddp.launch.verdict import History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
 
 EVIL = "\x1b[2J\u202e\r\nmpiddp: all is well"
@@ -39,7 +39,7 @@ def sentences() -> list[str]:
     state.note(message("started", host=EVIL, pid=1))
     state.note(message("log", path=EVIL))
     found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]
-    state.note(message("stacks", text=stack, step=3))
+    state.note(message("stacks", cpu_s=0.0, state="S", text=stack, step=3))
     found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]
     for facts in ({}, {"traceback": "x"}, {"is_verdict": True}, {"code": 2}):
         found.append(failed(state, **facts) or EVIL)

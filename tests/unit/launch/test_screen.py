@@ -1,6 +1,6 @@
 """What many sources write on one terminal, file or pipe, and what waits for the verdict.
 
-Tests mpiddp/launch/streams/{screen,output}.py.
+Tests mpiddp/launch/{screen,output}.py.
 python -m pytest tests/unit/launch/test_screen.py
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.streams import screen as screens
-from mpiddp.launch.streams.output import EndMessage, JobOutput
-from mpiddp.launch.streams.screen import Screen, Source
+from mpiddp.launch import screen as screens
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE
 from tests.support.patience import PATIENCE_S
 
@@ -124,20 +124,6 @@ def test_a_redrawn_line_is_shown_as_it_looks_in_the_end(shared: Reader) -> None:
     assert shared.seen() == ZERO + b"3%\n" + ZERO + b"next\n"
 
 
-def test_torchs_prefix_of_this_rank_is_left_out(shared: Reader) -> None:
-    shared.screen.show(Source(0, ZERO), b"[rank0]: a\n[rank0]:b\n[rank1]: c\n")
-    assert shared.seen() == ZERO + b"a\n" + ZERO + b"b\n" + ZERO + b"[rank1]: c\n"
-    shared.screen.show(Source(0), b"[rank0]: a\n")
-    assert shared.seen() == b"[rank0]: a\n"
-
-
-def test_torchs_prefix_is_left_out_at_the_beginning_of_lines_only(alone: Reader) -> None:
-    rank = Source(0, ZERO)
-    alone.screen.show(rank, b"see ")
-    alone.screen.show(rank, b"[rank0]: a\n[rank0]: b\n")
-    assert alone.seen() == ZERO + b"see [rank0]: a\n" + ZERO + b"b\n"
-
-
 def test_a_line_that_is_too_long_is_cut(shared: Reader) -> None:
     os.set_blocking(shared.reader, True)
     source = Source(0)
@@ -175,22 +161,6 @@ def test_a_quiet_line_is_shown_once(shared: Reader, monkeypatch: pytest.MonkeyPa
     assert shared.seen() == b""
 
 
-def test_an_open_line_stays_below_the_others_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Reader(is_shared=True, is_terminal=True)
-    zero, one = Source(0, ZERO), Source(1, ONE)
-    terminal.screen.show(one, b"1%\r2%\r")
-    drawn = b"\x1b[?7l" + ONE + b"2%\x1b[0m\x1b[?7h"
-    assert terminal.seen() == drawn
-    assert not terminal.screen.has_open_lines
-    terminal.screen.show(zero, b"a\n")
-    assert terminal.seen() == b"\r\x1b[J" + ZERO + b"a\n" + drawn
-    terminal.screen.show(zero, b"3%")
-    assert terminal.seen() == b"\r\x1b[J\x1b[?7l" + ZERO + b"3%\x1b[0m\x1b[?7h"
-    terminal.screen.close()
-    os.close(terminal.reader)
-
-
 def does_not_wait(call: Callable[[], object]) -> None:
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
@@ -211,7 +181,9 @@ def test_a_reader_that_reads_no_more_delays_the_ranks_and_not_the_launcher() -> 
     does_not_wait(lambda: screen.show_status(["step 1"]))
     assert rank.is_alive()
     with os.fdopen(reader, "rb") as file:
-        does_not_wait(lambda: [file.read(1 << 20), rank.join(), screen.close()])
+        does_not_wait(lambda: file.read(1 << 20))
+        does_not_wait(rank.join)
+        does_not_wait(screen.close)
         assert file.read() == b"mpiddp: stopping\n"
 
 
@@ -252,48 +224,6 @@ def test_a_reader_that_goes_away_loses_the_output(capfd: pytest.CaptureFixture[s
 
 RULE = b"-" * 60 + b"\n"
 SAID = RULE + b"prterun detected that one or more processes exited with non-zero status\n" + RULE
-HYDRA = (
-    b"\n" + b"=" * 60 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + b"=" * 60
-)
-ADDED = b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
-OTHER = RULE + b"There are not enough slots available.\n" + RULE
-
-
-@pytest.mark.parametrize(
-    ("text", "passes", "shown"),
-    [
-        (b"a\nb\n", b"a\nb\n", b""),
-        (OTHER, OTHER, b""),
-        (SAID, b"", b""),
-        (b"a\n" + SAID + b"b\n", b"a\n", b"b\n"),
-        (HYDRA + b"\n" + ADDED + b"b\n", b"", b"b\n"),
-        (b"open", b"open", b""),
-        (b"\na\n", b"\na\n", b""),
-    ],
-)
-def test_what_the_verdict_says_is_left_out(text: bytes, passes: bytes, shown: bytes) -> None:
-    message = EndMessage()
-    assert b"".join(message.add(bytes([each])) for each in text) == passes
-    rest, left_out = message.settle(is_said=True)
-    assert rest == shown
-    assert passes + left_out + shown == text
-    message = EndMessage()
-    assert message.add(text) + message.settle(is_said=False)[0] == text
-
-
-def test_a_rule_waits_for_the_second_one_and_is_released() -> None:
-    message = EndMessage()
-    assert message.add(RULE + b"no end of") == b""
-    assert message.is_open
-    assert message.release() == RULE + b"no end of"
-    assert not message.is_open
-    assert message.add(b" this line\n") == b" this line\n"
-
-
-def test_a_long_text_below_a_rule_passes() -> None:
-    message = EndMessage()
-    assert message.add(RULE + 28 * b"x\n") == b""
-    assert message.add(b"y\n") == RULE + 28 * b"x\n" + b"y\n"
 
 
 # --- the threads that copy ---
@@ -304,10 +234,9 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     shows_end: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     outputs = JobOutput("all", 2, has_prefix=True, shows_end=shows_end)
-    out, err = outputs.copies
-    ours = [os.dup(out.pipe), os.dup(err.pipe)]
-    for copy in outputs.copies:
-        copy.started()
+    ours = [os.dup(pipe) for pipe in outputs.pipes.values()]
+    outputs.begin()
+    outputs.note_failure()
     pairs = [socket.socketpair() for _ in range(3)]
     for (_, theirs), (stream, rank) in zip(pairs, [(1, 0), (2, 1), (1, 1)], strict=True):
         outputs.add(stream, rank, f"host{rank}", theirs)
@@ -339,8 +268,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
 
 def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     outputs = JobOutput("all", 1)
-    for copy in outputs.copies:
-        copy.started()
+    outputs.begin()
     ours, theirs = socket.socketpair()
     outputs.add(1, 0, "a", theirs)
     ours.sendall(FRAME.pack(LONGEST_LINE + (1 << 18)))
@@ -368,72 +296,6 @@ def test_a_status_needs_a_terminal_that_can_move_its_cursor(
     os.close(reader.reader)
 
 
-@pytest.mark.parametrize(("selection", "ranks"), [("all", 1), ("1", 2), ("none", 2)])
-def test_what_the_only_rank_that_is_shown_writes_is_seen_at_once(
-    capfd: pytest.CaptureFixture[str], selection: str, ranks: int
-) -> None:
-    """A bar of progress, whose line stays open."""
-    outputs = JobOutput(selection, ranks)
-    for copy in outputs.copies:
-        copy.started()
-    ours, theirs = socket.socketpair()
-    outputs.add(1, ranks - 1, "a", theirs)
-    ours.sendall(FRAME.pack(4) + b"\r50%")
-    seen, deadline = "", time.monotonic() + 60
-    while not seen and time.monotonic() < deadline:
-        seen = capfd.readouterr().out
-    assert seen == "\r50%"
-    assert outputs.latest == {ranks - 1: b"\r50%"}
-    ours.close()
-    outputs.finish()
-    assert outputs.is_finished(60)
-    outputs.settle(is_said=True)
-
-
-def test_two_ranks_that_are_shown_do_not_write_into_each_others_lines(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    outputs = JobOutput("all", 2)
-    assert outputs.shows_status is False  # stdout and stderr are no terminal here
-    for copy in outputs.copies:
-        copy.started()
-    pairs = [socket.socketpair() for _ in range(2)]
-    for rank, (_, theirs) in enumerate(pairs):
-        outputs.add(1, rank, "a", theirs)
-    pairs[0][0].sendall(FRAME.pack(4) + b"\r50%")
-    seen, deadline = "", time.monotonic() + 60
-    while 0 not in outputs.latest and time.monotonic() < deadline:
-        time.sleep(0.01)
-    pairs[1][0].sendall(FRAME.pack(5) + b"done\n")
-    while "done\n" not in seen and time.monotonic() < deadline:
-        seen += capfd.readouterr().out
-    assert "done" in seen.splitlines()
-    for ours, _ in pairs:
-        ours.close()
-    outputs.finish()
-    assert outputs.is_finished(60)
-    outputs.settle(is_said=True)
-
-
-def filled(file: int, room: int) -> None:
-    """Write to a pipe until it has room for `room` bytes more."""
-    size = fcntl.fcntl(file, fcntl.F_SETPIPE_SZ, 1 << 16)
-    os.write(file, b"." * (size - room))
-
-
-def test_a_long_line_of_the_launcher_waits_for_no_reader(shared: Reader) -> None:
-    """As the stacks of a job that hangs: the event loop has to end the job in time."""
-    target = shared.screen._target
-    assert target is not None
-    filled(target, room=8192)
-    stacks = "x" * 30_000
-    shared.screen.log(stacks)  # with a reader that reads nothing
-    seen = shared.seen()
-    shared.screen.show(Source(0, ZERO), b"done\n")
-    seen += shared.seen()
-    assert seen.strip(b".") == f"mpiddp: {stacks}\n".encode() + ZERO + b"done\n"
-
-
 def test_a_quiet_line_that_ends_so_is_not_repeated(
     shared: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,7 +311,7 @@ def test_a_quiet_line_that_ends_so_is_not_repeated(
 def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    filled(writer, room=0)
+    os.write(writer, b"." * fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 16))
     thread = threading.Thread(target=log.write_all, args=(writer, b"rank 3 failed first\n"))
     thread.start()
     text = b""

@@ -1,6 +1,6 @@
 """The verdict on an attempt, from a record of what happened: who failed first, the sentence, the exit code.
 
-Tests mpiddp/launch/supervise/verdict.py, mpiddp/launch/monitor/ranks.py. No process starts here.
+Tests mpiddp/launch/verdict.py, mpiddp/launch/ranks.py. No process starts here.
 python -m pytest tests/unit/launch/test_verdict.py
 """
 
@@ -12,19 +12,16 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.monitor.hang import stuck_sentences
-from mpiddp.launch.monitor.ranks import Ranks, late_clause, missing_sentence
-from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.verdict import (
+from mpiddp.launch.attempt import Attempt, Event, Phase
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.stacks import missing_sentence, stuck_sentences
+from mpiddp.launch.verdict import (
     FirstFailure,
     History,
     MpirunEnd,
     Stop,
-    StopRecord,
     Verdict,
-    first_failure,
-    host_at_fault,
+    known_cause,
     verdict,
 )
 from mpiddp.protocol.server import Message
@@ -36,7 +33,6 @@ SILENTLY = (
     + OTHERS
 )
 EARLY = "rank 1 on b ended early, with exit code 0 (os._exit). Then "
-NO_STOP = StopRecord()
 RESET = "RuntimeError: [gloo] Connection closed by peer"
 
 
@@ -89,16 +85,15 @@ class Case:
     expected: Verdict
     messages: list[Message] = field(default_factory=list)
     mpirun: tuple[int, str | None] = (1, "")
-    stop: StopRecord = NO_STOP
+    stop: dict[str, Any] = field(default_factory=dict)
     ended_because: str = ""
-    recorded: dict[int, str] = field(default_factory=dict)
     was_ended: bool = False
 
 
 DONE_BY_ALL = from_all("done")
 SAVED = [*from_all("supports_stop"), *from_all("stopped"), *DONE_BY_ALL]
-BY_USER, TO_GROW = StopRecord(Stop.BY_USER), StopRecord(Stop.TO_GROW)
-WHILE_SAVING = StopRecord(Stop.BY_USER, rank_failed=True)
+BY_USER, TO_GROW = {"stop": Stop.BY_USER}, {"stop": Stop.TO_GROW}
+WHILE_SAVING = {"stop": Stop.BY_USER, "failed_in_stop": True}
 
 
 def by_mpirun(sentence: str, code: int = FAILED) -> Verdict:
@@ -155,14 +150,14 @@ CASES = [
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         started(0, 1, 2),
         (-9, ""),
-        stop=StopRecord(Stop.AT_ONCE),
+        stop={"stop": Stop.AT_ONCE},
         was_ended=True,
     ),
     Case(
         "too slow to stop",
         Verdict(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
         [*started(0, 1, 2), lost(1)],
-        stop=StopRecord(Stop.BY_USER, "rank 1 on b was too slow"),
+        stop={"stop": Stop.BY_USER, "limit": "rank 1 on b was too slow"},
     ),
     Case(
         "failed while it saved",
@@ -299,13 +294,6 @@ CASES = [
         [lost(0, 12.0), lost(1, 13.0, silent=True), lost(2, 13.1, silent=True)],
     ),
     Case(
-        "a rank that recorded its error",
-        of_rank(1, f"rank 1 on b failed first: OSError: gone.{OTHERS}"),
-        [lost(1)],
-        (137, "SIGKILL"),
-        recorded={1: "OSError: gone\nmore"},
-    ),
-    Case(
         "a rank that was killed",
         of_rank(1, f"rank 1 on b was killed by SIGKILL.{OTHERS}"),
         [lost(1), lost(0, 1.5)],
@@ -342,11 +330,6 @@ CASES = [
         "a script's error that the command survived for long",
         of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
         [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
-    ),
-    Case(
-        "a rank had no more data, and another one waits for it in a collective",
-        of_rank(0, f"rank 1 on b finished. Then rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
-        [message(1, "done"), failed(0, RESET, at=2.0), message(2, "done", at=3.0)],
     ),
     Case(
         "a bug after another rank has finished",
@@ -415,18 +398,44 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_verdict(case: Case) -> None:
     code, rank_signal = case.mpirun
-    end = MpirunEnd("mpirun", code, rank_signal, case.was_ended)
-    history = History(noted(*case.messages), end, case.stop, case.ended_because, case.recorded)
-    assert verdict(history) == case.expected
+    end = MpirunEnd("mpirun", code, rank_signal is not None, case.was_ended)
+    found = verdict(History(noted(*case.messages), end, case.ended_because, **case.stop))
+    assert end.rank_signal == rank_signal
+    assert found[:4] == case.expected[:4]
+
+
+@pytest.mark.parametrize(
+    ("code", "proves", "messages", "sentence"),
+    [
+        (1, True, [lost(0), lost(1, 1.1), lost(2, 1.1)], "mpirun was ended by SIGINT or SIGHUP"),
+        (130, False, [failed(rank, "KeyboardInterrupt") for rank in range(3)], "ended by SIGINT"),
+        (137, True, [lost(0), lost(1, 1.1), lost(2, 1.1)], "rank 0 on a was killed by SIGKILL."),
+        (1, True, [lost(1), lost(2), lost(0, 2.0)], "rank 1 on b ended first"),  # a daemon's ranks
+    ],
+)
+def test_an_mpirun_that_got_a_signal_is_named(
+    code: int, proves: bool, messages: list[Message], sentence: str
+) -> None:
+    found = verdict(History(noted(*messages), MpirunEnd("mpirun", code, proves)))
+    assert sentence in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("limit", "full"), [(1 << 30, "limit of 1.1 GB"), (None, "its host's memory")]
+)
+def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None:
+    killed = failed(1, "", code=137, traceback="", signal=9, oom_kills=2, memory_limit=limit)
+    found = verdict(History(noted(killed), MpirunEnd("mpirun", 137, True)))
+    cause, host = known_cause(found, {1: ["ValueError: x"]})
+    assert cause.startswith("the kernel has killed 2 processes of rank 1")
+    assert full in cause
+    assert host == ""
 
 
 def test_a_job_of_one_rank_has_no_others() -> None:
     ranks = noted(failed(0, "ValueError: x"), hosts=("a",))
     found = verdict(History(ranks, MpirunEnd("mpirun", 1)))
     assert found.sentence == "rank 0 on a failed first: ValueError: x."
-
-
-LEAVES = [message(0, "claim", 1.0), failed(0, "", 1.0, traceback="")]
 
 
 @pytest.mark.parametrize(
@@ -441,21 +450,14 @@ LEAVES = [message(0, "claim", 1.0), failed(0, "", 1.0, traceback="")]
         ([message(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
-        # The launcher learns of rank 1 after rank 0 has caught the error and leaves.
-        ([*LEAVES, lost(1, 1.01), lost(0, 1.05)], 1),
-        # Only the end of its process lets an mpirun end the others.
-        ([*LEAVES, lost(0, 1.05), lost(1, 1.06)], 0),
-        # A rank that ends by itself because another one has failed waits before.
-        ([*LEAVES, lost(1, 2.0), lost(0, 2.05)], 0),
-        # A script that has failed, in a command that is still ending.
-        ([failed(1, at=1.0, script=True), failed(0, "", 2.0, traceback="")], 1),
-        ([failed(1, at=1.0, script=True), failed(0, "", 40.0, traceback="")], 0),
+        # An mpirun ends the others by SIGTERM.
+        ([failed(0, "", 1.0, traceback="", signal=15), failed(1, at=1.1)], 1),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(
     messages: list[Message], culprit: int
 ) -> None:
-    first = first_failure(noted(*messages))
+    first = verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).first
     assert first is not None
     assert first.rank == culprit
 
@@ -477,7 +479,7 @@ def test_the_first_failure_is_the_cause_of_the_others(
 def test_a_host_is_at_fault_where_its_rank_was_lost_first(
     messages: list[Message], host: str
 ) -> None:
-    assert host_at_fault(History(noted(*messages), MpirunEnd("mpirun", 1))) == host
+    assert verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).host_at_fault == host
 
 
 @pytest.mark.parametrize(("joined", "host"), [((0,), "b"), ((1,), ""), ((), ""), ((0, 1, 2), "")])
@@ -486,7 +488,7 @@ def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
 ) -> None:
     ranks = noted(*(message(rank, "joining") for rank in joined))
     history = History(ranks, MpirunEnd("mpirun", 1), ended_because="too late.")
-    assert host_at_fault(history) == host
+    assert verdict(history).host_at_fault == host
 
 
 # --- the stacks ---
@@ -496,7 +498,7 @@ WORKS = 'thread MainThread:\n  File "/x/train.py", line 3, in main\n    work()\n
 
 
 def stacks(rank: int, step: int, text: str) -> Message:
-    return message(rank, "stacks", step=step, text=text)
+    return message(rank, "stacks", step=step, text=text, cpu_s=0.0, state="S")
 
 
 def test_the_hang_report_names_the_rank_that_is_behind() -> None:
@@ -571,7 +573,7 @@ def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
     ],
 )
 def test_the_ranks_that_exceed_a_limit_of_a_stop(messages: list[Message], clause: str) -> None:
-    assert late_clause(noted(*messages), 30.0) == clause
+    assert noted(*messages).late_clause(30.0) == clause
 
 
 def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> None:

@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
-Tests mpiddp/watch/{ps,top,stacks}.py, mpiddp/launch/monitor/console.py.
+Tests mpiddp/watch/{ps,top,stacks}.py, mpiddp/launch/{console,status}.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.monitor.console import job_facts
-from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
 from mpiddp.watch import jobs, ps
 from mpiddp.watch.jobs import Job

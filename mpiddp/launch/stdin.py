@@ -17,55 +17,42 @@ from mpiddp.protocol.messages import GO, notice_silence
 
 _STDIN = 0
 _CHUNK = 1 << 16  # bytes
-_BACKGROUND_S = 0.5  # until the next look at whose the terminal is
+_BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
 
 class Input:
-    """The stdin of an attempt. A thread copies it to the latest connection."""
+    """The stdin of an attempt, which a thread copies. The next attempt continues where this one stops."""
 
     def __init__(self) -> None:
         self._connection: socket.socket | None = None
 
     def add(self, connection: socket.socket) -> None:
-        """Rank 0 reads this connection. A script that has started itself again brings another."""
-        self.close()
+        """Rank 0 reads this connection."""
         self._connection = connection
         threading.Thread(target=_copy, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
-        """The attempt is over. The next one continues where this one has stopped reading."""
         if self._connection is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._connection.shutdown(socket.SHUT_RDWR)
 
 
 def _copy(connection: socket.socket) -> None:
-    with connection, contextlib.suppress(OSError):  # the rank has ended
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(_STDIN, select.POLLIN)
+    with connection, contextlib.suppress(OSError):  # the rank has ended, or the terminal is gone
         connection.setblocking(True)
         notice_silence(connection, is_read_slowly=True)
         if connection.recv(len(GO)) != GO:
             return
-        while _waits(connection) and (chunk := _read()):
-            connection.sendall(chunk)
-
-
-def _waits(connection: socket.socket) -> bool:
-    """Wait until there is something to read. False once the rank has ended."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    poll.register(_STDIN, select.POLLIN)
-    while connection.fileno() not in (ready := dict(poll.poll())):
-        if _STDIN in ready and not _is_in_background():
-            return True
-        time.sleep(_BACKGROUND_S)
-    return False
-
-
-def _read() -> bytes:
-    try:
-        return os.read(_STDIN, _CHUNK)
-    except OSError:  # a terminal that is gone
-        return b""
+        while connection.fileno() not in dict(poll.poll()):
+            if _is_in_background():
+                time.sleep(_BACKGROUND_S)
+            elif chunk := os.read(_STDIN, _CHUNK):
+                connection.sendall(chunk)
+            else:
+                return
 
 
 def _is_in_background() -> bool:

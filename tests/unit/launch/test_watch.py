@@ -1,7 +1,7 @@
-"""When the launcher looks at the stacks of a quiet job, when the ranks hang, and who is named.
+"""When the launcher asks for the stacks of the ranks, when these hang, and who is a straggler.
 
-Tests mpiddp/launch/monitor/hang.py.
-python -m pytest tests/unit/launch/test_hang_watch.py
+Tests mpiddp/launch/{watch,stacks}.py.
+python -m pytest tests/unit/launch/test_watch.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from mpiddp.launch.monitor.hang import HangWatch, stacks_sentence
-from mpiddp.launch.monitor.places import place_of
-from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.stacks import place_of, places_sentence
+from mpiddp.launch.watch import Watch
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
 
@@ -53,7 +53,7 @@ class Job:
     def __init__(self, ranks: int = 3, timeout_s: float | None = None) -> None:
         self.ranks = Ranks([chr(ord("a") + rank) for rank in range(ranks)])
         self.now = 1000.0
-        self.watch = HangWatch(self.ranks, self.now, timeout_s)
+        self.watch = Watch(self.ranks, self.now, timeout_s)
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
         self.cpu_s = dict.fromkeys(range(ranks), 0.0)
@@ -82,18 +82,19 @@ class Job:
             self.now += passed
             for rank in self.busy:
                 self.cpu_s[rank] += passed
-            if self.watch.is_due(self.now, self.now - self.printed_at):
+            if self.watch.wants_stacks(self.now, self.now - self.printed_at):
                 self.looks += 1
-                self.ranks.forget_stacks()
+                self.ranks.stacks.clear()
                 for rank, frames in self.stacks.items():
                     state = "R" if rank in self.busy else "S"
                     facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
                     self.note(rank, "stacks", **facts)
-                said += " ".join(self.watch.look(self.now))
+                found, are_of_hang = self.watch.judge_stacks(self.now)
+                said += " ".join(found) if are_of_hang else ""
         return said
 
 
-def test_one_rank_holds_the_others_up() -> None:
+def test_one_rank_makes_the_others_wait() -> None:
     job = Job(16)
     job.steps(50, every_s=0.2)
     job.stacks = dict.fromkeys(range(16), ALL_REDUCE) | {11: OPENS}
@@ -297,7 +298,7 @@ def test_ranks_that_are_in_one_place_are_named_together() -> None:
     ranks.note(Message(7, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
     ranks.note(Message(8, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
     ranks.note(Message(0, "done", {}, 1.0))
-    assert stacks_sentence(ranks) == (
+    assert places_sentence(ranks) == (
         "rank 7 on h, rank 8 on i wait in all_reduce (train.py:88); "
         "6 ranks are in load (data.py:40): with open(path) as file; rank 0 on a has finished."
     )
@@ -306,12 +307,12 @@ def test_ranks_that_are_in_one_place_are_named_together() -> None:
 def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     """A rank that answers late, in native code, has made a step since the question."""
     ranks = Ranks(["a"])
-    watch = HangWatch(ranks, 0.0, timeout_s=60.0)
+    watch = Watch(ranks, 0.0, timeout_s=60.0)
     ranks.note(Message(0, "progress", progress(1), 0.0))
-    assert watch.is_due(60.0, 0.0)
+    assert watch.wants_stacks(60.0, 0.0)
     ranks.note(Message(0, "progress", progress(2), 61.0))
-    assert not watch.is_due(61.5, 0.0)
-    assert watch.look(65.0) == []
+    assert not watch.wants_stacks(61.5, 0.0)
+    assert watch.judge_stacks(65.0) == ([], True)
 
 
 EVALUATES = [
@@ -330,7 +331,7 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], s
     job.stacks = dict.fromkeys(range(3), EVALUATES) | dict.fromkeys(waiting, ALL_REDUCE)
     job.busy = {0, 1, 2} - {*waiting}
     assert job.after(280) == ""
-    sentence = stacks_sentence(job.ranks)
+    sentence = places_sentence(job.ranks)
     assert "rank 0 on a" in sentence
     assert "rank 0 on a waits" not in sentence
 

@@ -1,7 +1,7 @@
-"""Which rank holds the others up without using a core: by its data, a disk, a link or a sleep.
+"""Which rank is a straggler without using a core: by its data, a disk, a link or a sleep.
 
-Tests mpiddp/launch/monitor/looks.py.
-python -m pytest tests/unit/launch/test_looks.py
+Tests mpiddp/launch/watch.py.
+python -m pytest tests/unit/launch/test_idle_stragglers.py
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.launch.monitor.looks import LookWatch
-from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.watch import Watch
 from mpiddp.protocol.messages import is_valid
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
-from tests.unit.launch.test_hang_watch import ALL_REDUCE, LOADS, OPENS, Frames, stack
+from tests.unit.launch.test_watch import ALL_REDUCE, LOADS, OPENS, Frames, stack
 
 SLEEPS: Frames = [("/home/me/train.py", 12, "hook", "time.sleep(0.1)")]
 READS: Frames = [
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, ranks: int, seed: int = 1) -> None:
         self.ranks = Ranks([chr(ord("a") + rank) for rank in range(ranks)])
-        self.watch = LookWatch(self.ranks)
+        self.watch = Watch(self.ranks, 100.0)
         self.now, self.step, self.looks = 100.0, 0, 0
         self.random = random.Random(seed)
 
@@ -66,16 +66,16 @@ class Job:
                 for rank in range(self.ranks.world_size):
                     usage = progress(self.step, own_s=self.now * own_s)
                     self.ranks.note(Message(rank, "progress", usage, self.now))
-            if not self.watch.is_due(self.now):
+            if not self.watch.wants_stacks(self.now, 0.0):
                 continue
             self.looks += 1
-            self.ranks.forget_stacks()
+            self.ranks.stacks.clear()
             for rank, share in enumerate(at_work):
                 frames = where if self.random.random() < share else ALL_REDUCE
                 sent = stacks(stack(frames), **facts)
                 assert is_valid("stacks", sent)
                 self.ranks.note(Message(rank, "stacks", sent, self.now))
-            said += self.watch.look(self.now)
+            said += self.watch.judge_stacks(self.now)[0]
         return said
 
 
@@ -94,12 +94,12 @@ def test_a_rank_that_uses_no_core_is_named_once_after_half_a_minute(
     job = Job(4)
     assert job.after(28, [0.05, 1, 0, 0], where, state=state) == []
     (said,) = job.after(2000, [0.05, 1, 0, 0], where, state=state)
-    assert said.startswith("rank 1 on b holds the others up: in ")
+    assert said.startswith("rank 1 on b is a straggler: in ")
     assert said.endswith(f" of 30 looks, it is in {what}")
-    assert job.watch.holder.startswith("rank 1 on b holds the others up: ")
+    assert job.watch.straggler.startswith("rank 1 on b is a straggler: ")
     assert job.looks < 300  # there are rests
     job.after(1, [0, 0, 0, 0], own_s=500.0)  # now the ranks compute
-    assert job.watch.holder == ""
+    assert job.watch.straggler == ""
 
 
 @pytest.mark.parametrize(

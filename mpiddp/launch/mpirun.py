@@ -1,4 +1,4 @@
-"""Start and stop mpirun and every process that it starts on this host, and know what its exit code means.
+"""Start and stop mpirun and all that it starts, and leave nothing behind, here and on the other hosts.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
 mpirun's orphans, so that none of them outlives the job.
@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts import pidfd
 from mpiddp.hosts.facts import with_own_folder
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.processes import (
     adopt_orphans,
     descendants,
@@ -22,13 +24,24 @@ from mpiddp.hosts.processes import (
     signal_all,
     signal_at_parents_end,
 )
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.starters.command import RankStarter, Request
-from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.streams.output import JobOutput
-from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
+from mpiddp.hosts.remote import program_with
+from mpiddp.hosts.ssh import run_on_hosts
+from mpiddp.hosts.transport import Transport
+from mpiddp.launch import log
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.starters.command import Command, RankStarter
+from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.paths import cause_of, new_private_folder, remove_private_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
+from mpiddp.protocol.variables import JOB
+
+ORPHANS_S = 8.0  # for the other hosts to kill what a job has left there
+_LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
+
+_KILL = """
+for pid in sys.modules[{module!r}].kill_marked({mark!r}):
+    print(pid)
+"""
 
 
 class MpirunProcess:
@@ -42,14 +55,7 @@ class MpirunProcess:
         JobFailed: a machine failed.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        output: JobOutput,
-        starter: RankStarter,
-    ) -> None:
-        self.output = output
+    def __init__(self, starter: RankStarter, command: Command, output: JobOutput) -> None:
         self.starter = starter
         self._stop_signal = stop_signal = starter.kind.stop_signal
         self._was_ended = False
@@ -64,19 +70,21 @@ class MpirunProcess:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
         try:
+            for path, text in command.files.items():
+                Path(path).write_text(text)
             self._process = subprocess.Popen(
-                argv,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.streams.input`
-                stdout=output.copies[0].pipe,
-                stderr=output.copies[1].pipe,
+                command.argv,
+                env={**with_own_folder(starter.program, os.environ), **command.settings},
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.stdin`
+                stdout=output.pipes[1],
+                stderr=output.pipes[2],
                 start_new_session=True,
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
-            raise cause_of(error)(f"cannot start {argv[0]}: {error.strerror}.") from None
-        for copy in output.copies:
-            copy.started()
+            output.discard()
+            raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
+        output.begin()
 
     @property
     def code(self) -> int | None:
@@ -86,9 +94,8 @@ class MpirunProcess:
     @property
     def end(self) -> MpirunEnd:
         """How it ended, once it has."""
-        code = self._process.returncode
-        name = self.starter.program.name
-        return MpirunEnd(name, code, _rank_signal(self.starter, code), self._was_ended)
+        kind, code = self.starter.kind, self._process.returncode
+        return MpirunEnd(self.starter.program.name, code, kind.proves_signals, self._was_ended)
 
     def reap_adopted(self) -> None:
         """Collect the adopted orphans that have ended.
@@ -116,7 +123,7 @@ class MpirunProcess:
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too.
 
-        The ranks' output processes end by themselves, once they have sent what the ranks wrote.
+        The ranks' agents end by themselves, once they have sent what the ranks wrote.
         """
         self._was_ended = True
         signal_all(self._left, signal.SIGKILL)
@@ -130,18 +137,18 @@ class MpirunProcess:
         return self._left()
 
     @property
-    def has_output_processes(self) -> bool:
-        """Whether an output process of a rank still runs on this host."""
-        return bool(self._output_processes())
+    def has_agents(self) -> bool:
+        """Whether an agent of a rank still runs on this host."""
+        return bool(self._agents())
 
-    def kill_output_processes(self) -> None:
-        signal_all(self._output_processes, signal.SIGKILL)
+    def kill_agents(self) -> None:
+        signal_all(self._agents, signal.SIGKILL)
 
     def _left(self) -> list[int]:
-        """The job's processes on this host, without the ranks' output processes."""
+        """The job's processes on this host, without the ranks' agents, which may have output to send."""
         return [pid for pid, name in self._found().items() if name != OUTPUT_PROCESS]
 
-    def _output_processes(self) -> list[int]:
+    def _agents(self) -> list[int]:
         return [pid for pid, name in self._found().items() if name == OUTPUT_PROCESS]
 
     def _found(self) -> dict[int, str]:
@@ -149,67 +156,53 @@ class MpirunProcess:
 
 
 @contextmanager
-def started(
-    starter: RankStarter, request: Request, options: LaunchOptions
-) -> Iterator[MpirunProcess]:
-    """A running mpirun. Its private folder, if it needs one, lasts as long as the body.
+def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
+    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts.
 
     Raises:
-        UserError: mpirun cannot be started with these arguments.
-        JobFailed: a machine failed.
+        UserError, JobFailed: it cannot be made.
     """
-    has_session = needs_own_session(starter, request)
-    has_files = bool(starter.compose(request).files)
-    with _private_folder(needed=has_session or has_files) as folder:
-        command = starter.compose(request._replace(scratch=folder))
-        with _files_of_mpirun():
-            command.write_files()
-        env = {**with_own_folder(starter.program, os.environ), **command.settings}
-        if has_session:
-            env[starter.kind.session_folder] = folder
-        shown = options
-        output = JobOutput(
-            shown.log_ranks,
-            request.world_size,
-            has_prefix=shown.has_prefix(request.world_size),
-            shows_end=options.verbose,
-        )
-        try:
-            mpirun = MpirunProcess(command.argv, env, output, starter)
-        except (UserError, JobFailed):
-            output.discard()
-            raise
-        yield mpirun
-
-
-@contextmanager
-def _private_folder(needed: bool) -> Iterator[str]:
-    if not needed:
-        yield "."
-        return
+    parent = env.get("TMPDIR", "")
     # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
-    parent = os.environ.get("TMPDIR", "")
-    if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
+    is_fit = " " not in parent and len(parent) < _LONGEST_PARENT and parent.startswith("/")
+    if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
-    with _files_of_mpirun():
-        folder = new_private_folder(Path(parent).absolute())
     try:
-        yield str(folder)
+        folder = new_private_folder(Path(parent))
+    except OSError as error:
+        raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
+    try:
+        yield folder
     finally:
         remove_private_folder(folder)
 
 
-@contextmanager
-def _files_of_mpirun() -> Iterator[None]:
-    """Raise UserError or JobFailed if the body cannot write them."""
-    try:
-        yield
-    except OSError as error:
-        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None
+def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:
+    """Kill the remaining processes of `job` on all other hosts at once, and log how many there were.
+
+    A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
+    were started with the job's id in their environment are killed.
+
+    Args:
+        python: an interpreter that every host has.
+    """
+    others = [host for host in hosts if not is_this_host(host.name)]
+    if not transport.is_installed:
+        return
+    answers = run_on_hosts(
+        others, python, remote_program(job), timeout_s=ORPHANS_S, transport=transport
+    )
+    for host, answer in answers.items():
+        if answer.exit_code != 0:
+            log.info(
+                f"{host.name} cannot be reached, so no leftover process was killed there; "
+                "its ranks end by themselves."
+            )
+        elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
+            log.info(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
 
 
-def _rank_signal(starter: RankStarter, code: int) -> str | None:
-    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous."""
-    if not starter.kind.proves_signals:
-        return None
-    return signal_name(code - 128) if code - 128 in signal.valid_signals() else ""
+def remote_program(job: str) -> str:
+    """The program that kills the processes of `job` on its host, and prints their pids."""
+    mark = f"{JOB}={job}".encode()
+    return program_with((pidfd,), _KILL.format(module=pidfd.__name__, mark=mark))

@@ -1,0 +1,747 @@
+"""One attempt at a job: start its mpirun, react to events until nothing of it is left, and judge.
+
+`Attempt._TABLE`, at the end, is the whole state machine. The loop waits for sockets, signals and timers, and
+uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
+from mpiddp.hosts.names import is_this_host
+from mpiddp.launch import log
+from mpiddp.launch.console import Console, Listener
+from mpiddp.launch.control import ControlServer
+from mpiddp.launch.events import STOP_SIGNALS, SignalQueue, TimedSelector
+from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.grow import HostSearch
+from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
+from mpiddp.launch.stacks import missing_sentence, places_sentence
+from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.status import job_facts, status_lines
+from mpiddp.launch.stdin import Input
+from mpiddp.launch.verdict import FirstFailure, History, Stop, known_cause, verdict
+from mpiddp.launch.watch import Watch
+from mpiddp.protocol.messages import HANDED_OVER, INPUT
+from mpiddp.protocol.server import Message
+from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT, SECRET
+from mpiddp.protocol.viewers import STACKS
+
+# Time limits for:
+START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
+SPREAD_S = 3.0  # a failure to reach all ranks by itself
+END_S = 2.0  # ranks to end after an "end" message
+STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
+EXIT_S = 10.0  # mpirun to end once no rank is left
+SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
+ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
+SILENCE_S = 1.0  # a host to acknowledge a message
+OUTPUT_S = 5.0  # output that neither continues nor ends
+KILLED_S = 0.5  # the last lines of a job that a second signal has killed
+
+CHECK_S = 1.0  # between two looks at the ranks' steps, or at their saves
+_LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
+
+
+class Phase(Enum):
+    """What the ranks are doing. An attempt only moves on, never back."""
+
+    STARTING = 0  # none has started
+    JOINING = 1  # some have not joined the job
+    RUNNING = 2  # all have joined. With `--grow` they may be asked to stop after their present step
+    STOPPING = 3  # the user has asked them to stop
+    SAVING = 4  # they have made their last step, and save
+    ENDING = 5  # they are being ended
+
+
+class Event(Enum):
+    """What the ranks, the user and the clock do."""
+
+    STARTED = auto()  # a rank has started
+    FIRST_JOINED = auto()
+    ALL_JOINED = auto()
+    LAST_STEP = auto()  # a rank has made its last step before a stop
+    FAILED = auto()  # a rank has failed, or its connection has ended
+    HOST_LOST = auto()  # a rank's host has stopped answering
+    ALL_DONE = auto()  # every rank has reported success
+    ALL_LEFT = auto()  # no rank is connected any more
+    STOP = auto()  # the user's first request
+    SECOND_STOP = auto()
+    HOST_FOUND = auto()  # it can join the job
+    START_TIMEOUT = auto()
+    START_STACKS = auto()  # the stacks are there, for a sentence about ranks of which none joins
+    JOIN_TIMEOUT = auto()
+    JOIN_STACKS = auto()  # the stacks are there, for the report of the ranks that have not joined
+    SEE_STEPS = auto()
+    WATCH_STACKS = auto()  # the stacks are there, for the watch
+    VIEW_STACKS = auto()  # the stacks are there, for viewers alone
+    STACKS_LATE = auto()
+    STACKS_OVER = auto()
+    SEE_GRACE = auto()
+    UNREAD = auto()  # the ranks have stopped, and nobody may read their last output
+    END_RANKS = auto()
+    END_MPIRUN = auto()
+    KILL = auto()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an attempt gets from its job.
+
+    Args:
+        stop_at: when --stop-after is over, in time.monotonic()'s seconds.
+        exchange: of the function that every rank runs, if the job is no script.
+        search: for hosts that can join; None without `--grow`.
+        console: for viewers, see `mpiddp top`.
+        settings: more variables for the ranks.
+    """
+
+    options: LaunchOptions
+    stop_at: float = float("inf")
+    exchange: Exchange = field(default_factory=Exchange)
+    search: HostSearch | None = None
+    console: Console = field(default_factory=Console)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+class Outcome(NamedTuple):
+    """The launcher's exit code, the sentence that explains it, and how the job resumes.
+
+    Args:
+        first: None unless a rank is known to be the first that failed.
+        stop: who has requested a stop of the ranks.
+        announcement: what the ranks have announced.
+        has_started: a rank has reported. made_steps: a rank has made a step.
+        known_cause: a sentence to print below `sentence`.
+        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
+        slow_hosts: those of stragglers, and their part of the others' speed.
+    """
+
+    code: int
+    sentence: str = ""
+    first: FirstFailure | None = None
+    stop: Stop = Stop.NONE
+    announcement: Announcement = NOTHING_ANNOUNCED
+    has_started: bool = False
+    made_steps: bool = False
+    known_cause: str = ""
+    host_at_fault: str = ""
+    slow_hosts: Mapping[str, float] = MappingProxyType({})
+
+    def log(self) -> None:
+        """Print the verdict, and the known cause below it."""
+        say = log.info if self.code in (DONE, STOPPED) else log.error
+        for sentence in (self.sentence, self.known_cause):
+            if sentence:
+                say(sentence)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same command resumes the job."""
+        is_announced = bool(self.announcement.resume_args)
+        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
+
+
+def run_attempt(
+    terms: Terms, starter: RankStarter, request: Request, signals: SignalQueue
+) -> Outcome:
+    """Run the job to its end, and leave no process of it on any host that can be reached.
+
+    Args:
+        signals: the first requests a stop of the ranks. The second kills all processes of the job on this
+            host, and its daemons on other hosts then end too.
+
+    Raises:
+        UserError: mpirun cannot be started with this request.
+        JobFailed: it cannot be started, because a machine failed.
+    """
+    options, job = terms.options, os.urandom(8).hex()
+    ranks = Ranks(request.names_of_ranks)
+    has_scheduler = starter.kind.has_scheduler
+    with ExitStack() as stack:
+        selector = stack.enter_context(TimedSelector())
+        stack.enter_context(terms.console.attending(selector))
+        folder = stack.enter_context(private_folder(os.environ))
+        is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
+        # A container may have a /tmp of its own, without this launcher's socket.
+        has_path = is_local and not has_scheduler and not request.is_command
+        where = folder / "control" if has_path else request.network.control_address
+        server = ControlServer(where, ranks.world_size, selector)
+        stack.enter_context(closing(server))
+        terms.exchange.begin(server.settings[SECRET], ranks.world_size)
+        own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
+        variables = {**request.variables, **terms.settings, **own}
+        request = request._replace(variables=variables, scratch=str(folder))
+        output = JobOutput(
+            options.log_ranks,
+            ranks.world_size,
+            has_prefix=options.has_prefix(ranks.world_size),
+            shows_end=options.verbose,
+        )
+        mpirun = MpirunProcess(starter, starter.compose(request), output)
+        attempt = Attempt(terms, ranks, server, mpirun, output, signals)
+        attempt.run()
+        found = verdict(attempt.history)
+        printed: Mapping[int, list[str]] = {}
+        if output.is_finished(
+            0.0
+        ):  # else a terminal is stopped, and a second signal ended the wait
+            printed = output.last_errors
+            _keep(output.settle(is_said=found.is_complete), options.log_dir)
+        cause, at_fault = known_cause(found, printed)
+    if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
+        left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
+        kill_orphans(left, job, request.job[0], request.hosts.transport)
+    return Outcome(
+        found.code,
+        found.sentence,
+        found.first,
+        attempt.stop,
+        ranks.announcement,
+        bool(ranks.started),
+        bool(ranks.steps),
+        cause,
+        at_fault,
+        attempt.watch.slow_hosts,
+    )
+
+
+def _keep(left_out: bytes, log_dir: str | None) -> None:
+    """Write what mpirun has said, and what is not shown, into the folder of --log-dir."""
+    if not left_out or log_dir is None:
+        return
+    path = Path(log_dir, "mpirun.log")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(left_out)
+    except OSError as error:
+        log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
+
+
+Action = Callable[["Attempt"], None] | None
+__ = None
+
+
+class Attempt:
+    """An attempt whose mpirun has just started: its state, and its loop."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        ranks: Ranks,
+        server: ControlServer,
+        mpirun: MpirunProcess,
+        output: JobOutput,
+        signals: SignalQueue,
+    ) -> None:
+        self._terms = terms
+        self._options = terms.options
+        self.ranks = ranks
+        self._server = server
+        self._mpirun = mpirun
+        self._output = output
+        self._signals = signals
+        self._input = Input()
+        self._timers = server.selector
+        self._phase = Phase.STARTING
+        self.stop = Stop.NONE
+        # The stop before the job began to end: a request that came after a failure explains nothing.
+        self._judged_stop: Stop | None = None
+        self._stop_at = terms.stop_at
+        self._stop_reason = ""
+        self._stopping_since = 0.0
+        self._limit = ""  # the time limit of a stop that the ranks exceeded
+        self._failed_in_stop = False
+        self._ended_because = (
+            ""  # the reason, if this launcher has ended the job as one that failed
+        )
+        self._join_timeout_s = 0.0
+        self._wanted: Event | None = None  # what the stacks are for that are on their way
+        self._mute: set[int] = (
+            set()
+        )  # the ranks that have been asked for them and have not answered
+        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+        self._found = ""  # a host that can join, and how
+        self._said: set[str] = set()
+        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self._options.timeout_s or 0))
+        if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
+            self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
+
+    @property
+    def history(self) -> History:
+        return History(
+            self.ranks,
+            self._mpirun.end,
+            self._ended_because,
+            self.stop if self._judged_stop is None else self._judged_stop,
+            self._limit,
+            self._failed_in_stop,
+        )
+
+    # --- the loop ---
+
+    def run(self) -> None:
+        """Wait and act until no process of the job is left here, and all its output is copied."""
+        self._timers.register(self._signals, selectors.EVENT_READ, self._signals)
+        if self._terms.search is not None:
+            self._timers.register(self._terms.search, selectors.EVENT_READ, self._terms.search)
+        with closing(self._input):
+            while self._mpirun.code is None:
+                self._wait()
+            self._receive_last_messages()
+            if left := self._mpirun.end_orphans(0.0 if self._is_killed else ORPHANS_S):
+                processes = ", ".join(map(str, left))
+                self._log(
+                    f"processes {processes} cannot be killed: they are blocked in the kernel.",
+                    is_error=True,
+                )
+            self._receive_last_output()
+            self._mpirun.reap_adopted()
+
+    @property
+    def _is_killed(self) -> bool:
+        """Whether a second signal asks for an end at once."""
+        return self.stop is Stop.AT_ONCE
+
+    def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
+        """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
+        until = min(self._timers.next_at, self._stop_at, self._server.next_deadline)
+        wait_s = min(at_most_s, max(0.0, until - time.monotonic()))
+        ready = [key.data for key, _ in self._timers.select(wait_s)]
+        for data in ready:
+            if data is self._terms.search and self._terms.search is not None:
+                self._found = self._terms.search.found()
+                self.on(Event.HOST_FOUND)
+            elif isinstance(data, Listener):
+                self._accept_viewer(data)
+            elif data is not self._signals:
+                for message in self._server.receive(data):
+                    self._take(message)
+        self._server.expire()
+        # After the messages, which the signal's sender may have reacted to.
+        for number in self._signals.receive() if self._signals in ready else ():
+            if number in STOP_SIGNALS:
+                self.on_signal(number)
+            else:
+                self._mpirun.reap_adopted()
+        if self._stop_at <= time.monotonic():
+            self._stop_at = float("inf")
+            self.request_stop("--stop-after")
+        for event in self._timers.due():
+            self.on(event)
+
+    def _take(self, message: Message) -> None:
+        if message.kind == "output":
+            self._output.add(rank=message.rank, **message.facts)
+        elif message.kind == INPUT:
+            self._input.add(message.facts["connection"])
+        elif message.kind in HANDED_OVER:
+            self._terms.exchange.add(message.rank, message.kind, **message.facts)
+        elif message.kind == "full":
+            self._end_job(
+                f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each rank "
+                "(ulimit -n)."
+            )
+        else:
+            self.on_message(message)
+
+    def _receive_last_messages(self) -> None:
+        """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
+        deadline = time.monotonic() + SILENCE_S
+        self._server.end_all(code=1)
+        while self._server.has_ranks and time.monotonic() < deadline:
+            self._wait(max(0.0, deadline - time.monotonic()))
+        for message in self._server.drop_silent_hosts():
+            self.ranks.note(message)
+
+    def _receive_last_output(self) -> None:
+        """Copy the rest of the output.
+
+        A second signal ends the wait for a terminal that is stopped, and so does a stop after some time. That
+        of a silent host, and of a rank that does not end, is not waited for.
+        """
+        self._timers.clear_timers()
+        ranks, began_at, late = self.ranks, time.monotonic(), ""
+        while True:
+            limit_s = KILLED_S if self._is_killed else OUTPUT_S if self.stop else float("inf")
+            stuck, silent = self._server.connected, ranks.silent_hosts
+            open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
+            late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
+            late = late or ("a rank" if self._mpirun.has_agents else "")
+            if not late or time.monotonic() > began_at + limit_s:
+                break
+            if self._output.idle_s > OUTPUT_S:
+                self._log(
+                    f"the last output of {late} has not arrived; it may be missing here.",
+                    is_error=True,
+                )
+                break
+            self._wait(0.02)
+        if late:
+            self._mpirun.kill_agents()
+        self._output.finish()
+        while not self._output.is_finished(0.05) and not self._is_killed:
+            if self.stop and time.monotonic() > began_at + OUTPUT_S:
+                return
+            self._wait(0.05)
+
+    # --- events ---
+
+    def on(self, event: Event) -> None:
+        """React to an event as `_TABLE` says."""
+        if action := self._TABLE[event][self._phase.value]:
+            action(self)
+        if self._phase.value > Phase.RUNNING.value:
+            self._output.show_status([])
+
+    def on_signal(self, number: int) -> None:
+        if self.stop < Stop.BY_USER:
+            self.request_stop(signal.Signals(number).name)
+        elif number != signal.SIGHUP:  # a closing terminal may send two
+            self.on(Event.SECOND_STOP)
+
+    def request_stop(self, reason: str) -> None:
+        """The user requests a stop, unless this has happened before."""
+        if self.stop < Stop.BY_USER:
+            if self._phase is Phase.ENDING:
+                self._judged_stop = self.stop
+            self.stop, self._stop_reason = Stop.BY_USER, reason
+            self.on(Event.STOP)
+
+    def on_message(self, message: Message) -> None:
+        """React to a message of a rank."""
+        ranks = self.ranks
+        ranks.note(message)
+        match message.kind:
+            case "started":
+                self.on(Event.STARTED)
+                if self.stop is Stop.BY_USER:
+                    self._server.request_stop(message.rank)
+            case "mpi_init" if not ranks.joining:  # MPI waits for all ranks
+                if not message.facts["active"]:
+                    self._timers.cancel(Event.JOIN_TIMEOUT)
+                elif len(ranks.in_mpi_init) == 1:
+                    self._join_timeout_s = self._options.timeout_s or JOIN_TIMEOUT_S
+                    self.on(Event.FIRST_JOINED)
+            case "joining":
+                self._join_timeout_s = message.facts["timeout_s"]
+                if len(ranks.joining) == 1:
+                    self.on(Event.FIRST_JOINED)
+                if len(ranks.joining) == ranks.world_size:
+                    self.on(Event.ALL_JOINED)
+            case "stopped":
+                self.on(Event.LAST_STEP)
+            case "progress":
+                self._server.confirm(message)
+            case "failed" | "lost" if message.rank in ranks.failures:
+                self._output.note_failure()
+                self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
+            case "done" | "exited" | "failed" if ranks.all_done:
+                self.on(Event.ALL_DONE)
+        # Of a script, only an early exit is the rank's end.
+        ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
+        if message.kind in ends:
+            self._mute.discard(message.rank)
+            self._report_complete_stacks()
+        if ranks.done and not self._server.has_ranks:
+            self.on(Event.ALL_LEFT)
+
+    def _log(self, sentence: str, *, is_error: bool = False) -> None:
+        """Print a sentence, at most once in an attempt."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._output.log(sentence, is_error=is_error)
+
+    # --- stacks: one collection at a time ---
+
+    def _collect(self, event: Event) -> None:
+        """Let `event` happen when every rank has sent its stacks, or the time is over.
+
+        Viewers wait for any collection. Of two others, the later event happens.
+        """
+        if self._wanted is not None:
+            self._wanted = self._wanted if event is Event.VIEW_STACKS else event
+            return
+        self._wanted = event
+        self.ranks.stacks.clear()
+        self._server.request_stacks()
+        self._mute = self._server.connected - self.ranks.done.keys()
+        self._timers.after(STACKS_S, Event.STACKS_LATE)
+        self._timers.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
+        self._report_complete_stacks()
+
+    def _interrupt(self) -> None:
+        """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
+        is_guess = self._wanted is Event.WATCH_STACKS and self._options.hang_timeout_s is None
+        if not is_guess and self._wanted is not Event.VIEW_STACKS:
+            for rank in self._mute & self._server.connected:
+                self._server.interrupt(rank)
+
+    def _report_complete_stacks(self) -> None:
+        if self._wanted is not None and not self._mute:
+            self._report_stacks()
+
+    def _report_stacks(self) -> None:
+        self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
+        event, self._wanted = self._wanted, None
+        stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
+        self._terms.console.answer_all({"sentence": places_sentence(self.ranks), "stacks": stacks})
+        if event is not None:
+            self.on(event)
+
+    def _accept_viewer(self, listener: Listener) -> None:
+        """A viewer wants the state of the job, or the stacks of its ranks."""
+        console = self._terms.console
+        viewer = console.accept(listener, self._timers)
+        if viewer is None:
+            return
+        if listener.kind == STACKS:
+            console.let_wait(viewer)
+            self._collect(Event.VIEW_STACKS)
+            return
+        facts = job_facts(self.ranks, self._output.latest.copy(), time.monotonic())
+        if straggler := self.watch.straggler:
+            facts["straggler"] = straggler
+        console.answer(viewer, {**facts, "phase": self._phase.name.lower()})
+
+    # --- starting, joining ---
+
+    def _join(self) -> None:
+        self._phase = Phase.JOINING
+        self._timers.cancel(Event.START_TIMEOUT)
+        self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
+
+    def _end_unstarted(self) -> None:
+        """mpirun hangs, and no other limit would end it."""
+        self._end_job(
+            f"no rank has started in {self._start_timeout_s:g} s: mpirun or one of its ssh logins "
+            "hangs. If a start takes that long, raise --timeout."
+        )
+
+    def _ask_stacks_of_start(self) -> None:
+        """All ranks may import torch from a file system that is away, or is only slow."""
+        if not self.ranks.joining:
+            self._collect(Event.START_STACKS)
+
+    def _report_late_start(self) -> None:
+        self._log(missing_sentence(self.ranks, self._start_timeout_s))
+
+    def _await_rest(self) -> None:
+        self._timers.cancel(Event.JOIN_TIMEOUT)
+        self._timers.after(self._join_timeout_s, Event.JOIN_TIMEOUT)
+
+    def _ask_stacks_of_missing(self) -> None:
+        self._collect(Event.JOIN_STACKS)
+
+    def _end_not_joined(self) -> None:
+        self._end_job(missing_sentence(self.ranks, self._join_timeout_s))
+
+    def _run_on(self) -> None:
+        self._phase = Phase.RUNNING
+        self._see_steps()
+        if self._terms.search is not None:
+            self._terms.search.begin()
+
+    # --- running ---
+
+    def _see_steps(self) -> None:
+        """Look at the running job, and at its stacks if the watch wants them."""
+        if self.ranks.all_done:
+            return
+        now, watch, output = time.monotonic(), self.watch, self._output
+        for sentence in watch.judge_steps(now):
+            self._log(sentence)
+        if watch.wants_stacks(now, output.idle_s):
+            self._collect(Event.WATCH_STACKS)
+        if output.shows_status:
+            attempt = self._terms.console.attempts
+            output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
+        longest = min(CHECK_S, self._options.hang_timeout_s or CHECK_S)
+        # At random moments, which fall on all parts of a step.
+        self._timers.after(random.uniform(longest / 2, longest), Event.SEE_STEPS)
+
+    def _judge_stacks(self) -> None:
+        """Say who hangs, or who is a straggler. With --hang-timeout, a hang ends the job."""
+        if self.ranks.all_done:
+            return
+        sentences, are_of_hang = self.watch.judge_stacks(time.monotonic())
+        for sentence in sentences:
+            self._log(sentence, is_error=are_of_hang)
+        if sentences and are_of_hang and self._options.hang_timeout_s is not None:
+            self._end_job("the job hung and was stopped.")
+
+    def _grow(self) -> None:
+        """Stop all ranks after their present steps, however long these take, unless work would be lost."""
+        most = self.ranks.announcement.max_ranks
+        is_full = most is not None and self.ranks.world_size >= most
+        is_last_interval = self._terms.stop_at - time.monotonic() < (self._options.grow_s or 0.0)
+        if self.stop or self.ranks.done or is_full or is_last_interval:
+            return
+        if why_not := self.ranks.why_not_resumable:
+            self._log(f"{self._found}, but {why_not}, so the job continues without a restart.")
+            return
+        self._log(f"{self._found}: stopping to restart.")
+        self.stop = Stop.TO_GROW
+        self._ask_to_stop()
+
+    # --- stopping, saving ---
+
+    def _ask_all(self) -> None:
+        """The user's first request: stop all ranks, within the time limits."""
+        if not self._server.has_ranks:
+            self._end_mpirun()
+            return
+        self._ask_to_stop()
+        self._begin_grace()
+        if self._phase is not Phase.SAVING:  # to grow
+            self._phase = Phase.STOPPING
+        if self.ranks.all_done:
+            self._await_reader()
+        if self.ranks.supports_stop:
+            self._log(
+                f"{self._stop_reason}: the ranks are saving and stopping; another signal kills them at once."
+            )
+
+    def _ask_to_stop(self) -> None:
+        for rank in self._server.connected:
+            self._server.request_stop(rank)
+
+    def _begin_grace(self) -> None:
+        self._stopping_since = time.monotonic()
+        self._timers.cancel(Event.SEE_GRACE)
+        self._timers.after(self._options.grace_s, Event.SEE_GRACE)
+
+    def _save(self) -> None:
+        self._phase = Phase.SAVING
+
+    def _save_grown(self) -> None:
+        if self.stop is Stop.TO_GROW:
+            self._begin_grace()  # the others are in the same step
+            self._save()
+
+    def _see_grace(self) -> None:
+        """End the ranks that have not stopped in time. A rank that saves has longer."""
+        grace_s, now, ranks = self._options.grace_s, time.monotonic(), self.ranks
+        since_stop = now - self._stopping_since
+        since_save = now - max(ranks.last_saved_at, self._stopping_since)
+        saving = sorted(ranks.saving)
+        if saving and since_stop < SAVE_GRACE_S:
+            if self._stop_reason not in self._said:  # who saves may change, and is said once
+                self._said.add(self._stop_reason)
+                self._log(
+                    f"{ranks.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
+                    f"waiting for at most {SAVE_GRACE_S:g} s."
+                )
+            self._timers.after(min(CHECK_S, SAVE_GRACE_S - since_stop), Event.SEE_GRACE)
+        elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
+            self._timers.after(grace_s - since_save, Event.SEE_GRACE)
+        elif ranks.all_done:  # only their output is left
+            self._output.give_up()
+        else:
+            self._limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
+            if self.stop is Stop.BY_USER:
+                self._end_mpirun()
+            else:
+                self._end_job(f"{self._limit}.")
+
+    def _await_reader(self) -> None:
+        """All ranks have stopped: what they have printed last has some seconds to be read."""
+        self._timers.cancel(Event.UNREAD)
+        self._timers.after(OUTPUT_S, Event.UNREAD)
+
+    def _give_up_output(self) -> None:
+        """Nobody reads the launcher's output, so the ranks' agents cannot end."""
+        self._output.give_up()
+
+    # --- ending ---
+
+    def _spread(self) -> None:
+        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
+        self._fail(SPREAD_S)
+
+    def _end_soon(self) -> None:
+        """Only this process notices a host that has stopped answering."""
+        self._fail(0.0)
+
+    def _fail(self, spread_s: float) -> None:
+        self._failed_in_stop = self.stop is Stop.BY_USER
+        self._phase = Phase.ENDING
+        self._timers.after(spread_s, Event.END_RANKS)
+        self._timers.after(spread_s + 1.0, Event.END_MPIRUN)
+
+    def _await_exit(self) -> None:
+        self._timers.after(EXIT_S, Event.END_MPIRUN)
+
+    def _end_job(self, reason: str) -> None:
+        self._ended_because = reason
+        self._phase = Phase.ENDING
+        self._end_ranks()
+        self._timers.after(END_S, Event.END_MPIRUN)
+
+    def _end_ranks(self) -> None:
+        self._server.end_all(code=1)
+
+    def _end_mpirun(self) -> None:
+        self._phase = Phase.ENDING
+        self._timers.cancel(Event.END_MPIRUN)
+        self._mpirun.stop()
+        # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
+        self._timers.after(STOP_S, Event.KILL)
+
+    def _kill(self) -> None:
+        self._mpirun.kill_all()
+
+    def _kill_now(self) -> None:
+        self.stop = Stop.AT_ONCE
+        self._phase = Phase.ENDING
+        self._kill()
+
+    # What each event does in each phase, and "__" for nothing.
+    # fmt: off
+    _TABLE: ClassVar[dict[Event, tuple[Action, ...]]] = {
+        #                     STARTING     JOINING      RUNNING      STOPPING     SAVING       ENDING
+        Event.STARTED:       (_join,       __,          __,          __,          __,          __),
+        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __,          __),
+        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __,          __),
+        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
+        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
+        Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
+        Event.ALL_DONE:      (__,          __,          __,          _await_reader, _await_reader, __),
+        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
+        Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
+        Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
+        Event.SECOND_STOP:   (_kill_now,) * len(Phase),
+        # Timers, and what the stacks that one of them has requested are for:
+        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __,          __),
+        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __,          __),
+        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __,      __),
+        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __,          __),
+        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
+        Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __,          __),
+        Event.VIEW_STACKS:   (__,) * len(Phase),
+        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
+        Event.STACKS_OVER:   (_report_stacks,) * len(Phase),
+        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
+        Event.UNREAD:        (__,          __,          __,          _give_up_output, _give_up_output, __),
+        Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
+        Event.END_MPIRUN:    (_end_mpirun,) * len(Phase),
+        Event.KILL:          (__,          __,          __,          __,          __,          _kill),
+    }
+    # fmt: on

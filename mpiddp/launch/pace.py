@@ -1,0 +1,185 @@
+"""How fast each rank makes its steps, and which one is a straggler: its own work makes the others wait.
+
+A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
+The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
+NCCL use their core meanwhile, so all their own times are equal, and none is named.
+
+`mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
+A sharded model, or synchronized BatchNorm, waits in every phase, so what these ranks tell does not count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from mpiddp.text import percentile
+
+WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
+CHRONIC = 3  # windows in a row that name the same rank
+FACTOR, FACTOR_OF_SEVERAL = 1.3, 2.0  # of the others' own time
+_MOST_LATE = 2 / 3  # of all ranks
+_LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
+_MOST_SPREAD = 1.2  # of the times of a step: ranks that differ more do not wait for each other
+
+
+class StepTime(NamedTuple):
+    """The mean seconds of a rank's latest steps. `cpu_s` is that of all its threads."""
+
+    step_s: float
+    own_s: float
+    cpu_s: float
+
+
+class _Sample(NamedTuple):
+    """The totals of a rank's thread and of its process, at the time of a step."""
+
+    at: float
+    step: int
+    own_s: float
+    cpu_s: float
+
+
+class Pace:
+    """The latest steps of one rank.
+
+    Attributes:
+        memory: of the process, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.memory = 0
+        self._samples: deque[_Sample] = deque()
+        self._phases: Mapping[str, float] = {}  # totals of the latest report of them
+        self._own_s: float | None = None  # of a step, by the latest two reports of phases
+
+    def add(self, at: float, facts: Mapping[str, Any]) -> None:
+        """The rank has reported a step, a message "progress"."""
+        self.memory = facts["memory"]
+        new, samples = _Sample(at, facts["step"], facts["own_s"], facts["cpu_s"]), self._samples
+        if samples and (new.step <= samples[-1].step or new.own_s < samples[-1].own_s):
+            samples.clear()  # the script has begun anew, or another thread makes the steps now
+        samples.append(new)
+        while len(samples) > 2 and samples[1].at <= at - WINDOW_S:
+            samples.popleft()
+        phases = facts.get("phases", {})
+        if phases.get("waiting"):
+            before, self._phases = self._phases, phases
+            if (steps := phases["steps"] - before.get("steps", 0)) > 0:
+                own = phases.keys() - {"waiting", "steps"}
+                self._own_s = sum(phases[name] - before.get(name, 0.0) for name in own) / steps
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
+        first, last = self._samples[0], self._samples[-1]
+        if last.at <= first.at:
+            return None
+        steps = last.step - first.step
+        own_s = (last.own_s - first.own_s) / steps if self._own_s is None else self._own_s
+        return StepTime((last.at - first.at) / steps, own_s, (last.cpu_s - first.cpu_s) / steps)
+
+
+class Straggler(NamedTuple):
+    """The ranks that make the others wait, the slowest first, its seconds in a step, the others' median."""
+
+    ranks: tuple[int, ...]
+    time: StepTime
+    others_s: float
+
+    def sentence(self, names: str) -> str:
+        """The ranks are `names`."""
+        times = self.time.own_s / max(self.others_s, 1e-9)
+        factor = f"{times:.1f} times" if times < 100 else "over 100 times"
+        are, works = (
+            ("is a straggler", "it") if len(self.ranks) == 1 else ("are stragglers", "each")
+        )
+        return (
+            f"{names} {are}: {works} works for {seconds(self.time.own_s)} in a step of "
+            f"{seconds(self.time.step_s)}, {factor} as long as the others."
+        )
+
+
+def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
+    """The ranks that make the others wait in the latest steps, if there are some."""
+    times = _step_times(paces)
+    if len(times) < 2 or not _are_together(times.values()):
+        return None
+    by_time = sorted(times, key=lambda rank: times[rank].own_s, reverse=True)
+    time = times[by_time[0]]
+    if time.own_s < _LEAST_SHARE * time.step_s:
+        return None
+    late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
+    for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
+        if number <= _MOST_LATE * len(times):
+            others_s = percentile([times[rank].own_s for rank in by_time[number:]], 50)
+            if time.own_s >= factor * others_s:
+                return Straggler(tuple(by_time[:number]), time, others_s)
+    return None
+
+
+def all_wait(paces: Mapping[int, Pace]) -> bool:
+    """Whether ranks that make their steps together all wait for most of a step."""
+    times = _step_times(paces).values()
+    is_waiting = [each.own_s < _LEAST_SHARE * each.step_s for each in times]
+    return len(times) > 1 and _are_together(times) and all(is_waiting)
+
+
+def _step_times(paces: Mapping[int, Pace]) -> dict[int, StepTime]:
+    return {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+
+
+def _are_together(times: Collection[StepTime]) -> bool:
+    step_s = [each.step_s for each in times]
+    return max(step_s) <= _MOST_SPREAD * min(step_s)
+
+
+class PaceWatch:
+    """Names the ranks that are stragglers for long, each once. Times are of the caller's clock, in seconds.
+
+    Args:
+        now: when the attempt began.
+
+    Attributes:
+        current: the stragglers of the latest window.
+        named: those that were named, by rank.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.current: Straggler | None = None
+        self.named: dict[int, Straggler] = {}
+        self._due_at = now + WINDOW_S
+        self._newest = 0  # the step at the end of the latest window
+        self._in_a_row = 0
+        self._late: set[int] = set()  # in all windows of the row
+
+    def judge(self, now: float, paces: Mapping[int, Pace], newest: int) -> Straggler | None:
+        """The ranks to name now, if there are some. Called about once a second.
+
+        Args:
+            newest: the newest step of any rank.
+        """
+        if now < self._due_at:
+            return None
+        self._due_at = now + WINDOW_S
+        has_moved, self._newest = newest != self._newest, newest
+        self.current = find_straggler(paces) if has_moved else None
+        if not has_moved:  # no rank makes steps: nobody is slower than the others
+            return None
+        late = set(self.current.ranks) if self.current else set()
+        if late & self._late:
+            self._in_a_row, self._late = self._in_a_row + 1, late & self._late
+        else:
+            self._in_a_row, self._late = 1, late
+        if self.current is None or self._in_a_row < CHRONIC or self._late <= self.named.keys():
+            return None
+        ranks = tuple(rank for rank in self.current.ranks if rank in self._late)
+        found = self.current._replace(ranks=ranks)
+        self.named |= dict.fromkeys(ranks, found)
+        return found
+
+
+def seconds(value: float) -> str:
+    """ "1.2 s" or "38 ms"."""
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.3g} ms"

@@ -1,1 +1,0 @@
-"""What goes between the ranks and the terminal: their output to it, and its stdin to rank 0."""

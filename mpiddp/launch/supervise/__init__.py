@@ -1,1 +1,0 @@
-"""One attempt of a job, from its first process to its last."""

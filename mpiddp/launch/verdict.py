@@ -1,0 +1,424 @@
+"""The verdict on an attempt: the rank that failed first, the sentence, the exit code, the host at fault.
+
+Pure functions of a record of what happened. A job has succeeded when every rank has reported success.
+mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or a cut link, and 255
+or 143 whatever the script returned. The agent of each rank reports its end as wait() tells it. So a rank that
+ends without a report has lost its agent: by a signal, or with its host.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.ranks import Ranks, is_silent
+from mpiddp.protocol.server import Message
+from mpiddp.text import escaped, size_text
+
+if TYPE_CHECKING:
+    from mpiddp.explain.explain import Explanation
+
+# Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
+# other's end at about the same time.
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
+_CONSEQUENCE_S = 0.3
+_SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
+_AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
+_BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
+_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+# Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
+_OF_THE_HOST = (
+    *("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch"),
+    "system-disk-failed",
+)
+
+
+class Stop(IntEnum):
+    """Who has requested a stop of the ranks. A later request outweighs an earlier one."""
+
+    NONE = 0
+    TO_GROW = 1  # by the launcher, which restarts the job on more hosts
+    BY_USER = 2
+    AT_ONCE = 3  # by the user, without a save
+
+
+class MpirunEnd(NamedTuple):
+    """How mpirun ended.
+
+    Args:
+        name: its program.
+        code: its exit code; -N if signal N killed it.
+        proves_signals: its code 128 + N says that signal N has killed a rank, and another code that none has.
+        was_ended: by this launcher.
+    """
+
+    name: str
+    code: int
+    proves_signals: bool = False
+    was_ended: bool = False
+
+    @property
+    def rank_signal(self) -> str | None:
+        """The signal that killed a rank, "" if none did; None if this mpirun's code does not tell."""
+        if not self.proves_signals:
+            return None
+        return signal_name(self.code - 128) if self.code - 128 in signal.valid_signals() else ""
+
+
+class History(NamedTuple):
+    """What happened in an attempt: all that its verdict depends on.
+
+    Args:
+        ended_because: the reason for which the launcher ended the job, "" if it did not.
+        stop: who requested a stop.
+        limit: the time limit that the ranks exceeded after the request, "" if none.
+        failed_in_stop: a rank failed after the user's request and before it was forced to end.
+    """
+
+    ranks: Ranks
+    mpirun: MpirunEnd
+    ended_because: str = ""
+    stop: Stop = Stop.NONE
+    limit: str = ""
+    failed_in_stop: bool = False
+
+
+class FirstFailure(NamedTuple):
+    """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
+
+    rank: int
+    host: str
+    error: str
+
+
+class Verdict(NamedTuple):
+    """The launcher's exit code and the sentence for it.
+
+    Args:
+        first: None unless a rank is known to be the first that failed.
+        is_complete: mpirun's own message about the end adds nothing.
+        names_cause: the sentence names what precedes every error: a lost host, or ranks that left early.
+        first_host: its name in the request.
+        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none, or if it
+            may be another. A script's own error is no fault of its host.
+        lack_of_memory: a sentence if the kernel has killed for lack of memory where a rank failed first.
+    """
+
+    code: int
+    sentence: str = ""
+    first: FirstFailure | None = None
+    is_complete: bool = True
+    names_cause: bool = False
+    first_host: str = ""
+    host_at_fault: str = ""
+    lack_of_memory: str = ""
+
+
+def verdict(history: History) -> Verdict:
+    """The verdict. The first row that applies counts."""
+    ranks, mpirun = history.ranks, history.mpirun
+    began = partial(_began, ranks)
+    first = min(ranks.failures.values(), key=began, default=None)
+    if ranks.all_stopped:
+        return Verdict(STOPPED, "stopped on request.")
+    if history.ended_because:
+        missing = {ranks.hosts[rank] for rank in ranks.missing}
+        host = missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
+        return Verdict(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
+    if history.failed_in_stop and first and _has_reason(first, ranks):
+        return _of_failure(ranks, mpirun, first)
+    if history.stop >= Stop.BY_USER and not (ranks.all_done and ranks.supports_stop):
+        what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
+        return Verdict(INTERRUPTED, f"interrupted: {what}.")
+    if ranks.all_done:
+        return _after_success(mpirun)
+    has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
+    if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
+        return _by_mpirun(mpirun)
+    if first is not None:
+        if name := _signal_of_mpirun(ranks, mpirun):
+            return Verdict(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
+        return _of_failure(ranks, mpirun, first)
+    if mpirun.code == DONE and not ranks.started:
+        sentence = "the job failed: mpirun ended, but no rank ever reported."
+        return Verdict(FAILED, sentence, is_complete=False)
+    # Ranks that refuse may not report.
+    if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
+        return Verdict(mpirun.code, is_complete=False)
+    return _by_mpirun(mpirun)
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL". Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _began(ranks: Ranks, message: Message) -> float:
+    """The estimated time when this rank's failure began. The ends of its peers may overtake its report.
+
+    A silent host stopped answering long before it was noticed.
+    """
+    if message.kind == "lost":
+        return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
+    is_consequence = message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"])
+    if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
+        return message.at + _CONSEQUENCE_S
+    began = ranks.claimed_at.get(message.rank, message.at)
+    return began + _CONSEQUENCE_S if is_consequence else began
+
+
+def _has_reason(first: Message, ranks: Ranks) -> bool:
+    """Whether a rank failed while it saved and stopped, rather than being ended by the request."""
+    if first.kind != "failed" or first.rank not in ranks.supports_stop:
+        return False
+    return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
+
+
+# --- by mpirun ---
+
+
+def _after_success(mpirun: MpirunEnd) -> Verdict:
+    """The verdict after every rank has reported success. Only native code still ran then.
+
+    Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
+    """
+    if mpirun.code == DONE or mpirun.was_ended:
+        return Verdict(DONE)
+    if name := mpirun.rank_signal:
+        sentence = f"all ranks finished, but one was killed by {name} while its process ended."
+        return Verdict(FAILED, sentence)
+    sentence = f"all ranks finished, but {_cause(mpirun)} afterwards."
+    return Verdict(DONE, sentence, is_complete=False)
+
+
+def _by_mpirun(mpirun: MpirunEnd) -> Verdict:
+    """The verdict if mpirun's end is all that is known."""
+    return Verdict(FAILED, f"the job failed: {_cause(mpirun)}.", is_complete=False)
+
+
+def _cause(mpirun: MpirunEnd) -> str:
+    if mpirun.code < 0:
+        return f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    if mpirun.rank_signal:
+        return f"a rank was killed by {mpirun.rank_signal}"
+    return f"{mpirun.name} ended with exit code {mpirun.code}"
+
+
+def _is_by_mpirun(failure: Message) -> bool:
+    """Whether a rank has ended as those do that an mpirun ends."""
+    if failure.kind == "lost":
+        return not failure.facts["silent"]
+    is_interrupt = failure.facts["error"].startswith("KeyboardInterrupt")
+    return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
+
+
+def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
+    """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none.
+
+    Open MPI does not tell whether it was SIGINT or SIGHUP; it is shielded from SIGTERM.
+    """
+    has_all_failed = len(ranks.failures) == ranks.world_size
+    if mpirun.was_ended or ranks.done or ranks.in_mpi_init or not has_all_failed:
+        return ""
+    times = [message.at for message in ranks.failures.values()]
+    is_at_once = max(times) - min(times) < _BY_MPIRUN_S
+    if not is_at_once or not all(map(_is_by_mpirun, ranks.failures.values())):
+        return ""
+    if mpirun.proves_signals:
+        return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"
+    return signal_name(mpirun.code - 128) if mpirun.code - 128 in _BY_MPIRUN else ""
+
+
+# --- by a rank ---
+
+
+def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
+    error = str(first.facts.get("error", ""))
+    # Such an error may name another rank.
+    names_culprit = first.facts.get("is_verdict", False)
+    failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
+    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
+        return Verdict(first.facts["code"], _unprinted_error(ranks, first), failure)
+    hosts = _hosts_lost_with(ranks, first)
+    if (
+        first.kind == "lost"
+        and mpirun.rank_signal == ""
+        and len(hosts) > 1
+        and not is_silent(first)
+    ):
+        sentence = (
+            f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
+            "the MPI daemon on one of these hosts is killed."
+        )
+        return Verdict(FAILED, sentence, failure, is_complete=False)
+    if first.kind == "failed":
+        found = _of_report(ranks, first)
+    elif is_silent(first):
+        found = Verdict(FAILED, _lost_host(ranks, first), names_cause=True)
+    else:
+        found = _of_lost_rank(ranks, mpirun, first)
+    before = "" if is_silent(first) else _left_early(ranks, first.at)
+    others = " The other ranks were stopped." if ranks.world_size > 1 else ""
+    sentence, newline, table = found.sentence.partition("\n")
+    return found._replace(
+        sentence=f"{before}{sentence}{others}{newline}{table}",
+        first=failure,
+        names_cause=found.names_cause or bool(before),
+        first_host=ranks.hosts[first.rank],
+        host_at_fault=_host_at_fault(ranks, first),
+        lack_of_memory=_lack_of_memory(first),
+    )
+
+
+def _of_report(ranks: Ranks, first: Message) -> Verdict:
+    """A rank has reported its failure: its error, and where its traceback is."""
+    error, log, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
+    if first.facts["is_verdict"]:
+        sentence = str(error)
+    elif number := first.facts.get("signal"):
+        sentence = f"{name} was killed by {signal_name(number)}."
+    elif first.facts["traceback"]:
+        where = f" (its traceback: {escaped(log)})" if log else ""
+        line = error.strip().partition("\n")[0].rstrip(".")
+        sentence = f"{name} failed first: {line}{where}."
+    else:
+        reason = f": {error}" if error else ""
+        sentence = f"{name} ended first, with exit code {first.facts['code']}{reason}."
+    return Verdict(FAILED, sentence)
+
+
+def _of_lost_rank(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
+    """A rank's agent has ended without a report."""
+    name, rank_signal = ranks.name(first.rank), mpirun.rank_signal
+    if first.rank in ranks.in_mpi_init and rank_signal in ("", None, "SIGABRT"):
+        sentence = f"MPI_Init failed in {name}. What the MPI has written above says why."
+    elif rank_signal:
+        return Verdict(FAILED, f"{name} was killed by {rank_signal}.")
+    else:
+        sentence = (
+            f"{name} ended first, without an error: it was killed, crashed in native code, or called "
+            "os._exit."
+        )
+    return Verdict(FAILED, sentence, is_complete=False)  # mpirun may know which of these
+
+
+def _lost_host(ranks: Ranks, first: Message) -> str:
+    host = ranks.host_of(first.rank)
+    silent = [rank for rank, message in ranks.failures.items() if is_silent(message)]
+    there = sorted(rank for rank in silent if ranks.host_of(rank) == host)
+    names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+    return f"lost {host} ({names}): the host stopped answering."
+
+
+def _hosts_lost_with(ranks: Ranks, first: Message) -> list[str]:
+    """The hosts of the ranks that vanished together with `first`, in the order of their ranks."""
+    lost = [
+        rank
+        for rank, message in sorted(ranks.failures.items())
+        if _was_killed(message) and message.at - first.at < _AT_ONCE_S
+    ]
+    return list(dict.fromkeys(ranks.host_of(rank) for rank in lost))
+
+
+def _host_at_fault(ranks: Ranks, first: Message) -> str:
+    is_alone = is_silent(first) or len(_hosts_lost_with(ranks, first)) <= 1
+    return ranks.hosts[first.rank] if _was_killed(first) and is_alone else ""
+
+
+def _was_killed(message: Message) -> bool:
+    """Whether a rank has ended without a word of its own: it, or its script, was killed or has crashed."""
+    return message.kind == "lost" or bool(message.facts.get("signal"))
+
+
+def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
+    """A sentence that names the ranks that left without an error, "" for none. Another sentence follows."""
+    early = sorted(rank for rank in ranks.exited if ranks.done[rank] <= before)
+    if not early:
+        return ""
+    return f"{ranks.names(early)} ended early, with exit code 0 (os._exit). Then "
+
+
+def _unprinted_error(ranks: Ranks, refusal: Message) -> str:
+    """The error of a rank that refused, "" if `errors.print_from_one_rank` has printed it on a rank."""
+    refused = (rank for rank, message in ranks.failures.items() if message.kind == "failed")
+    if any(ranks.hosts.index(ranks.hosts[rank]) == rank for rank in refused):
+        return ""
+    return str(refusal.facts["error"])
+
+
+# --- known causes ---
+
+
+def _lack_of_memory(first: Message) -> str:
+    """What the kernel's count of its kills says, which the rank's agent has read again at the end."""
+    facts: Mapping[str, Any] = first.facts
+    if not (count := facts.get("oom_kills", 0)):
+        return ""
+    killed = "a process" if count == 1 else f"{count} processes"
+    limit = facts.get("memory_limit")
+    full = f"its control group's limit of {size_text(limit)}" if limit else "its host's memory"
+    return (
+        f"the kernel has killed {killed} of rank {first.rank}, because {full} was reached (oom_kill). "
+        "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
+        "More: docs/troubleshooting.md#system-out-of-memory"
+    )
+
+
+def known_cause(found: Verdict, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
+    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown.
+
+    Only a failure needs the table of `mpiddp.explain`, which takes some 50 ms to load.
+
+    Args:
+        printed: the last lines on stderr of each rank, and of mpirun (-1).
+    """
+    if found.code != FAILED:
+        return "", ""
+    if found.lack_of_memory:
+        return found.lack_of_memory, ""  # the job needs more memory than it was given
+    cause = None if found.names_cause else explained(found.first, printed)
+    if cause is None:
+        return "", found.host_at_fault
+    row = cause.failure
+    sentence = (
+        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix} '
+        f"More: docs/troubleshooting.md#{row.id}"
+    )
+    return sentence, found.first_host if row.id in _OF_THE_HOST else found.host_at_fault
+
+
+def explained(
+    first: FirstFailure | None, printed: Mapping[int, Sequence[str]]
+) -> Explanation | None:
+    """The known failure that explains the end of the job; None if no row of the table does.
+
+    The words of the rank that failed first count before those of the others. An exception of its own that no
+    row knows is its cause: then whatever the others have printed is none.
+    """
+    try:
+        from mpiddp.explain.explain import explain
+        from mpiddp.explain.failures import Weight
+    except (ImportError, OSError):  # no files left, or the installation has changed
+        return None
+    own: list[str] = []
+    if first is not None:
+        own = [*first.error.splitlines(), *printed.get(first.rank, ())]
+        found = explain(own)
+        if found and found.failure.weight is Weight.CAUSE:
+            return found
+        if first.error and (found is None or found.failure.weight is Weight.EXCEPTION):
+            return None
+    rank = -2 if first is None else first.rank
+    others = [line for each, lines in printed.items() if each != rank for line in lines]
+    found = explain([*own, *others])
+    is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
+    return found if is_cause else None
