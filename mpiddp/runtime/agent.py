@@ -198,6 +198,8 @@ class Agent:
         if _has_daemon(self.world):
             signal_at_parents_end(signal.SIGKILL)
         adopt_orphans()
+        # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with contextlib.suppress(
             OSError
         ):  # a SIGKILL of the launcher leaves the last output to this process

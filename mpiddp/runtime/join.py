@@ -75,6 +75,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         else:
             session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
     coordinator = session.coordinator
+    session.stop.enter_group()
     session.watch = watch = FailureWatch(session, coordinator)
     watch.start()
     try:

@@ -61,6 +61,7 @@ class StopRequest:
         self._calls = 0
         self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it
+        self._key = _KEY  # of the gather of the proposals
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
@@ -69,6 +70,12 @@ class StopRequest:
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
         self.is_alone = True  # until there are other ranks to agree with
+
+    def enter_group(self) -> None:
+        """The ranks meet again. What they proposed when they left the last group counts no longer."""
+        with self._lock:
+            if self._proposed is not None and self._step is None:
+                self._key, self._proposed = f"{self._key}+", None
 
     def declare_support(self) -> None:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
@@ -138,11 +145,11 @@ class StopRequest:
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
-        if self._step is not None or not (self.is_requested or channel.is_called(_KEY)):
+        if self._step is not None or not (self.is_requested or channel.is_called(self._key)):
             return
         self.is_requested = True
         self.propose_step(channel, _AHEAD)
-        steps = channel.given(_KEY)
+        steps = channel.given(self._key)
         if steps is not None:
             with self._lock:
                 self._decide(max(steps))
@@ -156,7 +163,7 @@ class StopRequest:
             if self._proposed is not None:
                 return
             self._proposed = self._calls + ahead
-        channel.give(_KEY, self._proposed, calls=self.is_requested)
+        channel.give(self._key, self._proposed, calls=self.is_requested)
 
     def _decide(self, step: int) -> None:
         self._step = step
