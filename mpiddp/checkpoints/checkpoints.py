@@ -408,8 +408,8 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         only_rank = replace(world, node_rank=0, num_nodes=1)
         return Coordinator(only_rank, None, hostnames=here)
     if session.watch is None:
-        has_agent = os.environ.get(AGENT_STORE) == "True"
-        if dist.is_initialized() and not has_agent:
+        has_store = session.channel is not None or os.environ.get(AGENT_STORE) == "True"
+        if dist.is_initialized() and not has_store:
             raise UserError(
                 "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
                 "start the script with mpiddp run or torchrun."

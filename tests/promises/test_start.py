@@ -395,17 +395,17 @@ def test_groups_follow_each_other(here: Here) -> None:
 
 
 USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+KEEPS_MPI = f"import mpiddp; mpiddp.init(backend='gloo', keep_mpi=True); {USES_MPI}"
 
 
 def test_a_script_that_uses_mpi4py(here: Here) -> None:
-    """A script may use mpi4py itself under `mpiddp run --keep-mpi`. Otherwise the import fails."""
-    script = here.script(USES_MPI)
-    kept = here.run(*mpirun_command(2, *RUN, "--keep-mpi", script)).assert_ok()
+    """A script under mpirun may use mpi4py after mpiddp.init(keep_mpi=True). Otherwise the import fails."""
+    kept = here.run(*mpirun_command(2, here.script(KEEPS_MPI))).assert_ok()
     assert kept.lines == ["2", "2"]
-    done = here.run(*mpirun_command(2, *RUN, script))
+    done = here.run(*mpirun_command(2, *RUN, here.script(USES_MPI)))
     assert done.code == 1
     assert "ImportError" in done.stderr
-    assert "--keep-mpi" in done.stderr
+    assert "keep_mpi=True" in done.stderr
 
 
 # --- a script, and any command ---
@@ -513,8 +513,7 @@ def test_children_of_a_rank(here: Here) -> None:
 # --- nothing starts silently wrong ---
 
 
-ENDS_MPI = "from mpi4py import MPI; MPI.Finalize(); import mpiddp; mpiddp.init()"
-FAULTS = ("script", "port", "address", "library", "launcher", "finalized")
+FAULTS = ("script", "port", "address", "library", "launcher")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -528,10 +527,8 @@ def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
             "address": ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 "),
             "library": ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "cannot load MPI library"),
             "launcher": ({"TORCHELASTIC_RUN_ID": "stale"}, "torchrun's "),
-            "finalized": ({}, "mpiddp.init()"),
         }[fault]
-        jobs = {"script": (*RUN, "nowhere.py"), "finalized": (here.script(ENDS_MPI),)}
-        job = jobs.get(fault, (*RUN, program("identity.py")))
+        job = (*RUN, "nowhere.py" if fault == "script" else program("identity.py"))
         done = here.run(*mpirun_command(4, *job), env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
     (sentence,) = own_lines(done.stderr)

@@ -38,7 +38,6 @@ class FailureWatch:
         self._is_rank = session.channel is None or not session.channel.group
         self._is_over = threading.Event()
         self._ends_at = _NEVER
-        self._has_printed = False  # the sentence of an error
 
     def start(self) -> None:
         stop_on(self._session.stop, signal.SIGUSR1)
@@ -75,8 +74,8 @@ class FailureWatch:
         """Print the line of an ending. A launcher and an agent print every line except that of bad input."""
         world = self._coordinator.world
         line = ending.line(f"rank {world.rank} on {world.hostname}")
-        if line and not self._has_printed and (ending.is_refusal or self._is_rank):
-            self._has_printed = True
+        if line and not self._session.has_printed and (ending.is_refusal or self._is_rank):
+            self._session.has_printed = True
             print_error(line)
 
     def _look(self) -> float:

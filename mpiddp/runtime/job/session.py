@@ -67,6 +67,7 @@ class Session:
         self.run: RunFiles | None = None  # the folder of this process's run
         self.torch_store: object = None  # which rank 0 serves as long as its process lives
         self.error: BaseException | None = None
+        self.has_printed = False  # the sentence of that error
         self._is_told_steps = False  # the script counts its steps itself
         self.stop = StopRequest(send=self._told, progress=self._progress, wake=self._wake)
         self._reports: Reports | None = None
