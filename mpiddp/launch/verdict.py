@@ -229,9 +229,11 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
     has_all_failed = len(ranks.failures) == ranks.world_size
     if mpirun.was_ended or ranks.done or ranks.in_mpi_init or not has_all_failed:
         return ""
-    times = [message.at for message in ranks.failures.values()]
+    failures = ranks.failures.values()
+    times = [message.at for message in failures]
     is_at_once = max(times) - min(times) < _BY_MPIRUN_S
-    if not is_at_once or not all(map(_is_by_mpirun, ranks.failures.values())):
+    # A daemon that is killed takes its ranks along, which then report nothing.
+    if not is_at_once or any(each.kind == "lost" or not _is_by_mpirun(each) for each in failures):
         return ""
     if mpirun.proves_signals:
         return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"

@@ -284,12 +284,20 @@ def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> Non
     assert part == "launcher" or re.search(said[part], verdict(done)), done.stderr
 
 
+WAITS = """
+import time, mpiddp
+mpiddp.init(backend="gloo")
+print("ready", flush=True)
+time.sleep(6000)
+"""
+
+
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_mpirun(here: Here, mpi: str, number: signal.Signals) -> None:
     """An mpirun that somebody else ends by SIGINT or SIGHUP is named with the signal, and no rank is."""
-    job = here.start("launch", *here.where(2), program("one_fails.py"), "never", mpi=mpi)
-    job.until("ready", times=2)
+    job = here.start("launch", *here.where(2), here.script(WAITS), mpi=mpi)
+    job.until("ready")
     _, name = PROGRAMS[mpi]["mpirun"]
     found = [each for each in here.processes() if is_program(each.command, name)]
     here.kill(found[0], number)

@@ -92,6 +92,7 @@ class JobChannel:
         # By key: the values of all, once they are there.
         self._given: dict[str, list[Any] | None] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
+        self._stay = 0  # the number of the process group: an error that ends one may be caught
         self._first_failure: int | None = None  # the rank that has claimed it
         self._claim = _Answer()
         self._numbers = itertools.count(1)
@@ -195,9 +196,15 @@ class JobChannel:
             with self._lock:
                 if self.is_lost:
                     raise self._lost()
-            self._send_or_lose("claim", stay=0)
+            self._send_or_lose("claim", stay=self._stay)
             self._wait(self._claim)
         return self._first_failure == self.rank
+
+    def begin_stay(self) -> None:
+        """The ranks form another process group: the script has caught the error that ended the last one."""
+        with self._lock:
+            self._stay += 1
+            self._first_failure, self._claim = None, _Answer()
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
@@ -323,7 +330,8 @@ class JobChannel:
         if kind in _ANSWERS:
             self._answer(facts, value)
         elif kind == "claimed":
-            self._note_first_failure(facts["rank"])
+            if facts["stay"] == self._stay:
+                self._note_first_failure(facts["rank"])
         elif kind == "failed":
             self.code_of_failure = facts["code"]
         elif kind == "called":
