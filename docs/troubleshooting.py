@@ -47,9 +47,8 @@ names the root cause and the fix:
 $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
 $ mpiddp explain train.log
 train.log:1: ssh node2: Permission denied (publickey,password).
-ssh: …
+ssh-key-refused: …
 Fix: …
-More: docs/troubleshooting.md#ssh-key-refused
 ```
 
 Exit code 0: explained; 1: nothing failed, or nothing is known. Replace NODE, NAME and PATH by yours. See also

@@ -1,6 +1,7 @@
 """Say why a job failed, from its log: `mpiddp explain LOGFILE`.
 
     mpiddp explain train.log
+    mpiddp explain ssh-key-refused                        # a known failure, by its id
     squeue --me; mpiddp explain slurm-4711.out
     mpirun -n 4 python train.py 2>&1 | tee train.log | mpiddp explain -
 
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
@@ -23,7 +25,6 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
-_PAGE = "docs/troubleshooting.md"
 _BLOCK_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 16  # bytes; what is cut off is searched as a line of its own
 _AROUND = 500  # bytes of a line on each side of a text that a pattern sees
@@ -401,12 +402,16 @@ def main(argv: list[str]) -> int:
     parser = OneSentenceParser(
         prog="mpiddp explain",
         description="Say why a job failed, from its log: the root cause, what fixes it, and what else is in "
-        "it. For logs of mpiddp, mpirun, torchrun and Slurm.",
+        "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
         epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
         allow_abbrev=False,
     )
-    parser.add_argument("log", metavar="LOGFILE", help="a file, or - for stdin")
+    parser.add_argument("log", metavar="LOGFILE", help="a file, - for stdin, or an id")
     name: str = parser.parse_args(argv).log
+    row = next((row for row in FAILURES if row.id == name), None)
+    if row is not None and not Path(name).exists():
+        print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
+        return DONE
     try:
         # open(), as a Path would change //server/log
         with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
@@ -427,7 +432,7 @@ def _nothing(findings: Findings) -> str:
         first = findings.found[0]
         return (
             f'nothing failed for good. Line {first.number} says "{first.line}", but {findings.survived}. '
-            f"More: {_PAGE}#{first.failure.id}"
+            f"More: mpiddp explain {first.failure.id}"
         )
     last = findings.last_sentence
     said = f"mpiddp's last sentence is: {escaped(last.removeprefix(_OURS))} " if last else ""
@@ -442,9 +447,8 @@ def _report(name: str, found: list[Explanation]) -> str:
     failure = first.failure
     lines = [
         f"{escaped(name)}:{first.number}: {first.line}",
-        f"{failure.program}: {failure.cause}",
+        f"{failure.id}: {failure.cause}",
         f"Fix:  {failure.fix}",
-        f"More: {_PAGE}#{failure.id}",
     ]
     if others:
         lines += ["", "Also seen:"]

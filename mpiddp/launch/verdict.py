@@ -371,7 +371,7 @@ def _lack_of_memory(first: Message) -> str:
     return (
         f"the kernel has killed {killed} of rank {first.rank}, because {full} was reached (oom_kill). "
         "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
-        "More: docs/troubleshooting.md#system-out-of-memory"
+        "More: mpiddp explain system-out-of-memory"
     )
 
 
@@ -391,10 +391,7 @@ def known_cause(found: Verdict, printed: Mapping[int, Sequence[str]]) -> tuple[s
     if cause is None:
         return "", found.host_at_fault
     row = cause.failure
-    sentence = (
-        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix} '
-        f"More: docs/troubleshooting.md#{row.id}"
-    )
+    sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return sentence, found.first_host if row.id in _OF_THE_HOST else found.host_at_fault
 
 

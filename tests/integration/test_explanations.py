@@ -86,7 +86,7 @@ def test_the_last_failure_decides_and_a_survived_one_is_none(name: str, command:
     if id:
         assert code == 0
         assert out.split(":")[1] == str(line)
-        assert f"#{id}\n" in out.partition("Also seen")[0]
+        assert f"\n{id}: " in out.partition("Also seen")[0]
     else:
         assert code == 1
         assert "nothing failed" in out or "no known failure" in out
@@ -340,9 +340,13 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def test_a_log_is_explained_with_its_line_its_mend_and_a_link(
-    tmp_path: Path, command: Command
-) -> None:
+def test_a_known_failure_is_explained_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    row = BY_ID["ssh-host-key-unknown"]
+    assert cli.main(["explain", row.id]) == 0
+    assert capsys.readouterr().out == f"{row.id}: {row.cause}\nFix:  {row.fix}\n"
+
+
+def test_a_log_is_explained_with_its_line_and_its_fix(tmp_path: Path, command: Command) -> None:
     log = tmp_path / "train.log"
     log.write_text(
         "step 1\nHost key verification failed.\nORTE was unable to reliably start one or more daemons.\n"
@@ -352,9 +356,8 @@ def test_a_log_is_explained_with_its_line_its_mend_and_a_link(
     assert (code, err) == (0, "")
     assert out == (
         f"{log}:2: Host key verification failed.\n"
-        f"ssh: {row.cause}\n"
+        f"{row.id}: {row.cause}\n"
         f"Fix:  {row.fix}\n"
-        "More: docs/troubleshooting.md#ssh-host-key-unknown\n"
         "\n"
         "Also seen:\n"
         "  line 3: mpi-host-not-started (ORTE was unable to reliably start one or more daemons.)\n"

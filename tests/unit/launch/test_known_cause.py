@@ -73,6 +73,6 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
         assert at_fault == host, row
         if row:
             assert sentence.startswith(f'"{text.decode().strip()}" has a known cause. ')
-            assert sentence.endswith(f" More: docs/troubleshooting.md#{row}")
+            assert " Fix: " in sentence
         else:
             assert sentence == ""
