@@ -79,7 +79,6 @@ class Event(Enum):
     LAST_STEP = auto()  # a rank has made its last step before a stop
     FAILED = auto()  # a rank has failed, or its connection has ended
     HOST_LOST = auto()  # a rank's host has stopped answering
-    ALL_DONE = auto()  # every rank has reported success
     ALL_LEFT = auto()  # no rank is connected any more
     STOP = auto()  # the user's first request
     SECOND_STOP = auto()
@@ -94,7 +93,7 @@ class Event(Enum):
     STACKS_LATE = auto()
     STACKS_OVER = auto()
     SEE_GRACE = auto()
-    UNREAD = auto()  # the ranks have stopped, and nobody may read their last output
+    UNREAD = auto()  # after a stop: look whether anybody reads the output
     END_RANKS = auto()
     END_MPIRUN = auto()
     KILL = auto()
@@ -453,8 +452,6 @@ class Attempt:
             case "failed" | "lost" if message.rank in ranks.failures:
                 self._output.note_failure()
                 self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
-            case "done" | "exited" | "failed" if ranks.all_done:
-                self.on(Event.ALL_DONE)
         # Of a script, only an early exit is the rank's end.
         ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
         if message.kind in ends:
@@ -612,8 +609,7 @@ class Attempt:
         self._begin_grace()
         if self._phase is not Phase.SAVING:  # to grow
             self._phase = Phase.STOPPING
-        if self.ranks.all_done:
-            self._await_reader()
+        self._timers.after(OUTPUT_S, Event.UNREAD)
         if self.ranks.supports_stop:
             self._log(
                 f"{self._stop_reason}: the ranks are saving and stopping; another signal kills them at once."
@@ -661,14 +657,12 @@ class Attempt:
             else:
                 self._end_job(f"{self._limit}.")
 
-    def _await_reader(self) -> None:
-        """All ranks have stopped: what they have printed last has some seconds to be read."""
-        self._timers.cancel(Event.UNREAD)
-        self._timers.after(OUTPUT_S, Event.UNREAD)
-
-    def _give_up_output(self) -> None:
-        """Nobody reads the launcher's output, so the ranks' agents cannot end."""
-        self._output.give_up()
+    def _see_reader(self) -> None:
+        """Give up output that nobody reads, as after `| less`: ranks that print would never end."""
+        if self._output.blocked_s >= OUTPUT_S:
+            self._output.give_up()
+        else:
+            self._timers.after(CHECK_S, Event.UNREAD)
 
     # --- ending ---
 
@@ -723,7 +717,6 @@ class Attempt:
         Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
         Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
         Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
-        Event.ALL_DONE:      (__,          __,          __,          _await_reader, _await_reader, __),
         Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
         Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
         Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
@@ -739,7 +732,7 @@ class Attempt:
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report_stacks,) * len(Phase),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
-        Event.UNREAD:        (__,          __,          __,          _give_up_output, _give_up_output, __),
+        Event.UNREAD:        (__,          __,          __,          _see_reader, _see_reader, __),
         Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun,) * len(Phase),
         Event.KILL:          (__,          __,          __,          __,          __,          _kill),

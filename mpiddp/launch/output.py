@@ -110,6 +110,7 @@ class JobOutput:
         self._tail_size = 0
         self._has_failed = self._is_ending = False
         self._idle_since: float | None = None
+        self._busy_since = time.monotonic()  # the latest turn of the thread
         self._thread = threading.Thread(target=self._copy, daemon=True)
 
     def begin(self) -> None:
@@ -174,6 +175,11 @@ class JobOutput:
         since = self._idle_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def blocked_s(self) -> float:
+        """For how long the thread has been in one turn, as while nobody reads what it writes, in seconds."""
+        return 0.0 if self._idle_since is not None else time.monotonic() - self._busy_since
+
     def give_up(self) -> None:
         """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
         for each in (*self._new.copy(), *self._connections):
@@ -226,7 +232,7 @@ class JobOutput:
                 self._idle_since = self._idle_since or time.monotonic()
                 ready = selector.select(_TICK_S if self._has_to_tick else None)
                 if ready:
-                    self._idle_since = None
+                    self._busy_since, self._idle_since = time.monotonic(), None
                 for key, _ in ready:
                     if isinstance(key.data, _Connection):
                         self._read(key.data, selector)
