@@ -24,6 +24,7 @@ from pathlib import Path
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import (
+    AGENT_STORE,
     CHANNEL,
     CHANNEL_SECRET,
     ERROR_FILE,
@@ -70,7 +71,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.coordinator is None:
         world = world or World.from_env()
         log_to_console(world.rank)
-        if is_joined(os.environ):
+        if session.control is not None or is_joined(os.environ):
             session.coordinator = _as_script(world, session)
         else:
             session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
@@ -124,7 +125,8 @@ def _as_script(world: World, session: Session) -> Coordinator:
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
             f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
         )
-    if world.rank == 0 and world.world_size > 1 and session.torch_store is None:
+    has_store = session.torch_store is not None or env.get(AGENT_STORE) == "True"
+    if world.rank == 0 and world.world_size > 1 and not has_store:
         # In a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(str(world.master_addr), world.master_port or 0, world.hostname)

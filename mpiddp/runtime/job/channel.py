@@ -83,6 +83,8 @@ class JobChannel:
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
         self._thread: threading.Thread | None = None
+        self._on_news: Callable[[dict[str, Any]], object] = lambda facts: None
+        self._look: Callable[[], float] = lambda: _NEVER
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
             os.set_blocking(end, False)
@@ -270,19 +272,17 @@ class JobChannel:
             look: called after each message and each `wake`. It returns when to call it again, in
                 time.monotonic()'s seconds.
         """
-        self._thread = threading.Thread(
-            target=self._listen, args=(on_news, look), name="mpiddp", daemon=True
-        )
-        self._thread.start()
+        self._on_news, self._look = on_news, look
+        if self._thread is None:  # else a process group follows another one
+            self._thread = threading.Thread(target=self._listen, name="mpiddp", daemon=True)
+            self._thread.start()
 
     def wake(self) -> None:
         """Let the listening thread look. A handler of a signal may call this."""
         with contextlib.suppress(OSError):  # it is full, or the script has closed it
             os.write(self._waker, b"\n")
 
-    def _listen(
-        self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], float]
-    ) -> None:
+    def _listen(self) -> None:
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -290,8 +290,8 @@ class JobChannel:
         news = self.receive() if self._early else []
         while True:
             for facts in news:
-                on_news(facts)
-            again_at = look()
+                self._on_news(facts)
+            again_at = self._look()
             if self._has_ended and again_at == _NEVER:
                 return
             if self._has_ended:
