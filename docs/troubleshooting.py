@@ -40,7 +40,8 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
-`mpiddp explain LOGFILE` names the root cause and the fix, from the log of mpiddp, mpirun, torchrun or Slurm (`-`: stdin):
+`mpiddp explain LOGFILE` names the root cause and the fix, from the log of mpiddp, mpirun, torchrun or Slurm
+(`-`: stdin):
 
 ```console
 $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
@@ -51,9 +52,8 @@ Fix: …
 More: docs/troubleshooting.md#ssh-key-refused
 ```
 
-Replace NODE, NAME and PATH by yours. See also
-[error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job), [hangs](failures.md#ranks-that-hang),
-[slow networks](clusters.md#fast-networks).
+See also [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+[hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 
 
