@@ -14,7 +14,7 @@ from mpiddp.explain.failures import FAILURES, PROGRAMS, Failure
 PAGE = Path(__file__).with_suffix(".md")
 _TESTS = Path(__file__).parent.parent / "tests"
 _TEXTS = _TESTS / "data" / "failures"
-_MOST_WORDS = 6  # of a message; a search engine needs no more
+_MOST_WORDS = 5  # of a message; a search engine needs no more
 
 # The messages of torch, NCCL, MPI and ssh that people search for most: those that fill public issue trackers.
 MOST_SEARCHED = (
@@ -40,8 +40,8 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
-`mpiddp explain LOGFILE` reads the log of a failed job (mpiddp, mpirun, torchrun, Slurm; `-` for stdin). It
-names the root cause and the fix:
+`mpiddp explain LOGFILE` names the root cause and the fix, from the log of mpiddp, mpirun, torchrun or Slurm
+(`-`: stdin):
 
 ```console
 $ echo 'ssh node2: Permission denied (publickey,password).' > train.log
@@ -51,8 +51,7 @@ ssh-key-refused: …
 Fix: …
 ```
 
-Exit code 0: explained; 1: nothing failed, or nothing is known. Replace NODE, NAME and PATH by yours. See also
-[exit codes](reference.md#exit-codes), [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+See also [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
 [hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 
