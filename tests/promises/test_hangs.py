@@ -44,7 +44,7 @@ def test_a_hang_of_any_script(here: Here) -> None:
 
 def test_a_straggler(here: Here) -> None:
     """A rank whose own work makes the others wait is named with its time in a step, also in `mpiddp top`."""
-    job = here.start("launch", *here.where(2), program("straggler.py"), env=viewed(here))
+    job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
     job.until("is a straggler")
     top = here.run("top", str(job.pid), env=viewed(here)).stdout
     named = rf"rank 1 on {here.hosts[0]} is a straggler"
@@ -188,13 +188,12 @@ def test_a_rank_that_does_not_join(here: Here, module: str, text: str, last_word
 
 
 def test_a_missing_rank_of_a_raw_mpirun(here: Here) -> None:
-    """Under a raw mpirun, ranks that wait for a missing rank end after MPIDDP_TIMEOUT, with an error line."""
+    """Under a raw mpirun, ranks that wait for a missing rank end after MPIDDP_TIMEOUT, with their stack."""
     env = troubled(here, "trouble", SLEEP) | {"MPIDDP_TIMEOUT": "4"}
     script = here.script("print('ran', flush=True)")
     done = here.run(*mpirun_command(3, "-m", "mpiddp", "run", script), env=env)
     assert (done.code != 0, done.stdout) == (True, "")
-    late = rf"rank [02] on {here.hosts[0]}: .* 4 s\b.*MPIDDP_TIMEOUT"
-    assert re.search(f"^{late}", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(r"Timeout .*\n(.*\n)*?.* in _load_mpi", done.stderr), done.stderr
     eventually(lambda: not here.processes())
 
 
