@@ -162,6 +162,8 @@ class JobOutput:
         texts: dict[int, bytes] = {}
         for rank, text in self._tail:
             texts[rank] = texts.get(rank, b"") + text
+        if -1 in texts:  # what an mpirun says of the end of a rank is no cause
+            texts[-1] = without_end_message(texts[-1])
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
     @property

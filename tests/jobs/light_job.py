@@ -24,12 +24,14 @@ from tests.support.patience import PATIENCE_S
 # A rank's agent, whose command does without the other ranks.
 RANK = """
 import os, socket, sys
+from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime.agent import Agent
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.world import World
 
 class Alone(Agent):
     def _begin(self):
+        adopt_orphans()
         self._open_streams()
         self._connect(self._launcher)
         self.control, theirs = socket.socketpair()

@@ -404,10 +404,13 @@ def test_the_verdict(case: Case) -> None:
     assert found[:4] == case.expected[:4]
 
 
+TERMINATED = [failed(rank, "", code=143, traceback="", signal=15) for rank in range(3)]
+
+
 @pytest.mark.parametrize(
     ("code", "proves", "messages", "sentence"),
     [
-        (1, True, [lost(0), lost(1, 1.1), lost(2, 1.1)], "mpirun was ended by SIGINT or SIGHUP"),
+        (1, True, TERMINATED, "mpirun was ended by SIGINT or SIGHUP"),
         (130, False, [failed(rank, "KeyboardInterrupt") for rank in range(3)], "ended by SIGINT"),
         (137, True, [lost(0), lost(1, 1.1), lost(2, 1.1)], "rank 0 on a was killed by SIGKILL."),
         (1, True, [lost(1), lost(2), lost(0, 2.0)], "rank 1 on b ended first"),  # a daemon's ranks
