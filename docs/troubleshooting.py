@@ -51,7 +51,8 @@ ssh-key-refused: …
 Fix: …
 ```
 
-`mpiddp explain ID` prints one entry. See also [error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+`mpiddp explain ID` prints one entry. See also
+[error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
 [hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 

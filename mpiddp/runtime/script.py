@@ -45,6 +45,7 @@ _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _END_S = 2.0  # for the agent to end this rank after another has failed
+_GLOO_S = 0.05  # for gloo's threads to run, on a loaded machine too
 _MOST_FILES = 2  # of `Go`
 _OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
 
@@ -111,7 +112,21 @@ def _prepare(number: int) -> tuple[Session, socket.socket]:
     faulthandler.register(signal.SIGURG, file=number, all_threads=False)
     keep_freed_memory(os.environ)
     atexit.register(_end_by_interrupt, session)  # the first of all, so it runs last
+    atexit.register(_await_gloo)
     return session, control
+
+
+def _await_gloo() -> None:
+    """Let gloo's threads free the tensors of the last collective, for which they need Python's lock.
+
+    A thread that comes later, while Python ends, aborts the process ("terminate called without an active
+    exception", torch 2.13). No such thread is left once all of its groups are destroyed.
+    """
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            if "gloo" in thread.read_text():
+                time.sleep(_GLOO_S)
+                return
 
 
 def _end_by_interrupt(session: Session) -> None:

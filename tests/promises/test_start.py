@@ -513,6 +513,18 @@ def test_children_of_a_rank(here: Here) -> None:
 # --- nothing starts silently wrong ---
 
 
+def test_all_hosts_run_the_same_code(hosts: Hosts) -> None:
+    """A script, or a module beside it, that differs on a host is named, and the job does not start."""
+    for name in hosts.hosts_of(2):
+        folder = hosts[name].path("/root/code")
+        folder.mkdir()
+        (folder / "train.py").write_text("import helper\nprint('ran')\n")
+        (folder / "helper.py").write_text(f"# {name}\n")
+    done = hosts.run("launch", *hosts.where(2), "/root/code/train.py")
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert re.search(r"helper\.py differs on node1 .*: mpiddp hosts push", done.stderr), done.stderr
+
+
 FAULTS = ("script", "port", "address", "library", "launcher")
 
 
