@@ -96,14 +96,6 @@ def gpu_addresses(path: str | None = None) -> list[str]:
     return []
 
 
-def gpu_uuids(path: str | None = None) -> dict[str, str]:
-    """The PCI address of each GPU of NVIDIA by its UUID; {} if they are not known."""
-    arguments = ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
-    table = answer("nvidia-smi", arguments, path, TIMEOUT_S) or ""
-    rows = re.findall(rf"^(GPU-[^,\s]+), *({_ADDRESS})$", table, re.MULTILINE)
-    return {uuid: _in_sysfs(address) for uuid, address in rows}
-
-
 def _in_sysfs(address: str) -> str:
     """nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough."""
     domain, _, rest = address.partition(":")

@@ -50,7 +50,7 @@ class Group:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        # By stay, see `mpiddp.runtime.job.channel`. The messages that say so, the first of each stay.
+        # By session, see `mpiddp.runtime.job.channel`: the message of the first member.
         self._claimed: dict[int, bytes] = {}
         self._failed: dict[int, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
@@ -226,19 +226,19 @@ class Group:
 
     def _claim(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> list[Reply]:
         """The first member that claims to have failed first is told so, and all others learn of it."""
-        stay = _stay_of(facts)
-        is_first = stay not in self._claimed
-        line = self._claimed.setdefault(stay, encode("claimed", rank=rank, stay=stay))
+        session = _session_of(facts)
+        is_first = session not in self._claimed
+        line = self._claimed.setdefault(session, encode("claimed", rank=rank, session=session))
         return [Reply(range(self.world_size) if is_first else [rank], line)]
 
     def _fail(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> list[Reply]:
-        """End the other members of a stay, or of all (0), with the exit code of the first that asks."""
-        code, stay = facts["code"], _stay_of(facts)
+        """End the other members of a session, or of all (0), with the exit code of the first that asks."""
+        code, session = facts["code"], _session_of(facts)
         if type(code) is not int or not 0 < code <= _LARGEST_CODE:
             raise ValueError("not the code of a failure")
-        if stay in self._failed:
+        if session in self._failed:
             return []
-        line = self._failed[stay] = encode("failed", code=code, stay=stay)
+        line = self._failed[session] = encode("failed", code=code, session=session)
         return [Reply([each for each in range(self.world_size) if each != rank], line)]
 
 
@@ -258,11 +258,11 @@ def _prefix_of(wait: _Wait) -> str:
     return wait.key.rpartition("/")[0]
 
 
-def _stay_of(facts: dict[str, Any]) -> int:
-    stay = facts["stay"]
-    if type(stay) is not int or stay < 0:
-        raise ValueError("not a stay")
-    return stay
+def _session_of(facts: dict[str, Any]) -> int:
+    session = facts["session"]
+    if type(session) is not int or session < 0:
+        raise ValueError("not a session")
+    return session
 
 
 def _timeout_of(facts: dict[str, Any]) -> float:

@@ -59,7 +59,6 @@ HANDED_OVER = ("output", INPUT, FUNCTION, ANSWER)
 GO = b"\n"  # what the reader of stdin, of a function, and of an answer, sends
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
-DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # from the rank to it, and back
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job

@@ -78,7 +78,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     coordinator = session.coordinator
     session.stop.enter_group()
     if session.control is None and coordinator.channel is not None:
-        coordinator.channel.begin_stay()
+        coordinator.channel.begin_session()
     session.watch = watch = FailureWatch(session, coordinator)
     watch.start()
     try:

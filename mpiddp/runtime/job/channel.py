@@ -70,7 +70,7 @@ class JobChannel:
     Attributes:
         code_of_failure: the exit code of the rank whose failure ends this one, 0 if none has failed.
         is_lost: the server has ended, or has lost rank 0.
-        on_news: gets the messages that arrive while this process waits and no thread listens.
+        on_news: gets the messages that nobody waits for.
     """
 
     def __init__(self, server: Server, accepted: Accepted, member: Member) -> None:
@@ -83,7 +83,6 @@ class JobChannel:
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
         self._thread: threading.Thread | None = None
-        self._on_news: Callable[[dict[str, Any]], object] = lambda facts: None
         self._look: Callable[[], float] = lambda: _NEVER
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
@@ -94,7 +93,7 @@ class JobChannel:
         # By key: the values of all, once they are there.
         self._given: dict[str, list[Any] | None] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._stay = 0  # the number of the process group: an error that ends one may be caught
+        self._session = 0  # the number of the process group: an error that ends one may be caught
         self._first_failure: int | None = None  # the rank that has claimed it
         self._claim = _Answer()
         self._numbers = itertools.count(1)
@@ -198,19 +197,19 @@ class JobChannel:
             with self._lock:
                 if self.is_lost:
                     raise self._lost()
-            self._send_or_lose("claim", stay=self._stay)
+            self._send_or_lose("claim", session=self._session)
             self._wait(self._claim)
         return self._first_failure == self.rank
 
-    def begin_stay(self) -> None:
+    def begin_session(self) -> None:
         """The ranks form another process group: the script has caught the error that ended the last one."""
         with self._lock:
-            self._stay += 1
+            self._session += 1
             self._first_failure, self._claim = None, _Answer()
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
-        self.send("fail", code=code, stay=0)
+        self.send("fail", code=code, session=0)
 
     def leave(self) -> None:
         """Tell the server that the end of this connection is no failure. Does not wait."""
@@ -220,7 +219,7 @@ class JobChannel:
     def _ask(
         self,
         kind: str,
-        awaited: str | int,
+        answer_key: str | int,
         value: bytes = b"",
         *,
         unless_failed: bool = False,
@@ -232,13 +231,13 @@ class JobChannel:
                 raise self._lost()
             if unless_failed and self._first_failure is not None:
                 raise AnotherFailed
-            self._answers[awaited] = answer
+            self._answers[answer_key] = answer
         try:
             self._send_or_lose(kind, value, **facts)
             return self._wait(answer)
         finally:
             with self._lock:
-                self._answers.pop(awaited, None)
+                self._answers.pop(answer_key, None)
 
     def _wait(self, answer: _Answer) -> bytes:
         if self._thread is None:
@@ -272,7 +271,7 @@ class JobChannel:
             look: called after each message and each `wake`. It returns when to call it again, in
                 time.monotonic()'s seconds.
         """
-        self._on_news, self._look = on_news, look
+        self.on_news, self._look = on_news, look
         if self._thread is None:  # else a process group follows another one
             self._thread = threading.Thread(target=self._listen, name="mpiddp", daemon=True)
             self._thread.start()
@@ -290,7 +289,7 @@ class JobChannel:
         news = self.receive() if self._early else []
         while True:
             for facts in news:
-                self._on_news(facts)
+                self.on_news(facts)
             again_at = self._look()
             if self._has_ended and again_at == _NEVER:
                 return
@@ -330,7 +329,7 @@ class JobChannel:
         if kind in _ANSWERS:
             self._answer(facts, value)
         elif kind == "claimed":
-            if facts["stay"] == self._stay:
+            if facts["session"] == self._session:
                 self._note_first_failure(facts["rank"])
         elif kind == "failed":
             self.code_of_failure = facts["code"]
@@ -344,13 +343,13 @@ class JobChannel:
 
     def _answer(self, facts: dict[str, Any], value: bytes) -> None:
         if facts["type"] == "entered":
-            awaited, value = "entered", str(facts["number"]).encode()
+            answer_key, value = "entered", str(facts["number"]).encode()
         else:
-            awaited = facts["key"] if "key" in facts else facts["number"]
+            answer_key = facts["key"] if "key" in facts else facts["number"]
         with self._lock:
-            answer = self._answers.pop(awaited, None)
-            if awaited in self._given and value:
-                self._given[awaited] = unlisted(value, self.world_size)
+            answer = self._answers.pop(answer_key, None)
+            if answer_key in self._given and value:
+                self._given[answer_key] = unlisted(value, self.world_size)
         if answer is not None:
             no_answer = facts["type"] == "no_answer"
             answer.arrive(value, Silent(facts["missing"]) if no_answer else None)

@@ -59,7 +59,7 @@ class StopRequest:
         self._wake = wake
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
-        self._foretold = 0  # the latest call of which `stops_next` has told the answer
+        self._answered = 0  # the latest call whose answer `stops_next` has given
         self._steps_before = 0  # steps of the run before this process resumed it
         self._key = _KEY  # of the gather of the proposals
         self._proposed: int | None = None
@@ -110,7 +110,7 @@ class StopRequest:
         with self._lock:
             self._calls += 1
             if self.is_alone and self.is_undecided:
-                self._decide(max(self._calls, self._foretold + 1))
+                self._decide(max(self._calls, self._answered + 1))
             must_wait = self._step is None and self._proposed == self._calls
         self._progress(self._steps_before + self._calls)
         if must_wait:
@@ -128,14 +128,14 @@ class StopRequest:
         if self.has_stopped or not self.supports_stop:
             return self.has_stopped
         with self._lock:
-            self._foretold = self._calls + 1
+            self._answered = self._calls + 1
             if self.is_alone and self.is_undecided:
-                self._decide(self._foretold)
-            must_wait = self._step is None and self._proposed == self._foretold
+                self._decide(self._answered)
+            must_wait = self._step is None and self._proposed == self._answered
         if must_wait:
             self._decided.wait()
-        # A later proposal of this rank is a later step, and so is the decision then.
-        return self._step is not None and self._foretold >= self._step
+        # A later proposal of this rank is a later step, and the decision is later, too.
+        return self._step is not None and self._answered >= self._step
 
     def stopped(self) -> None:
         """Record that this rank ends early with its work saved, on request or for another reason."""
