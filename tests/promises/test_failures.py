@@ -284,7 +284,7 @@ def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> Non
     assert part == "launcher" or re.search(said[part], verdict(done)), done.stderr
 
 
-LEAVES = """
+LEFT_OVER = """
 import subprocess, time
 for own_session in (False, True):
     process = subprocess.Popen(["sleep", "6000"], env={}, start_new_session=own_session)
@@ -295,7 +295,7 @@ time.sleep(6000)
 
 def test_a_killed_launcher_leaves_nothing(here: Here) -> None:
     """What a script has started ends when the launcher is killed, whatever its session is."""
-    job = here.start("launch", *here.where(1), here.script(LEAVES)).until("started", times=2)
+    job = here.start("launch", *here.where(1), here.script(LEFT_OVER)).until("started", times=2)
     pids = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("started")]
     job.signal(signal.SIGKILL)
     job.wait()
