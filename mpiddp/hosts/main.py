@@ -22,8 +22,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED
 from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
 from mpiddp.hosts.allocations import compress_names
-from mpiddp.hosts.formats import diff, render
-from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
+from mpiddp.hosts.hostfile import Host, Hosts, diff, read_hostfile, render
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import PROOF, ask_hosts, program_with
 from mpiddp.text import align_columns, counted, escaped, names_by_value

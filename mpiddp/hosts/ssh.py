@@ -15,14 +15,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
@@ -35,10 +33,9 @@ MOST_LOGINS, MOST_BEHIND_JUMP = 32, 8
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
-_FILES_TO_START = 12  # while a process starts
 _CONFIG_S = 5.0
 _END_S = 4.0  # for a program on this machine to end
-_TOGETHER_S = 1.0  # answers that come within this time are told together
+_TOGETHER_S = 1.0  # answers that come within this time are yielded together
 
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
@@ -73,22 +70,38 @@ def run_on_hosts(
     timeout_s: float,
     work_s: float = 0.0,
     transport: Transport = SSH,
-    most_at_once: int | None = None,
-    on_answers: Callable[[dict[Host, Answer]], None] | None = None,
 ) -> dict[Host, Answer]:
+    """Run `program` on all hosts at the same time, as `answers_as_they_come`. Returns all answers."""
+    found: dict[Host, Answer] = {}
+    for answers in answers_as_they_come(
+        hosts, program, input, timeout_s=timeout_s, work_s=work_s, transport=transport
+    ):
+        found |= answers
+    return {host: found[host] for host in hosts}
+
+
+def answers_as_they_come(
+    hosts: Sequence[Host],
+    program: str,
+    input: str,
+    *,
+    timeout_s: float,
+    work_s: float = 0.0,
+    transport: Transport = SSH,
+    most_at_once: int | None = None,
+) -> Iterator[dict[Host, Answer]]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
-    So many logins as sshd accepts go on at once, and where this process may not open enough files
-    (`ulimit -n`), it runs on as many hosts at a time as it may. This machine runs it directly. A process
-    that still runs at its deadline is killed on this side.
+    Yields the answers of hosts whose programs have ended, each once. Those that end within a second come
+    together, in the order of `hosts`. So many logins as sshd accepts go on at once. This machine runs the
+    program directly. A process that still runs at its deadline is killed on this side.
 
     Args:
         program: a path or a name, without arguments.
         timeout_s: the time for each host.
         work_s: more time for a host whose login is done.
-        most_at_once: the number of hosts on which it runs at a time.
-        on_answers: called with the hosts whose programs have ended, each once. Those that end within a
-            second come together, in the order of `hosts`.
+        most_at_once: the number of hosts on which it runs at a time. Where this process may not open enough
+            files (`ulimit -n`), it is lower.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -97,20 +110,12 @@ def run_on_hosts(
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
-    at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
+    usable = limit - min(OPEN_BESIDES, limit // 2)
+    at_once = max(1, min(usable // _FILES_PER_HOST, most_at_once or len(hosts)))
     logins = logins_at_once(hosts, transport)
     waiting, running = list(reversed(hosts)), set[_Running]()
-    answers: dict[Host, Answer] = {}
-    told, tell_at = 0, math.inf  # answers, and when to tell the others
-
-    def tell() -> None:
-        nonlocal told, tell_at
-        if on_answers is not None and len(answers) > told:
-            new = dict(islice(answers.items(), told, None))
-            on_answers({host: new[host] for host in hosts if host in new})
-        told, tell_at = len(answers), math.inf
-
+    ended: dict[Host, Answer] = {}
+    yield_at = math.inf
     try:
         with selectors.DefaultSelector() as selector:
             while waiting or running:
@@ -120,19 +125,24 @@ def run_on_hosts(
                     running.add(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
-                for each in _ended(selector, running, work_s, tell_at):
+                for each in _ended(selector, running, work_s, yield_at):
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    answers[each.host] = each.answer()
+                    ended[each.host] = each.answer()
                     each.close()
-                    tell_at = min(tell_at, time.monotonic() + _TOGETHER_S)
-                if time.monotonic() >= tell_at:
-                    tell()
-        tell()
+                    yield_at = min(yield_at, time.monotonic() + _TOGETHER_S)
+                if ended and (time.monotonic() >= yield_at or not (waiting or running)):
+                    yield {host: ended[host] for host in hosts if host in ended}
+                    ended, yield_at = {}, math.inf
     finally:
         for each in running:
             each.close()
-    return {host: answers[host] for host in hosts}
+
+
+def other_hosts(hosts: Sequence[Host]) -> list[Host]:
+    """The hosts that are not this machine."""
+    resolve_all([host.name for host in hosts])
+    return [host for host in hosts if not is_this_host(host.name)]
 
 
 def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:

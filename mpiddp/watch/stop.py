@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.pidfd import opened
+from mpiddp.hosts.processes import opened
 from mpiddp.watch.jobs import Job, find_job
 
 

@@ -18,13 +18,13 @@ from types import ModuleType
 import pytest
 
 from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, gpus, interfaces, main, pidfd, processes
+from mpiddp.hosts import facts, gpus, interfaces, main, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON
 from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
 from tests.support.patience import PATIENCE_S
 
-SENT = (interfaces, gpus, facts, network, job, pidfd, processes)
+SENT = (interfaces, gpus, facts, network, job, processes)
 
 
 def run_bare(program: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -20,13 +20,15 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import main
-from mpiddp.hosts.formats import Form, diff, render
 from mpiddp.hosts.hostfile import (
+    Form,
     Host,
     Hosts,
+    diff,
     parse_host_list,
     parse_hostfile,
     read_hostfile,
+    render,
 )
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S

@@ -22,7 +22,14 @@ from mpiddp.hosts import main, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
+from mpiddp.hosts.ssh import (
+    NO_PROGRAM,
+    Answer,
+    answers_as_they_come,
+    logins_at_once,
+    run_on_hosts,
+    shell_command,
+)
 from mpiddp.hosts.transport import QRSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
@@ -47,10 +54,6 @@ def test_each_host_answers_for_itself() -> None:
     program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     answers = run_on_hosts(hosts, sys.executable, program, timeout_s=60, transport=SHELL)
     assert answers == dict.fromkeys(hosts, Answer(3, "out\n", "err\n"))
-    one = run_on_hosts(
-        hosts, sys.executable, program, timeout_s=60, transport=SHELL, most_at_once=1
-    )
-    assert list(one) == hosts
     missing = run_on_hosts([HERE], "/no/such/program", "", timeout_s=60)[HERE]
     assert (missing.exit_code, missing.stdout) == (NO_PROGRAM, "")
 
@@ -287,20 +290,13 @@ def test_answers_are_printed_as_they_come(tmp_path: Path) -> None:
     """A host that does not end hides no other one's answer, and --timeout ends it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    came: list[list[Host]] = []
-
-    def on_answers(answers: dict[Host, Answer]) -> None:
-        came.append([*answers])
-        if len(came) == 1:  # only now the other one ends
-            pipe.write_text("go")
-
     script = f'case $0 in slow*) cat {pipe} > /dev/null ;; esac; eval "$1"'
     shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
     quick, slow = Host("quick.invalid"), Host("slow.invalid")
-    run_on_hosts(
-        [slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell, on_answers=on_answers
-    )
-    assert came == [[quick], [slow]]
+    came = answers_as_they_come([slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell)
+    assert [*next(came)] == [quick]
+    pipe.write_text("go")  # only now the other one ends
+    assert [[*answers] for answers in came] == [[slow]]
 
 
 def test_a_large_output_costs_no_more_than_its_size() -> None:

@@ -1,7 +1,7 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/pidfd.py and mpiddp/launch/mpirun.py.
-python -m pytest tests/unit/hosts/test_pidfd.py
+Tests mpiddp/hosts/processes.py and mpiddp/launch/mpirun.py.
+python -m pytest tests/unit/hosts/test_processes.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.pidfd import kill_marked, opened
+from mpiddp.hosts.processes import kill_marked, opened
 from mpiddp.launch.mpirun import remote_program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -100,7 +100,7 @@ def test_a_process_that_has_ended(start: Start) -> None:
 REUSED = """
 import signal, subprocess
 from pathlib import Path
-from mpiddp.hosts.pidfd import opened
+from mpiddp.hosts.processes import opened
 first = subprocess.Popen(["sleep", "6000"])
 with opened(first.pid) as send:
     first.kill()
