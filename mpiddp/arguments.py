@@ -11,7 +11,7 @@ from typing import NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
-# verb: (module with main(argv) -> int, its line in `mpiddp --help`), in the order of the help
+# verb: (module with main(argv) -> int, or its function, its line in `mpiddp --help`), in the help's order
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": (
@@ -19,10 +19,10 @@ VERBS = {
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
-    "ps": ("mpiddp.watch.ps", "list your jobs on this machine"),
-    "top": ("mpiddp.watch.top", "watch the ranks of a job"),
-    "stacks": ("mpiddp.watch.stacks", "print the current source line of each rank"),
-    "stop": ("mpiddp.watch.stop", "stop a job, as Ctrl-C does"),
+    "ps": ("mpiddp.watch.table:ps", "list your jobs on this machine"),
+    "top": ("mpiddp.watch.table:top", "watch the ranks of a job"),
+    "stacks": ("mpiddp.watch.stop_and_stacks:stacks", "print the current source line of each rank"),
+    "stop": ("mpiddp.watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": (
         "mpiddp.hosts.main",
         "check hostfiles; log in to hosts, push a folder, run a command, pull a run",

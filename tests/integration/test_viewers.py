@@ -28,7 +28,7 @@ from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
-from mpiddp.watch import jobs, stop
+from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -161,7 +161,7 @@ def test_a_job_that_has_just_ended_is_named(
         job = jobs.find_job(PID)
     with pytest.raises(UserError, match=error("has ended", f"job {PID} (viewed.py) ")):
         job.now()
-    monkeypatch.setattr(stop, "find_job", lambda name: job)
+    monkeypatch.setattr(stop_and_stacks, "find_job", lambda name: job)
     assert main(["stop", PID]) == 2
     sentence = error("has ended", f"job {PID} (viewed.py) ")
     said = capsys.readouterr().err
@@ -244,9 +244,9 @@ def test_stop_is_a_sigterm_to_the_launcher(job: Path) -> None:
 ONLY_JOB = f"""
 import sys
 from mpiddp import cli
-from mpiddp.watch import stop
+from mpiddp.watch import stop_and_stacks
 from mpiddp.watch.jobs import find_job
-stop.find_job = lambda name: find_job("{PID}")
+stop_and_stacks.find_job = lambda name: find_job("{PID}")
 sys.exit(cli.main(["stop"]))
 """
 
@@ -294,7 +294,7 @@ esac
 def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mpiddp.watch.top import gpus_of
+    from mpiddp.watch.table import gpus_of
 
     ranks = [
         {"rank": rank, "host": host, "pid": 10 + rank}

@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
-Tests mpiddp/watch/{ps,top,stacks}.py, mpiddp/launch/{console,status}.py.
+Tests mpiddp/watch, mpiddp/launch/{console,status}.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
@@ -16,10 +16,10 @@ from mpiddp.errors import UserError
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
-from mpiddp.watch import jobs, ps
+from mpiddp.watch import jobs
 from mpiddp.watch.jobs import Job
-from mpiddp.watch.stacks import stacks_text
-from mpiddp.watch.top import head_lines, rank_lines, sorted_ranks
+from mpiddp.watch.stop_and_stacks import stacks_text
+from mpiddp.watch.table import head_lines, job_lines, rank_lines, sorted_ranks
 from tests.support.channels import progress
 from tests.support.errors import error
 
@@ -72,7 +72,7 @@ def test_the_ranks_on_gpus_have_a_column_for_them(facts: dict[str, Any]) -> None
 
 
 def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts: dict[str, Any]) -> None:
-    assert ps.table([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
+    assert job_lines([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
         "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
         "  7  train.py  a,b        4    18   2/s  running    12 min",
         "  8  -         -          -     -     -  no answer  -",

@@ -1,21 +1,29 @@
-"""`mpiddp top`: the ranks of a job, redrawn every second on a terminal, or printed once."""
+"""`mpiddp ps` and `mpiddp top`: the jobs of this user on this machine, and the ranks of one.
+
+mpiddp ps
+mpiddp top 4711 --sort wait --host node2     # redrawn every second on a terminal, or printed once
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import UserError
+from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.gpus import answer
 from mpiddp.hosts.names import is_this_host
+from mpiddp.protocol.viewers import taken
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
-from mpiddp.watch.jobs import Facts, find_job, hosts_of, rate
+from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, running_jobs
 
+_JOBS = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
 _EVERY_S, _GPUS_EVERY = 1.0, 5  # the GPUs at every fifth turn
 _CLEAR, _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[2K", "\x1b[J"
 # Of nvidia-smi: who uses which GPU, and how busy each is.
@@ -27,13 +35,18 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
+def _rate(value: float | None) -> str:
+    """The text of a number of steps per second."""
+    return "-" if value is None else f"{value:.3g}/s"
+
+
 # The columns: the fact of a rank, its text, and whether a sorted table begins with the largest.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "rank": ("rank", str, False),
     "host": ("host", escaped, False),
     "state": ("state", escaped, False),
     "step": ("step", str, False),
-    "rate": ("rate", rate, False),
+    "rate": ("rate", _rate, False),
     "own": ("own_s", _seconds, True),
     "wait": ("wait_s", _seconds, True),
     "cpu": ("cores", "{:.0%}".format, True),
@@ -46,7 +59,38 @@ _LEAST_LINE = 10  # characters of a rank's last line
 _LAST = "LAST LINE"
 
 
-def main(argv: list[str]) -> int:
+def ps(argv: list[str]) -> int:
+    """Run `mpiddp ps ARGV`. Raises UserError for bad usage."""
+    OneSentenceParser(
+        prog="mpiddp ps",
+        description="List your jobs whose mpiddp launch runs on this machine.",
+        allow_abbrev=False,
+    ).parse_args(argv)
+    if why := taken():
+        print(f"mpiddp: {why}", file=sys.stderr)
+    jobs = running_jobs()
+    print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
+    return DONE
+
+
+def job_lines(jobs: list[Job]) -> str:
+    """A line for each job."""
+    return align_columns([_JOBS, *map(_row, jobs)], right=(0, 3, 4, 5))
+
+
+def _row(job: Job) -> list[str]:
+    facts, pid = job.facts, str(job.pid or "-")
+    if not facts:
+        return [pid, "-", "-", "-", "-", "-", "no answer", "-"]
+    hosts = hosts_of(facts)
+    more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
+    step = "-" if facts["step"] is None else str(facts["step"])
+    places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+    state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
+    return [pid, *map(escaped, [*places, *state])]
+
+
+def top(argv: list[str]) -> int:
     """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
     parser = OneSentenceParser(
         prog="mpiddp top",
@@ -64,28 +108,25 @@ def main(argv: list[str]) -> int:
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))
         raise UserError(f"--host {options.host}: the job has no such host.{hint}")
-    ranks = sorted_ranks(facts, options.sort, options.host)
-    gpus = gpus_of(ranks)
-    if options.once or not os.isatty(1) or os.environ.get("TERM", "dumb") == "dumb":
-        print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus)]))
-        return 0
-    print(_CLEAR, end="")
-    turn = 0
+    is_drawn = not options.once and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
+    if is_drawn:
+        print(_CLEAR, end="")
     try:
-        while True:
-            _draw(head_lines(facts), ranks, gpus)
-            time.sleep(_EVERY_S)
-            turn += 1
-            facts = job.now()
+        for turn in count():
             ranks = sorted_ranks(facts, options.sort, options.host)
             if turn % _GPUS_EVERY == 0:
                 gpus = gpus_of(ranks)
+            if not is_drawn:
+                print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus)]))
+                break
+            _draw(head_lines(facts), ranks, gpus)
+            time.sleep(_EVERY_S)
+            facts = job.now()
     except KeyboardInterrupt:
         print()
-        return 0
-    except UserError as error:
+    except UserError as error:  # it has ended
         print(f"\n{error}")
-        return 0
+    return DONE
 
 
 def _draw(head: Sequence[str], ranks: Sequence[Facts], gpus: Mapping[int, str]) -> None:
@@ -116,7 +157,7 @@ def head_lines(facts: Facts) -> list[str]:
         f"{escaped(facts['name'])} (pid {facts['pid']})",
         escaped(facts["phase"]),
         f"{counted(len(facts['ranks']), 'rank')} on {counted(len(hosts_of(facts)), 'host')}",
-        *([] if facts["step"] is None else [f"step {facts['step']}, {rate(facts['rate'])}"]),
+        *([] if facts["step"] is None else [f"step {facts['step']}, {_rate(facts['rate'])}"]),
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
