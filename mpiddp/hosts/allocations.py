@@ -13,6 +13,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for thi
 _FLUX_TIMEOUT_S = 20.0
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
 
-_MOST_DIGITS = 9
+_PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # of names: the commas within brackets are its own
 _LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -89,10 +90,9 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, s
         return name, f"{count or 1}(x{len(names)})"
     if len(names) != 2 or count >= asked:
         return total, env[total]  # nobody knows which host has how many
-    counts = [count, asked - count]
-    return total, ",".join(
-        map(str, counts[::-1] if env.get("SLURMD_NODENAME") == names[1] else counts)
-    )
+    other = asked - count
+    is_second = env.get("SLURMD_NODENAME") == names[1]
+    return total, f"{other},{count}" if is_second else f"{count},{other}"
 
 
 def _sum_of_slurm(text: str | None) -> int | None:
@@ -118,12 +118,12 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
     if not env.get(name):
         return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
     names, counts = env[name].split()[::2], env[name].split()[1::2]
-    wrong = [count for count in counts if not re.fullmatch("[0-9]{1,6}", count)]
-    if not names or len(names) != len(counts) or wrong:
-        reason = "it does not have a number after each host"
-        if wrong:
-            reason = f"{shown(wrong[0])!r} is not a number of slots"
-        raise UserError(f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM}')
+    are_numbers = all(re.fullmatch("[0-9]{1,6}", count) for count in counts)
+    if not names or len(names) != len(counts) or not are_numbers:
+        raise UserError(
+            f'{name}="{shown(env[name])}" is not LSF\'s: it does not have a number after each host. '
+            f"{NAME_THEM}"
+        )
     rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
     return replace(granted_hosts(rows, name), source=source)
 
@@ -193,23 +193,17 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def unread(env: Mapping[str, str], name: str, count: str, instead: str) -> None:
-    """Refuse a job of several hosts, whose names no variable has. The variable `count` has their number."""
-    if env[count].strip() not in ("", "1"):
-        raise UserError(
-            f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
-            f"does not list them. {instead} {NAME_THEM}"
-        )
+def _unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], None]:
+    """A reader that refuses a job of several hosts, whose names no variable has, but `count` their number."""
 
+    def refuse(env: Mapping[str, str]) -> None:
+        if env[count].strip() not in ("", "1"):
+            raise UserError(
+                f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
+                f"and does not list them. {instead} {NAME_THEM}"
+            )
 
-def kubeflow(env: Mapping[str, str]) -> None:
-    instead = "Start the script with torchrun, or use an MPIJob."
-    unread(env, "a PyTorchJob or TrainJob", "PET_NNODES", instead)
-
-
-def aws_batch(env: Mapping[str, str]) -> None:
-    instead = "Start the script with torchrun on each node."
-    unread(env, "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", instead)
+    return refuse
 
 
 _Parsed = TypeVar("_Parsed")
@@ -291,8 +285,22 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("Kubeflow", ("PET_NNODES",), kubeflow),
-    Scheduler("AWS Batch", ("AWS_BATCH_JOB_NUM_NODES",), aws_batch),
+    Scheduler(
+        "Kubeflow",
+        ("PET_NNODES",),
+        _unread(
+            "a PyTorchJob or TrainJob",
+            "PET_NNODES",
+            "Start the script with torchrun, or use an MPIJob.",
+        ),
+    ),
+    Scheduler(
+        "AWS Batch",
+        ("AWS_BATCH_JOB_NUM_NODES",),
+        _unread(
+            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
+        ),
+    ),
 )
 
 
@@ -332,13 +340,34 @@ def expand_nodelist(nodelist: str) -> list[str]:
     Raises:
         ValueError: any other text, or more than MAX_HOSTS hosts.
     """
-    names: list[str] = []
-    for pattern in _patterns(nodelist):
-        names += _expand_pattern(pattern, MAX_HOSTS - len(names))
+    if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
+        raise ValueError("the brackets do not match")
+    found = chain.from_iterable(map(_expand_pattern, re.findall(_PATTERN, nodelist)))
+    names = list(islice(found, MAX_HOSTS + 1))
+    if len(names) > MAX_HOSTS:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{shown(name)!r} is not the name of a host")
     return names
+
+
+def _expand_pattern(pattern: str) -> Iterator[str]:
+    parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
+    choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
+    return map("".join, product(*choices))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`07-09,12` → 07, 08, 09, 12."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if found is None or not low <= high < low + MAX_HOSTS:
+            raise ValueError(f"{shown(item)!r} is not a range such as 07-09")
+        numbers += [str(number).zfill(len(found[1])) for number in range(low, high + 1)]
+    return numbers
 
 
 def compress_names(names: Sequence[str]) -> str:
@@ -360,50 +389,6 @@ def compress_names(names: Sequence[str]) -> str:
         one = len(numbers) == 1
         texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
     return ",".join(texts)
-
-
-def _patterns(nodelist: str) -> Iterator[list[str]]:
-    """Split at the commas outside of brackets. Each odd item of a pattern is the text of its brackets."""
-    pieces = re.split(r"([\[\]])", nodelist)
-    brackets = "".join(pieces[1::2])
-    if brackets != "[]" * (len(brackets) // 2):
-        raise ValueError("the brackets do not match")
-    pattern: list[str] = []
-    for index, text in enumerate(pieces[::2]):
-        first, *others = [text] if index % 2 else text.split(",")
-        pattern.append(first)
-        for other in others:
-            yield pattern
-            pattern = [other]
-    yield pattern
-
-
-def _expand_pattern(pattern: list[str], most: int) -> list[str]:
-    names = [pattern[0]]
-    for ranges, tail in zip(pattern[1::2], pattern[2::2], strict=True):
-        numbers = _numbers(ranges, most // max(1, len(names)))
-        names = [name + number + tail for name in names for number in numbers]
-    if len(names) > most:
-        raise ValueError(f"more than {MAX_HOSTS} hosts")
-    return names
-
-
-def _numbers(ranges: str, most: int) -> list[str]:
-    """`07-09,12` → 07, 08, 09, 12."""
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        first, dash, last = item.partition("-")
-        if len(first) > _MOST_DIGITS:
-            raise ValueError(f"{shown(first)!r} has more than {_MOST_DIGITS} digits")
-        try:
-            low = parse_whole(first)
-            high = parse_whole(last, low) if dash else low
-        except ValueError:
-            raise ValueError(f"{shown(item)!r} is not a range such as 07-09") from None
-        if high - low >= most - len(numbers):
-            raise ValueError(f"more than {MAX_HOSTS} hosts")
-        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
-    return numbers
 
 
 def expand_counts(counts: str) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp import cli
-from mpiddp.hosts.history import ENDING, STEPS, Event, File, History, Record, parse
+from mpiddp.hosts.history import ENDING, Event, File, History, Record, parse
 
 NOW = time.time() - 1000
 DAY_S = 86400.0
@@ -70,7 +70,7 @@ def test_the_last_jobs_of_a_host_count(events: list[Event], expected: tuple[int,
 
 
 def held(number: int, part: float) -> Event:
-    return Event(NOW + number, f"job{number}", ("a", "b"), slow={"a": {STEPS: part}})
+    return Event(NOW + number, f"job{number}", ("a", "b"), slow={"a": part})
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,6 @@ def test_a_file_that_cannot_be_written_is_no_error(file: File) -> None:
 @pytest.mark.parametrize("line", [b"", b"x", b"[]", b'{"at": "x"}', b'{"at": 1, "hosts": [[]]}'])
 def test_what_is_no_event_is_skipped(line: bytes) -> None:
     assert parse(line) is None
-
-
-def test_lines_of_earlier_versions_count() -> None:
-    """They had the doctor's figures too."""
-    line = b'{"at": 5, "hosts": ["a"], "slow": {"a": {"disk": 0.2, "steps": 0.5}}, "figures": {}}'
-    event = parse(line)
-    assert event is not None
-    assert event.slow == {"a": {STEPS: 0.5}}
-    assert parse(b'{"at": 5, "slow": {"a": {"disk": 0.2}}, "figures": {"a": {"disk": 1}}}') is None
 
 
 # --- the verbs ---
