@@ -125,11 +125,7 @@ def _mpi() -> dict[str, str]:
     from mpi4py import MPI
 
     version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
-    return {
-        "mpi4py": mpi4py.__version__,
-        "mpi4py's MPI": version,
-        "libmpi": _loaded("libmpi.so"),
-    }
+    return {"mpi4py": mpi4py.__version__, "mpi4py's MPI": version, "libmpi": _loaded("libmpi.so")}
 
 
 def _torch() -> dict[str, str]:

@@ -140,9 +140,7 @@ def _where(options: argparse.Namespace) -> list[str]:
 
 
 def _of_preflight(
-    infos: Mapping[Host, preflight.HostInfo],
-    complaints: Mapping[Host, str],
-    starter: RankStarter,
+    infos: Mapping[Host, preflight.HostInfo], complaints: Mapping[Host, str], starter: RankStarter
 ) -> list[Line]:
     lines = [Line("preflight", FAIL, *_split(sentence)) for sentence in complaints.values()]
     differing = preflight.disagreements(infos.values(), str(starter.program))

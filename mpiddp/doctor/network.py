@@ -10,13 +10,13 @@ import errno
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from mpiddp.hosts import facts
@@ -25,7 +25,6 @@ CONNECT_S = 3.0
 STACK_S = 60.0  # for a cold import of torch
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
-_SIZE = struct.Struct(">I")
 
 
 def main() -> None:
@@ -101,7 +100,7 @@ def _reach(address: str, port: int) -> dict[str, str]:
 
 def _send(connection: socket.socket, size: int) -> None:
     """Returns when the other end has `size` bytes."""
-    connection.sendall(_SIZE.pack(size) + bytes(size))
+    connection.sendall(bytes(size))
     if not connection.recv(1):
         raise OSError("the connection was closed")
 
@@ -110,12 +109,10 @@ def _serve(connection: socket.socket) -> None:
     """The other end: it says when all bytes have arrived."""
     with connection, connection.makefile("rb") as stream:
         connection.settimeout(5 * CONNECT_S)
-        try:
-            while len(header := stream.read(_SIZE.size)) == _SIZE.size:
-                stream.read(min(_SIZE.unpack(header)[0], LARGE))
-                connection.sendall(b"k")
-        except OSError:
-            return
+        with suppress(OSError):
+            for size in (1, LARGE):
+                if len(stream.read(size)) == size:
+                    connection.sendall(b"k")
 
 
 def _reason(error: OSError) -> str:

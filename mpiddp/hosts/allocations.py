@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
@@ -60,12 +60,18 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             "allocation's environment. Name the hosts with --hostfile or -H, or unset "
             "SLURM_JOB_ID."
         )
-    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
-    counts_name, counts = _gpus_of_slurm(env, names)
-    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-        counts_name = "SLURM_TASKS_PER_NODE"
-        counts = env.get(counts_name, f"1(x{len(names)})")
-    slots = _parsed(env, counts_name, counts, expand_counts)
+    try:
+        names = expand_nodelist(nodelist)
+        counts_name, counts = _gpus_of_slurm(env, names)
+        if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
+            counts_name = "SLURM_TASKS_PER_NODE"
+            counts = env.get(counts_name, f"1(x{len(names)})")
+        slots = expand_counts(counts)
+    except ValueError as error:
+        raise UserError(
+            f"the variables of Slurm job {job} cannot be read: {error}. "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        ) from None
     if len(slots) != len(names):
         raise UserError(
             f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
@@ -83,7 +89,7 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, s
     """
     on_node, per_node, total = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"
     name = on_node if env.get(on_node) else per_node
-    count, asked = _sum_of_slurm(env.get(name)), _sum_of_slurm(env.get(total))
+    count, asked = _sum_of(env.get(name)), _sum_of(env.get(total))
     if count is None:
         return name, f"{env[name]}(x{len(names)})"
     if not asked or env.get(per_node) or asked == count * len(names) or name == per_node:
@@ -95,8 +101,8 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, s
     return total, f"{other},{count}" if is_second else f"{count},{other}"
 
 
-def _sum_of_slurm(text: str | None) -> int | None:
-    """2 of "2", 3 of "a100:2,h100:1", 0 of nothing; None of any other text."""
+def _sum_of(text: str | None) -> int | None:
+    """2 of "2", 3 of Slurm's "a100:2,h100:1", 0 of nothing; None of any other text."""
     numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
     are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
     return sum(map(int, numbers)) if are_whole else None
@@ -189,7 +195,7 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
             'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
             "launch …; fi"
         )
-    slots = _count_in(env, "SKYPILOT_NUM_GPUS_PER_NODE")
+    slots = _sum_of(env.get("SKYPILOT_NUM_GPUS_PER_NODE")) or None
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
@@ -206,22 +212,6 @@ def _unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]]
     return refuse
 
 
-_Parsed = TypeVar("_Parsed")
-
-
-def _parsed(
-    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
-) -> _Parsed:
-    """`text`, made from Slurm's variable `name`, as `parse` reads it."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UserError(
-            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
-            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
-        ) from None
-
-
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
     """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
     path = env.get(name)
@@ -233,14 +223,6 @@ def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Host
     found = read_hostfile(path)
     # Without the positions in a file that the user has not written.
     return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
-
-
-def _count_in(env: Mapping[str, str], name: str) -> int | None:
-    """A number of GPUs; None if it is not set or 0."""
-    try:
-        return parse_whole(env.get(name) or "0", high=1000) or None
-    except ValueError as error:
-        raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
 
 
 class Scheduler(NamedTuple):

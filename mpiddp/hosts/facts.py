@@ -200,10 +200,7 @@ def _gpus(path: str) -> dict[str, Any] | None:
     form = "--format=csv,noheader,nounits"
     listing, users = (
         answer("nvidia-smi", (query, form), path, TIMEOUT_S)
-        for query in (
-            f"--query-gpu={','.join(GPU_FIELDS)}",
-            "--query-compute-apps=pid,used_memory",
-        )
+        for query in (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
     )
     if listing is None or users is None:
         return None

@@ -26,13 +26,7 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.push import VANISHED, least_of, rsync_target
-from mpiddp.hosts.ssh import (
-    MOST_BEHIND_JUMP,
-    other_hosts,
-    ssh_complaint,
-    ssh_options,
-    without_name,
-)
+from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, ssh_options, without_name
 from mpiddp.text import counted, listed, shown, size_text
 
 _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host

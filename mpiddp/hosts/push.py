@@ -227,14 +227,12 @@ def _by_host(failures: Mapping[Host, str]) -> str:
 
 def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     """The entries of a folder to push. What else a host has beside them stays there."""
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
-    home = Path.home()
-    if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
+    path, home = Path(folder), Path.home()
+    if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     private = {*left_out, _PART, _REPLACED, _NEW, "__pycache__"}
     try:
-        names = sorted({path.name for path in Path(folder).iterdir()} - private)
+        names = sorted({each.name for each in path.iterdir()} - private)
     except OSError as error:
         raise cause_of(error)(f"{error.filename}: {error.strerror}.") from None
     if not names:

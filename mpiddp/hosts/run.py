@@ -20,13 +20,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import NO_PYTHON
-from mpiddp.hosts.ssh import (
-    NO_PROGRAM,
-    Answer,
-    answers_as_they_come,
-    ssh_complaint,
-    without_name,
-)
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, ssh_complaint, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 

@@ -100,8 +100,7 @@ def answers_as_they_come(
         program: a path or a name, without arguments.
         timeout_s: the time for each host.
         work_s: more time for a host whose login is done.
-        most_at_once: the number of hosts on which it runs at a time. Where this process may not open enough
-            files (`ulimit -n`), it is lower.
+        most_at_once: the number of hosts on which it runs at a time.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -109,9 +108,8 @@ def answers_as_they_come(
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
-    limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    usable = limit - min(OPEN_BESIDES, limit // 2)
-    at_once = max(1, min(usable // _FILES_PER_HOST, most_at_once or len(hosts)))
+    allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
+    at_once = most_at_once or len(hosts)
     logins = logins_at_once(hosts, transport)
     waiting, running = list(reversed(hosts)), set[_Running]()
     ended: dict[Host, Answer] = {}
@@ -267,38 +265,20 @@ _NOT_BEHIND = (
 )
 _GONE = "Check that the host is on and the network is up."
 # A pattern of ssh's output, and the sentence for it. The first row that matches counts.
-_COMPLAINTS = (
-    (_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true"),
-    (_NOT_BEHIND, "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true"),
-    (
-        "Could not resolve hostname",
-        "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
-    ),
-    (
-        "IDENTIFICATION HAS CHANGED",
-        "ssh {name}: its host key has changed. Check that it is the same host, then run: "
-        "ssh-keygen -R {name}",
-    ),
-    (
-        "Host key verification failed",
-        "ssh {name}: its host key is unknown. Check it, then: ssh-keyscan {port}{name} >> "
-        "~/.ssh/known_hosts",
-    ),
-    (
-        r"Permission denied \(([^)]*)\)",
-        "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
-    ),
-    (
-        "Connection refused",
-        "ssh {name}: connection refused. Start sshd there, or give its port in the hostfile: "
-        "{name} port=N",
-    ),
-    (
-        "No route to host|Network is unreachable",
-        f"ssh {{name}}: no route from {{here}}. {_GONE}",
-    ),
-    ("timed out", f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}"),
-)
+_COMPLAINTS = {
+    _JUMP_FAILED: "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true",
+    _NOT_BEHIND: "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true",
+    "Could not resolve hostname": "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
+    "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
+    "then run: ssh-keygen -R {name}",
+    "Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
+    "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
+    r"Permission denied \(([^)]*)\)": "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
+    "Connection refused": "ssh {name}: connection refused. Start sshd there, or give its port in the "
+    "hostfile: {name} port=N",
+    "No route to host|Network is unreachable": f"ssh {{name}}: no route from {{here}}. {_GONE}",
+    "timed out": f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}",
+}
 
 
 def ssh_complaint(host: Host, errors: str) -> str:
@@ -311,7 +291,7 @@ def ssh_complaint(host: Host, errors: str) -> str:
         "port": f"-p {host.port} " if host.port else "",
         "ssh": ssh_line(host),
     }
-    for pattern, sentence in _COMPLAINTS:
+    for pattern, sentence in _COMPLAINTS.items():
         if found := re.search(pattern, "\n".join(lines)):
             return sentence.format(*found.groups(), **words)
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"

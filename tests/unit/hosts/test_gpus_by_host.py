@@ -255,8 +255,7 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "local_rank", "index"),
-    [(None, 0, 0), (None, 1, 1), ("1,0", 0, 1)],
+    ("visible", "local_rank", "index"), [(None, 0, 0), (None, 1, 1), ("1,0", 0, 1)]
 )
 def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
     affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -282,10 +281,7 @@ def test_a_rank_whose_gpu_is_not_listed_says_so(
     monkeypatch.setenv("MPIDDP_BIND", "gpu")
     bind_to_gpu(World(3, 4, 0, 1), sysfs)
     assert os.sched_getaffinity(0) == affinity
-    assert capsys.readouterr() == (
-        "",
-        f"rank 3 on {HOST} is not bound: its GPU is not known\n",
-    )
+    assert capsys.readouterr() == ("", f"rank 3 on {HOST} is not bound: its GPU is not known\n")
 
 
 @pytest.mark.parametrize(
