@@ -15,15 +15,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.console import Console, Listener, open_console
+from mpiddp.launch.console import Listener, open_console
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
@@ -41,13 +39,13 @@ STACK = "\n".join(["thread MainThread:", "line 1\x1b", *(f"line {n}" for n in ra
 
 
 @pytest.fixture(name="folder")
-def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def private_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "mpiddp"
 
 
 @contextmanager
-def serving(console: Console) -> Iterator[None]:
+def serving(console):
     """A thread that answers as a launcher does: a job of two ranks on the hosts a and b."""
     ranks = Ranks(("a", "b"))
     for rank in (0, 1):
@@ -59,7 +57,7 @@ def serving(console: Console) -> Iterator[None]:
     }
     is_over = threading.Event()
 
-    def run() -> None:
+    def run():
         with selectors.DefaultSelector() as selector, console.attending(selector):
             while not is_over.is_set():
                 for key, _ in selector.select(0.01):
@@ -78,12 +76,12 @@ def serving(console: Console) -> Iterator[None]:
 
 
 @pytest.fixture(name="job")
-def a_job(folder: Path) -> Iterator[Path]:
+def a_job(folder):
     with serving(open_console("viewed.py")):
         yield folder
 
 
-def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
+def test_a_job_is_listed_and_its_ranks_are_shown(job):
     assert job.stat().st_mode & 0o777 == 0o700
     (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
     assert line.split()[:6] == [PID, "viewed.py", "a,b", "2", "6", "-"]
@@ -109,19 +107,17 @@ def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
         (["ps", "x"], "--help", ["mpiddp ps: unrecognized arguments: x."]),
     ],
 )
-def test_bad_input_is_one_sentence(
-    job: Path, arguments: list[str], id: str, values: list[str]
-) -> None:
+def test_bad_input_is_one_sentence(job, arguments, id, values):
     done = mpiddp(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     sentence = error(id, *values)
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
-def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
+def test_a_job_of_another_container_is_shown_and_not_stopped(job):
     """Its launcher has no pid there."""
 
-    def there(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def there(*arguments):
         container = ["unshare", "-rpf", "--mount-proc", "--kill-child"]
         return run_command([*container, sys.executable, "-m", "mpiddp", *arguments])
 
@@ -135,9 +131,7 @@ def test_a_job_of_another_container_is_shown_and_not_stopped(job: Path) -> None:
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
-def test_a_launcher_between_two_attempts_does_not_answer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(jobs, limit, 0.5)
     console = open_console("viewed.py")
@@ -154,9 +148,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(
     assert not folder.exists()
 
 
-def test_a_job_that_has_just_ended_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
     with serving(open_console("viewed.py")):
         job = jobs.find_job(PID)
     with pytest.raises(UserError, match=error("has ended", f"job {PID} (viewed.py) ")):
@@ -168,7 +160,7 @@ def test_a_job_that_has_just_ended_is_named(
     assert re.fullmatch(f"{sentence}\n", said), said
 
 
-def test_what_a_killed_launcher_has_left_is_removed(job: Path) -> None:
+def test_what_a_killed_launcher_has_left_is_removed(job):
     for suffix in (JOB, STACKS):
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(job / f"0{suffix}"))
@@ -178,9 +170,7 @@ def test_what_a_killed_launcher_has_left_is_removed(job: Path) -> None:
 
 
 @pytest.mark.parametrize("problem", ["others may enter", "a link", "no folder", "a long path"])
-def test_a_folder_that_is_not_private_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
-) -> None:
+def test_a_folder_that_is_not_private_is_not_used(tmp_path, monkeypatch, problem):
     folder = tmp_path / "mpiddp"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     if problem == "others may enter":
@@ -199,7 +189,7 @@ def test_a_folder_that_is_not_private_is_not_used(
         assert PID in mpiddp("ps").stdout  # it listens in /tmp
 
 
-def test_a_viewer_that_reads_nothing_delays_nobody(job: Path) -> None:
+def test_a_viewer_that_reads_nothing_delays_nobody(job):
     (path,) = job.glob(f"*{JOB}")
     silent = []
     for _ in range(100):
@@ -210,7 +200,7 @@ def test_a_viewer_that_reads_nothing_delays_nobody(job: Path) -> None:
         viewer.close()
 
 
-def test_top_is_redrawn_until_ctrl_c(job: Path) -> None:
+def test_top_is_redrawn_until_ctrl_c(job):
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "mpiddp", "top", PID]
     with subprocess.Popen(
@@ -229,7 +219,7 @@ def test_top_is_redrawn_until_ctrl_c(job: Path) -> None:
     assert re.search(rb"RANK +HOST +STATE", screen)
 
 
-def test_stop_is_a_sigterm_to_the_launcher(job: Path) -> None:
+def test_stop_is_a_sigterm_to_the_launcher(job):
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
@@ -251,7 +241,7 @@ sys.exit(cli.main(["stop"]))
 """
 
 
-def stop_without_a_name(stdin: int) -> subprocess.CompletedProcess[str]:
+def stop_without_a_name(stdin):
     return subprocess.run(
         [sys.executable, "-c", ONLY_JOB],
         env=clean_env(),
@@ -262,7 +252,7 @@ def stop_without_a_name(stdin: int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job: Path) -> None:
+def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
@@ -291,9 +281,7 @@ esac
 """
 
 
-def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(tmp_path, monkeypatch):
     from mpiddp.watch.table import gpus_of
 
     ranks = [

@@ -25,7 +25,7 @@ from tests.support.errors import error
 
 
 @pytest.fixture(name="facts")
-def facts_of_a_job() -> dict[str, Any]:
+def facts_of_a_job():
     """A job of four ranks on two hosts: two make steps, one saves, one has not started."""
     ranks = Ranks(("a", "a", "b", "b"))
     for rank in (0, 1, 2):
@@ -43,7 +43,7 @@ def facts_of_a_job() -> dict[str, Any]:
     return decoded
 
 
-def test_every_rank_has_a_line(facts: dict[str, Any]) -> None:
+def test_every_rank_has_a_line(facts):
     assert head_lines(facts) == [
         "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
     ]
@@ -56,8 +56,8 @@ def test_every_rank_has_a_line(facts: dict[str, Any]) -> None:
     ]
 
 
-def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts: dict[str, Any]) -> None:
-    def ranks(sort: str, host: str = "") -> list[int]:
+def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
+    def ranks(sort, host=""):
         return [rank["rank"] for rank in sorted_ranks(facts, sort, host)]
 
     assert ranks("own") == [1, 0, 2, 3]
@@ -65,13 +65,13 @@ def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts: dict[str, Any]) 
     assert ranks("rank", "b") == [2, 3]
 
 
-def test_the_ranks_on_gpus_have_a_column_for_them(facts: dict[str, Any]) -> None:
+def test_the_ranks_on_gpus_have_a_column_for_them(facts):
     head, first, second = rank_lines(sorted_ranks(facts, "rank", "a"), {1: "87% 12.3 GB"})
     assert head.split()[-3:] == ["GPU", "LAST", "LINE"]
     assert ("87% 12.3 GB" in first, "87% 12.3 GB" in second) == (False, True)
 
 
-def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts: dict[str, Any]) -> None:
+def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts):
     assert job_lines([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
         "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
         "  7  train.py  a,b        4    18   2/s  running    12 min",
@@ -79,7 +79,7 @@ def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts: dict[str, An
     ]
 
 
-def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
     found = [
         Job(Path(), pid, {"name": name}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
     ]
