@@ -169,37 +169,6 @@ def test_what_a_killed_launcher_has_left_is_removed(job):
     assert not (job / f"0{JOB}").exists()
 
 
-@pytest.mark.parametrize("problem", ["others may enter", "a link", "no folder", "a long path"])
-def test_a_folder_that_is_not_private_is_not_used(tmp_path, monkeypatch, problem):
-    folder = tmp_path / "mpiddp"
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    if problem == "others may enter":
-        folder.mkdir()
-        folder.chmod(0o755)
-    elif problem == "a link":
-        (tmp_path / "real").mkdir(mode=0o700)
-        folder.symlink_to("real")
-    elif problem == "no folder":
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
-    else:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
-        (tmp_path / ("x" * 100)).mkdir()
-    with serving(open_console("viewed.py")):
-        assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
-        assert PID in mpiddp("ps").stdout  # it listens in /tmp
-
-
-def test_a_viewer_that_reads_nothing_delays_nobody(job):
-    (path,) = job.glob(f"*{JOB}")
-    silent = []
-    for _ in range(100):
-        silent.append(socket.socket(socket.AF_UNIX))
-        silent[-1].connect(str(path))
-    assert PID in mpiddp("ps").stdout
-    for viewer in silent:
-        viewer.close()
-
-
 def test_top_is_redrawn_until_ctrl_c(job):
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "mpiddp", "top", PID]

@@ -21,7 +21,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
-from mpiddp.launch.variables import env_on_host, gpu_table
+from mpiddp.launch.variables import gpu_table
 from mpiddp.runtime.gpu import (
     GpuUnknown,
     bind_to_gpu,
@@ -137,14 +137,6 @@ def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers():
     assert gpu_table(NODES[:2], {}, {}) == ""
     assert gpu_table(NODES[:2], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # it travels by name
     assert gpu_table(NODES, {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # a job without GPUs
-
-
-def test_gpus_are_counted_with_the_variables_that_the_ranks_get():
-    env = {"CUDA_VISIBLE_DEVICES": "0"}
-    assert env_on_host(HOST, env, {}) == env
-    assert env_on_host("far.invalid", env, {}) == {}
-    assert env_on_host("far.invalid", env, {"CUDA_VISIBLE_DEVICES": None}) == env
-    assert env_on_host("far.invalid", {"CUDA_VISIBLE_DEVICES": ""}, {}) != {}
 
 
 @pytest.mark.parametrize(("rank", "gpus"), [(0, "1"), (1, "1"), (2, None), (3, "0,2")])
