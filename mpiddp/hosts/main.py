@@ -58,12 +58,6 @@ def main(argv: list[str]) -> int:
         print(table(hosts))
         return _check_network(hosts.hosts) if options.network else DONE
     print(render(hosts, options.to), end="")
-    for host in hosts.without_slots:
-        print(
-            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
-            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
-            file=sys.stderr,
-        )
     return DONE
 
 

@@ -155,12 +155,6 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
 
     with pytest.raises(UserError, match=error("is on no", "/here/none ")):
         verb("none")
-    write(Path("run"), log="1")
-    assert verb("run") == 0
-    with pytest.raises(UserError, match=error("file; expected", "/run/log ")):
-        verb("run/log/deep")
-    with pytest.raises(UserError, match=error("--min-hosts", "--min-hosts 3: ", " 1 host ")):
-        verb("run", "--min-hosts", "3")
     checkpoint(Path("run") / "step1", model="weights")
     above = f": {Path.cwd()}/run."
     with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
