@@ -82,7 +82,7 @@ def _products_per_s(device: str) -> float:
     """Of the best product. On a CPU it is the thread's own time, whoever else uses the processor."""
     import torch
 
-    threads, clock = torch.get_num_threads(), time.perf_counter
+    clock = time.perf_counter
     if device == "cpu":
         torch.set_num_threads(1)
         clock = time.thread_time
@@ -94,7 +94,6 @@ def _products_per_s(device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(clock() - began)
-    torch.set_num_threads(threads)
     return 1 / max(min(times), 1e-9)
 
 

@@ -62,50 +62,50 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
         )
     try:
         names = expand_nodelist(nodelist)
-        counts_name, counts = _gpus_of_slurm(env, names)
         if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-            counts_name = "SLURM_TASKS_PER_NODE"
-            counts = env.get(counts_name, f"1(x{len(names)})")
-        slots = expand_counts(counts)
+            counts = env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
+            slots = expand_counts(counts)
+            if len(slots) != len(names):
+                raise ValueError(
+                    f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit the {len(names)} hosts "
+                    f"of SLURM_JOB_NODELIST={shown(nodelist)}"
+                )
+        else:
+            slots = _gpus_of_slurm(env, names)
     except ValueError as error:
         raise UserError(
             f"the variables of Slurm job {job} cannot be read: {error}. "
             "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
         ) from None
-    if len(slots) != len(names):
-        raise UserError(
-            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
-            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
-        )
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
 
 
-def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, str]:
-    """The variable that has the GPUs of each host, and the counts in it, 1 on CPU hosts: "4,2", "8(x2)".
+def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
+    """The GPUs of each host, 1 on CPU hosts. Raises ValueError if the variables do not say it.
 
-    Batch scripts have the first one, of their own host; the shell of salloc has only what was asked for: "2",
-    or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
+    Batch scripts have the first variable, of their own host; the shell of salloc has only what was asked for:
+    "2", or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
     """
-    on_node, per_node, total = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"
-    name = on_node if env.get(on_node) else per_node
-    count, asked = _sum_of(env.get(name)), _sum_of(env.get(total))
-    if count is None:
-        return name, f"{env[name]}(x{len(names)})"
-    if not asked or env.get(per_node) or asked == count * len(names) or name == per_node:
-        return name, f"{count or 1}(x{len(names)})"
-    if len(names) != 2 or count >= asked:
-        return total, env[total]  # nobody knows which host has how many
-    other = asked - count
-    is_second = env.get("SLURMD_NODENAME") == names[1]
-    return total, f"{other},{count}" if is_second else f"{count},{other}"
+    variables = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS")
+    on_node, per_node, total = (_sum_of(env.get(name)) for name in variables)
+    is_even = not on_node or per_node or total in (0, on_node * len(names))
+    if is_even:
+        return [on_node or per_node or 1] * len(names)
+    if len(names) != 2 or on_node >= total:
+        raise ValueError(
+            f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many"
+        )
+    other = total - on_node
+    return [other, on_node] if env.get("SLURMD_NODENAME") == names[1] else [on_node, other]
 
 
-def _sum_of(text: str | None) -> int | None:
-    """2 of "2", 3 of Slurm's "a100:2,h100:1", 0 of nothing; None of any other text."""
+def _sum_of(text: str | None) -> int:
+    """2 of "2", 3 of Slurm's "a100:2,h100:1", 0 of nothing. Raises ValueError for any other text."""
     numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
-    are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
-    return sum(map(int, numbers)) if are_whole else None
+    if not all(re.fullmatch("[0-9]{1,6}", number) for number in numbers):
+        raise ValueError(f"{shown(str(text))!r} is not a number of GPUs")
+    return sum(map(int, numbers))
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -195,7 +195,8 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
             'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
             "launch …; fi"
         )
-    slots = _sum_of(env.get("SKYPILOT_NUM_GPUS_PER_NODE")) or None
+    gpus = env.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    slots = int(gpus) if re.fullmatch("[1-9][0-9]{0,2}", gpus) else None
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 

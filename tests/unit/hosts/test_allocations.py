@@ -233,7 +233,7 @@ def test_gpus_that_slurm_has_divided_unevenly(env, slots):
 
 def test_gpus_of_three_hosts_that_nobody_knows():
     env = {**UNEVEN, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
-    with pytest.raises(UserError, match=error("does not fit", "SLURM_GPUS=6 ", "3 hosts", "-H")):
+    with pytest.raises(UserError, match=error("which of", "SLURM_GPUS=6 ", "3 hosts", "-H")):
         find_allocation(env)
 
 

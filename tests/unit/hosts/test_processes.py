@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.processes import OomKills, group_of, kill_marked, kills_in, opened
-from mpiddp.launch.mpirun import remote_program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -68,20 +67,6 @@ def test_only_processes_of_the_job_are_killed(start):
     assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert other.poll() is None
     assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == []
-
-
-def test_the_program_for_other_hosts_kills_and_prints(start):
-    of_job, other = start(JOB), start("")
-    done = subprocess.run(
-        [sys.executable, "-I"],
-        input=remote_program(JOB),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert (done.stdout, done.stderr) == (f"{of_job.pid}\n", "")
-    assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
-    assert other.poll() is None
 
 
 @pytest.mark.usefixtures("_kernel")
