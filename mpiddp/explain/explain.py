@@ -307,7 +307,7 @@ class _Scan:
         if self._has_stepped:
             self._caught += self._tracebacks
             self._tracebacks, self._has_stepped = [], False
-        self._tracebacks.append(traceback)
+        self._tracebacks = [*self._tracebacks[-_MOST_TRACEBACKS:], traceback]
         return True
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
@@ -69,11 +69,11 @@ class Pushed:
     `notes` are sentences about hosts that have got everything.
     """
 
-    sent: Mapping[Host, int] = field(default_factory=dict)
-    failures: Mapping[Host, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    seconds: float = 0.0
-    exit_code: int = DONE  # FAILED where a host failed while the folders were sent
+    sent: Mapping[Host, int]
+    failures: Mapping[Host, str]
+    notes: Sequence[str]
+    seconds: float
+    exit_code: int  # FAILED where a host failed while the folders were sent
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -135,19 +135,15 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 def default_folders(here: str) -> list[str]:
     """`here`, the environment of this Python, its interpreter if it is the user's, and mpiddp's checkout."""
-    found = [here]
-    if sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir():
-        found.append(sys.prefix)
-    if Path(sys.base_prefix).is_relative_to(Path.home()):  # uv's, pyenv's
-        found.append(sys.base_prefix)
-    package = Path(__file__).parents[2]
-    if "site-packages" not in package.parts:  # installed with pip install -e
-        found.append(str(package))
-    return [
-        each
-        for each in dict.fromkeys(found)
-        if not any(Path(each).is_relative_to(other) for other in found if other != each)
-    ]
+    package, prefix, base = Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)
+    taken = [Path(here)]
+    if prefix != base or (prefix / "conda-meta").is_dir():
+        taken.append(prefix)
+    if base.is_relative_to(Path.home()):  # uv's, pyenv's
+        taken.append(base)
+    if "site-packages" not in package.parts:  # after pip install -e
+        taken.append(package)
+    return [str(each) for each in dict.fromkeys(taken) if not {*each.parents} & {*taken}]
 
 
 def summary(pushed: Pushed, dry_run: bool) -> list[str]:
@@ -302,14 +298,15 @@ def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | 
 
 def _pythons(hosts: Sequence[Host]) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
-    here = "{}.{}".format(*sys.version_info[:2])
     program = f"import sys; print('{PROOF}\"%d.%d\"' % sys.version_info[:2])\n"
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
-    return [
+    here = "{}.{}".format(*sys.version_info[:2])
+    lines = [
         f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
         f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
         for host in failures
-    ] + [
+    ]
+    return lines + [
         f"{host.name}: {sys.executable} is Python {there} there, {here} here. "
         "Install the same Python there."
         for host, there in found.items()
