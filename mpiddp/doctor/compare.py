@@ -223,6 +223,3 @@ def reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) 
         elif answer["large"]:
             fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
             yield FAIL, fact, "set the same MTU on the hosts and the switch"
-        elif not error and answer["source"] != addresses.get(here):
-            fact = f"{here} → {there} takes {answer['source']}, not the job's {addresses.get(here)}"
-            yield WARN, fact, f"see: ssh {here} ip route"

@@ -77,17 +77,16 @@ def listen(address: str) -> int:
 
 
 def reach(peers: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Connect to all other hosts at once. For each name this end's address, or the errors."""
+    """Connect to all other hosts at once. The errors for each name, "" for none."""
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
         answers = threads.map(lambda peer: _reach(peer["address"], peer["port"]), peers)
         return {peer["name"]: answer for peer, answer in zip(peers, answers)}
 
 
 def _reach(address: str, port: int) -> dict[str, str]:
-    found = {"error": "", "large": "", "source": ""}
+    found = {"error": "", "large": ""}
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
-            found["source"] = connection.getsockname()[0]
             _send(connection, 1)
             try:
                 _send(connection, LARGE)
