@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts.gpus import TIMEOUT_S, answer, gpu_names
+from mpiddp.hosts.gpus import TIMEOUT_S, gpu_names, tool_output
 from mpiddp.hosts.interfaces import interfaces, own_addresses
 
 VERSION_S = 10.0  # of an mpirun --version
@@ -136,7 +136,7 @@ def package_version(package: str) -> str | None:
 def program_version(program: str, env: Mapping[str, str]) -> str | None:
     """What `program --version` prints; None if it cannot run, or does not answer within VERSION_S."""
     own = with_own_folder(Path(program), env)
-    return answer(program, ("--version",), None, VERSION_S, own) or None
+    return tool_output(program, ("--version",), None, VERSION_S, own) or None
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
@@ -199,7 +199,7 @@ def _gpus(path: str) -> dict[str, Any] | None:
         return {}
     form = "--format=csv,noheader,nounits"
     listing, users = (
-        answer("nvidia-smi", (query, form), path, TIMEOUT_S)
+        tool_output("nvidia-smi", (query, form), path, TIMEOUT_S)
         for query in (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
     )
     if listing is None or users is None:

@@ -83,7 +83,7 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
         path: the folders to search for the tools, in PATH's format (default: this process's PATH).
     """
     for tool in TOOLS:
-        text = answer(tool.program, tool.arguments, path, timeout_s)
+        text = tool_output(tool.program, tool.arguments, path, timeout_s)
         if text is None:
             return None
         if names := re.findall(tool.name, text, re.MULTILINE):
@@ -95,7 +95,7 @@ def gpu_addresses(path: str | None = None) -> list[str]:
     """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
     for tool in TOOLS:
         arguments = tool.address_arguments or tool.arguments
-        text = answer(tool.program, arguments, path, TIMEOUT_S) or ""
+        text = tool_output(tool.program, arguments, path, TIMEOUT_S) or ""
         if found := re.findall(tool.address, text, re.MULTILINE):
             return [_in_sysfs(address) for address in found]
     return []
@@ -107,7 +107,7 @@ def _in_sysfs(address: str) -> str:
     return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
-def answer(
+def tool_output(
     program: str,
     arguments: tuple[str, ...],
     path: str | None,

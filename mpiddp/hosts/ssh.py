@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
@@ -152,17 +153,7 @@ def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
 
 
 def _is_behind_jump(host: Host) -> bool:
-    try:
-        config = subprocess.run(
-            ["ssh", "-G", "--", host.ssh_target],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CONFIG_S,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
     found = re.findall(r"^proxy(?:jump|command) (.+)$", config, re.MULTILINE)
     return any(value != "none" for value in found)
 

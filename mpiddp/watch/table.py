@@ -17,7 +17,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts.gpus import answer
+from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.names import is_this_host
 from mpiddp.protocol.viewers import taken
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
@@ -205,5 +205,5 @@ def gpus_of(ranks: Sequence[Facts]) -> dict[int, str]:
 def _rows(query: str) -> list[list[str]]:
     """The cells of each line of nvidia-smi's table; [] without it, or without an answer."""
     arguments = (query, "--format=csv,noheader,nounits")
-    text = answer("nvidia-smi", arguments, os.environ.get("PATH"), _ANSWER_S) or ""
+    text = tool_output("nvidia-smi", arguments, os.environ.get("PATH"), _ANSWER_S) or ""
     return [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
