@@ -123,7 +123,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
 def _command(source: str, folder: Path, arrived: Path, ssh: Sequence[str]) -> list[str]:
     """rsync from `source` to `arrived`, without what is equal in `folder`."""
     return [
-        *("rsync", "-a", "--secluded-args", "--no-links", "--no-devices", "--no-specials"),
+        *("rsync", "-a", "-s", "--no-links", "--no-devices", "--no-specials"),
         *("--modify-window=-1", "--prune-empty-dirs", "--exclude=.*", f"--partial-dir={_PART}"),
         *(f"--compare-dest={folder}", "-e", shlex.join(ssh)),
         *("--", source, f"{arrived}/"),

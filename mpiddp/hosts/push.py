@@ -237,10 +237,13 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
 
 
 def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
-    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
+    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed.
+
+    `-s` keeps names from the shell there. Its long name differs between versions of rsync.
+    """
     done = subprocess.run(
         [
-            *("rsync", "-a", "--secluded-args", "--modify-window=-1", "--delete", "--delete-delay"),
+            *("rsync", "-a", "-s", "--modify-window=-1", "--delete", "--delete-delay"),
             *("--delay-updates", f"--partial-dir={_PART}"),
             *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
             *(f"--exclude={each}" for each in _EXCLUDED),
