@@ -11,24 +11,18 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts.gpus import tool_output
-from mpiddp.hosts.names import is_this_host
 from mpiddp.protocol.viewers import taken
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, running_jobs
 
 _JOBS = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
-_EVERY_S, _GPUS_EVERY = 1.0, 5  # the GPUs at every fifth turn
+_EVERY_S = 1.0
 _CLEAR, _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[2K", "\x1b[J"
-# Of nvidia-smi: who uses which GPU, and how busy each is.
-_QUERIES = ("--query-compute-apps=pid,gpu_uuid,used_gpu_memory", "--query-gpu=uuid,utilization.gpu")
-_ANSWER_S = 5.0
 
 
 def _seconds(value: float) -> str:
@@ -95,7 +89,7 @@ def top(argv: list[str]) -> int:
     parser = OneSentenceParser(
         prog="mpiddp top",
         description="Watch the ranks of a job until Ctrl-C: steps per second, own and waiting time of a "
-        "step, CPU, memory, seconds since the last step, GPU and last line.",
+        "step, CPU, memory, seconds since the last step, and last line.",
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
@@ -112,14 +106,12 @@ def top(argv: list[str]) -> int:
     if is_drawn:
         print(_CLEAR, end="")
     try:
-        for turn in count():
+        while True:
             ranks = sorted_ranks(facts, options.sort, options.host)
-            if turn % _GPUS_EVERY == 0:
-                gpus = gpus_of(ranks)
             if not is_drawn:
-                print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus)]))
+                print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
                 break
-            _draw(head_lines(facts), ranks, gpus)
+            _draw(head_lines(facts), ranks)
             time.sleep(_EVERY_S)
             facts = job.now()
     except KeyboardInterrupt:
@@ -129,14 +121,14 @@ def top(argv: list[str]) -> int:
     return DONE
 
 
-def _draw(head: Sequence[str], ranks: Sequence[Facts], gpus: Mapping[int, str]) -> None:
+def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
     """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut.
 
     A line is erased before it is written: after a full one, the cursor is still on its last character.
     """
     size = shutil.get_terminal_size()
     wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
-    table = [line[: size.columns] for line in rank_lines(ranks, gpus, size.columns)]
+    table = [line[: size.columns] for line in rank_lines(ranks, size.columns)]
     lines = [*wrapped, "", *table][: size.lines - 1]
     text = "\n".join(f"{_ERASE_LINE}{line}" for line in lines)
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
@@ -164,8 +156,8 @@ def head_lines(facts: Facts) -> list[str]:
     return [", ".join(parts), *([escaped(facts["straggler"])] if "straggler" in facts else [])]
 
 
-def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:
-    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs.
+def rank_lines(ranks: Sequence[Facts], width: int = 0) -> list[str]:
+    """The table of ranks: a line of names, and one for each.
 
     Args:
         width: of the terminal, 0 for any. Whole columns are left out until the table fits.
@@ -173,37 +165,17 @@ def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) 
     names = list(COLUMNS)
     for left_out in ("", *_LEAST_IMPORTANT):
         names = [name for name in names if name != left_out]
-        lines = _table(ranks, gpus, names)
+        lines = _table(ranks, names)
         if not width or lines[0].index(_LAST) + _LEAST_LINE <= width:
             break
     return [line.rstrip() for line in lines]
 
 
-def _table(ranks: Sequence[Facts], gpus: Mapping[int, str], names: Sequence[str]) -> list[str]:
-    rows = [[*map(str.upper, names), *(["GPU"] if gpus else []), _LAST]]
+def _table(ranks: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    rows = [[*map(str.upper, names), _LAST]]
     for rank in ranks:
         facts = [(rank.get(fact), text) for fact, text, _ in map(COLUMNS.__getitem__, names)]
         cells = ["-" if value is None else text(value) for value, text in facts]
-        gpu = [gpus.get(rank["rank"], "-")] if gpus else []
-        rows.append([*cells, *gpu, escaped(rank["line"])])
+        rows.append([*cells, escaped(rank["line"])])
     right = [index for index, name in enumerate(names) if name not in ("host", "state")]
     return align_columns(rows, right=right).split("\n")
-
-
-def gpus_of(ranks: Sequence[Facts]) -> dict[int, str]:
-    """ "87% 12.3 GB" for each rank of this machine that uses a GPU: how busy it is, and the rank's memory."""
-    pids = {str(rank.get("pid")): rank["rank"] for rank in ranks if is_this_host(rank["host"])}
-    processes, gpus = map(_rows, _QUERIES)
-    busy = {row[0]: row[1] for row in gpus if len(row) == 2}
-    found = {}
-    for pid, uuid, megabytes in (row for row in processes if len(row) == 3 and row[0] in pids):
-        memory = f" {int(megabytes) / 1024:.1f} GB" if megabytes.isdigit() else ""
-        found[pids[pid]] = f"{busy.get(uuid, '?')}%{memory}"
-    return found
-
-
-def _rows(query: str) -> list[list[str]]:
-    """The cells of each line of nvidia-smi's table; [] without it, or without an answer."""
-    arguments = (query, "--format=csv,noheader,nounits")
-    text = tool_output("nvidia-smi", arguments, os.environ.get("PATH"), _ANSWER_S) or ""
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]

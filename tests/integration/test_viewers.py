@@ -238,29 +238,3 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
             assert (done.returncode, len(signals)) == (0, count)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-NVIDIA_SMI = """#!/bin/sh
-case "$1" in
-*pid*) echo "10, GPU-18ac, 12600"; echo "11, GPU-19ac, [N/A]"; echo "99, GPU-19ac, 5" ;;
-*) echo "GPU-18ac, 87"; echo "GPU-19ac, 0" ;;
-esac
-"""
-
-
-def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(tmp_path, monkeypatch):
-    from mpiddp.watch.table import gpus_of
-
-    ranks = [
-        {"rank": rank, "host": host, "pid": 10 + rank}
-        for rank, host in enumerate(["localhost", "localhost", "elsewhere.invalid"])
-    ]
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(NVIDIA_SMI)
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
-    assert gpus_of(ranks[:2]) == {0: "87% 12.3 GB", 1: "0%"}
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert gpus_of(ranks[:2]) == {}
-    tool.unlink()
-    assert gpus_of(ranks) == {}

@@ -47,7 +47,7 @@ def test_every_rank_has_a_line(facts):
     assert head_lines(facts) == [
         "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
     ]
-    assert rank_lines(sorted_ranks(facts, "rank", ""), {}) == [
+    assert rank_lines(sorted_ranks(facts, "rank", "")) == [
         "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
         "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
         "   1  a     running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
@@ -63,12 +63,6 @@ def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
     assert ranks("own") == [1, 0, 2, 3]
     assert ranks("wait") == [0, 1, 2, 3]
     assert ranks("rank", "b") == [2, 3]
-
-
-def test_the_ranks_on_gpus_have_a_column_for_them(facts):
-    head, first, second = rank_lines(sorted_ranks(facts, "rank", "a"), {1: "87% 12.3 GB"})
-    assert head.split()[-3:] == ["GPU", "LAST", "LINE"]
-    assert ("87% 12.3 GB" in first, "87% 12.3 GB" in second) == (False, True)
 
 
 def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts):
@@ -98,7 +92,7 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
 
 
 def test_a_narrow_terminal_has_whole_columns(facts):
-    lines = rank_lines(sorted_ranks(facts, "rank", ""), {}, 50)
+    lines = rank_lines(sorted_ranks(facts, "rank", ""), 50)
     assert lines[:2] == [
         "RANK  HOST  STATE     STEP  RATE  AGO  LAST LINE",
         "   0  a     running     18   2/s  3 s   20%\\x1b[2J",
