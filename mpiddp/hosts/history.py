@@ -32,7 +32,7 @@ _COLUMNS = ("host", "in the last jobs", "latest failure")
 
 VERBS = {
     "history": "Print what earlier jobs have shown of each host, or every event of one",
-    "forget": "Let no earlier event of a host count, or of any host",
+    "forget": "Clear the history of one host, or of all",
 }
 
 

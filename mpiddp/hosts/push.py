@@ -305,7 +305,7 @@ def _pythons(hosts: Sequence[Host]) -> list[str]:
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
     here = "{}.{}".format(*sys.version_info[:2])
     lines = [
-        f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
+        f"{host.name}: {sys.executable} does not run there: it needs {sys.base_prefix}. "
         f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
         for host in failures
     ]

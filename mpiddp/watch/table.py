@@ -88,7 +88,7 @@ def top(argv: list[str]) -> int:
     """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
     parser = OneSentenceParser(
         prog="mpiddp top",
-        description="Watch the ranks of a job until Ctrl-C: steps per second, own and waiting time of a "
+        description="Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a "
         "step, CPU, memory, seconds since the last step, and last line.",
         allow_abbrev=False,
     )
