@@ -49,6 +49,7 @@ LOGS = {
     "mpiddp_argparse": ("python-usage", 4),
     "mpiddp_custom": ("python-exception", 14),
     "mpiddp_hang": ("python-hang", 7),
+    "mpiddp_hang_after_steps": ("python-hang", 1),
     "mpiddp_interrupted": ("python-interrupted", 9),
     "mpiddp_not_found": ("python-exception", 7),
     "mpiddp_killed": ("system-killed", 2),
