@@ -186,7 +186,7 @@ def test_bench(here: Here) -> None:
     for point in results["points"]:
         speed = point["bytes"] / point["time_s"] / 1e9
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
-    few = ("--images=8", "--batches=2", "--rounds=1", "--workers=0,1", "--image-size=32")
+    few = ("--images=8", "--batches=2", "--rounds=1", "--workers=0,1")
     loaded = bench(here, "loader", *few, *model)
     assert len(loaded["sources"]) == 2
     assert all(each["times_model"] > 0 for each in loaded["sources"])
