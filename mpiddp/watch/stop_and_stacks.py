@@ -23,7 +23,7 @@ def stacks(argv: list[str]) -> int:
     """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job, or no answer."""
     parser = OneSentenceParser(
         prog="mpiddp stacks",
-        description="Say in which line each rank of a job is, and who waits. The job goes on.",
+        description="Print the current source line of each rank, and who waits. The job goes on.",
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
