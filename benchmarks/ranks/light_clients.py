@@ -91,8 +91,9 @@ def members(ranks: int, port: int) -> None:
     sys.stdin.read()
     connections = _connect(f"127.0.0.1:{port}", _KEY, ranks)
     _agree(connections)
+    left = encode("gather", b"null", key="left/1", timeout_s=None)
     for connection in reversed(connections):  # rank 0 is the last
-        connection.sendall(encode("put", b"null", key="left/1") + encode("leave", is_over=True))
+        connection.sendall(left + encode("leave"))
         connection.close()
 
 

@@ -35,7 +35,7 @@ from mpiddp.checkpoints.shards import ShardPlan, file_of, index_of, plan_shards
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush, from_here
-from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
@@ -44,7 +44,6 @@ from mpiddp.text import Interval
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
 _LATE_S = 30.0  # after which a rank that waits in save() says so
-_MORE_S = 5.0  # by which the others wait longer for rank 0 than it does for them
 
 
 class _Abandoned(Exception):
@@ -171,7 +170,6 @@ class Saver:
         self._pending = None
         run = self._run
         answers = run.gather((next_step, problem))
-        run.coordinator.forget(self._prefix)  # or a long run would fill the channel's server
         names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
         first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
@@ -228,7 +226,7 @@ class Saver:
             self._prune()
 
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part of the save: all ranks report, rank 0 judges, all learn.
+        """Do this rank's part of the save: all ranks report, and each comes to the same result.
 
         A save of nothing sharded needs no other rank: each writer settles it alone.
 
@@ -259,27 +257,19 @@ class Saver:
 
     def _judged(self, step: int, part: str, report: dict[str, Any]) -> list[Any] | None:
         """The results of all ranks; None if one has failed."""
-        coordinator, timeout_s = self._run.coordinator, self._run.timeout_s
         key = f"{self._prefix}/{self._num_saves}/{part}"
         try:
-            coordinator.put(f"{key}/report", report)
-            if self._run.rank == 0:
-                ranks = range(len(self._run.writer_of))
-                reports = coordinator.collect(f"{key}/report", ranks, timeout_s=timeout_s)
-                failed = any(each["failed"] for each in reports)
-                coordinator.put(
-                    f"{key}/verdict", None if failed else [each["result"] for each in reports]
-                )
-            verdicts = coordinator.collect(f"{key}/verdict", [0], timeout_s=timeout_s + _MORE_S)
-            results: list[Any] | None = verdicts[0]
-            return results
-        except Silent as silent:
-            missing = coordinator.no_answer(silent.ranks, timeout_s)
+            reports = self._run.coordinator.all_gather_json(
+                report, timeout_s=self._run.timeout_s, key=key, unless_failed=True
+            )
+        except NoAnswer as missing:
             raise NoAnswer(f"the save of step {step}: {missing}") from None
         except AnotherFailed:
             raise JobFailed(f"step {step} was not saved: another rank has failed.") from None
         except ChannelLost:
             raise JobFailed(f"step {step} was not saved: the job has ended.") from None
+        failed = any(each["failed"] for each in reports)
+        return None if failed else [each["result"] for each in reports]
 
     def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any] | None:
         """Write this rank's files, down to the disk. Returns the size and the hash of its shards."""

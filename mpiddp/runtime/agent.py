@@ -290,9 +290,9 @@ class Agent:
         for number, stream in self.streams.items():
             if is_shown(self._selection, world.rank, number):
                 facts = {"stream": number, "host": world.hostname}
-                accepted = connect_to_launcher(launcher, world, "output", **facts)
-                notice_silence(accepted.connection, is_read_slowly=True)
-                stream.show(accepted.connection)
+                connection = connect_to_launcher(launcher, world, "output", **facts).socket
+                notice_silence(connection, is_read_slowly=True)
+                stream.show(connection)
         if self.streams and (folder := os.environ.get(LOG_DIR)):
             from mpiddp.runtime.job.reports import open_logs
 
@@ -301,7 +301,7 @@ class Agent:
             self._write_to(files)
             self._send("log", path=str(path))
         if world.rank == 0:
-            connection, _, _ = connect_to_launcher(launcher, world, INPUT)
+            connection = connect_to_launcher(launcher, world, INPUT).socket
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
             self._stdin = connection.detach()
@@ -387,9 +387,6 @@ class Agent:
             env=env,
             server=[env[CHANNEL], env[CHANNEL_SECRET]] if CHANNEL in env else None,
             has_launcher=self._launcher is not None,
-            caller=list(self._launcher)
-            if self.program.kind == FUNCTION and self._launcher
-            else None,
             files=list(files),
             threads=threads,
             forbids_mpi=self.world.launcher.speaks_mpi,

@@ -54,9 +54,9 @@ class Go(NamedTuple):
     """What the agent sends once the ranks have met, with the open files that `files` names.
 
     env: variables to set. server: the address and the key of the job's, None for a job of one rank without
-    one. has_launcher: `mpiddp launch` serves it. caller: the same server, with the key of a rank, for the
-    function of `mpiddp.spawn`. files: "store", on which rank 0 serves torch's store; "stdin". threads: for
-    torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is finalized.
+    one. has_launcher: `mpiddp launch` serves it. files: "store", on which rank 0 serves torch's store;
+    "stdin". threads: for torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is
+    finalized.
     """
 
     rank: int
@@ -65,7 +65,6 @@ class Go(NamedTuple):
     env: dict[str, str]
     server: list[str] | None = None
     has_launcher: bool = False
-    caller: list[str] | None = None
     files: Sequence[str] = ()
     threads: int | None = None
     forbids_mpi: bool = False
@@ -84,7 +83,7 @@ def main() -> None:
         go, files = _wait_for_go(control)
         _begin(session, go, files)
         if kind == "function":
-            import_module("mpiddp.runtime.function").run_function(session, go)
+            import_module("mpiddp.runtime.function").run_function(session)
         else:
             _run(kind, name)
         _leave(session, go)
@@ -279,11 +278,11 @@ def _leave(session: Session, go: Go) -> None:
     from mpiddp.runtime.job.coordinator import LEAVE_TIMEOUT_S
 
     session.stop.propose_step(session.channel, 0)
-    session.channel.put("left", None)
-    if go.rank == 0:
-        with contextlib.suppress(Silent, ChannelLost):
-            ranks = range(go.world_size)
-            session.channel.collect("left", ranks, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
+    if go.rank != 0:
+        session.channel.give("left", None)
+        return
+    with contextlib.suppress(Silent, ChannelLost):
+        session.channel.gather("left", None, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
 
 
 def _say(session: Session, error: BaseException) -> None:

@@ -107,11 +107,10 @@ class Session:
             AnotherScript: this rank has a script already.
             JobFailed: the server cannot be reached.
         """
-        accepted = connect_to_launcher(server, member, "hello", role=SCRIPT)
-        self.channel = JobChannel(server, accepted, member)
+        connection = connect_to_launcher(server, member, "hello", role=SCRIPT)
+        self.channel = JobChannel(server, connection, member)
         self.has_launcher = has_launcher
         self.channel.listen(self._obey, self._look)
-        self.channel.enter()
         self.stop.is_alone = member.world_size == 1
 
     def _obey(self, facts: Mapping[str, Any]) -> None:

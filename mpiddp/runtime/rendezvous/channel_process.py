@@ -99,7 +99,7 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
                 elif message.rank or message.from_script:
                     pass
                 elif message.kind == "leave":
-                    has_left = message.facts["is_over"]
+                    has_left = True
                 elif message.kind == "lost":
                     is_gone = True
         if is_gone and was_there and not has_left:
