@@ -27,10 +27,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import (
+    OomKills,
     adopt_orphans,
     descendants,
     group_of,
@@ -95,10 +96,8 @@ _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
 # For the kernel to interrupt the script, which then writes its stack; and in all.
 _STACK_S, _STACK_LIMIT_S = 0.05, 0.8
-_SHORT, _PAUSE_S = (
-    2048,
-    0.005,
-)  # a script that prints many short lines would wake the agent for each
+# A script that prints many short lines would wake the agent for each.
+_SHORT, _PAUSE_S = 2048, 0.005
 _NEVER = float("inf")
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -106,30 +105,32 @@ _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp run ARGV`, and return the exit code."""
-    return run_rank(parse(argv))
+    """`mpiddp run ARGV`."""
+    run_rank(parse(argv))
 
 
 def run_function(argv: list[str]) -> int:
     """`mpiddp run-function ARGV`: a rank of `mpiddp.spawn`, whose caller has the function."""
     if ADDRESS not in os.environ:
         raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
-    return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
+    run_rank(Program(FUNCTION, "run-function", tuple(argv)))
 
 
-def run_rank(program: Program) -> int:
-    """Be a rank of a job: start `program`, meet the others, and return its exit code.
-
-    Raises:
-        UserError, JobFailed, SystemExit: see `mpiddp.runtime.rendezvous.meet.meet`.
-    """
+def run_rank(program: Program) -> NoReturn:
+    """Be a rank of a job: start `program`, meet the others, and end with its exit code."""
     if is_joined(os.environ):  # a rank's command, or a process that it has started
         python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
         argv = [*python, program.name, *program.args]
         program.check()
         check_program(argv[0], os.environ.get("PATH"))
         os.execvp(argv[0], argv)
-    return Agent(program, World.from_env()).run()
+    code = Agent(program, World.from_env()).run()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or full
+            stream.flush()
+    os._exit(
+        code
+    )  # nothing is left to finalize, and the libraries of an MPI may hang in their own end
 
 
 class Agent:
@@ -165,7 +166,7 @@ class Agent:
         self._ended_at = 0.0  # when the script ended
         self._kills_at = _NEVER  # when SIGKILL follows a SIGTERM
         self._memory_group = group_of()
-        self._oom_kills = _oom_kills(self._memory_group)  # when this rank starts
+        self._kills_before = self._kernel_kills()  # when this rank starts
 
     # --- beginning ---
 
@@ -200,9 +201,8 @@ class Agent:
         adopt_orphans()
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with contextlib.suppress(
-            OSError
-        ):  # a SIGKILL of the launcher leaves the last output to this process
+        # A SIGKILL of the launcher leaves the last output to this process.
+        with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
         try:
             prepare(self.world)
@@ -247,11 +247,7 @@ class Agent:
         self.control.setblocking(False)
 
     def _start_command(self) -> None:
-        """Start the command on all ranks, or on none.
-
-        Raises:
-            SystemExit: it cannot be started on some rank.
-        """
+        """Start the command on all ranks, or on none."""
         assert self.coordinator is not None
         command = [self.program.name, *self.program.args]
         env = command_environment(os.environ)
@@ -277,11 +273,7 @@ class Agent:
             self._writers = {}
 
     def _connect(self, launcher: Server) -> None:
-        """Connect to the launcher: the messages, the streams that it shows, and stdin.
-
-        Raises:
-            JobFailed: it cannot be reached.
-        """
+        """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
         channel = JobChannel(launcher, connect_to_launcher(launcher, world, "hello"), world)
         channel.on_news = self._obey
@@ -358,19 +350,15 @@ class Agent:
         if self.world.rank == 0 and os.environ.get(REPORT):
             print(table(result.infos), flush=True)
         if os.environ.get(VERBOSE):
-            self._print_addresses(result)
+            line = f"{self.name} uses {result.interface}\n"
+            if world.rank == 0:
+                where = f"{world.master_addr} port {world.master_port}"
+                line = f"master address {where}: {result.reason}\n{line}"
+            print(line, end="", flush=True)
         if self.program.kind in _PYTHON:
             self._go(env, result, threads)
         elif result.listener is not None:
             reserve(result.listener)
-
-    def _print_addresses(self, result: RendezvousResult) -> None:
-        world = result.world
-        line = f"{self.name} uses {result.interface}\n"
-        if world.rank == 0:
-            where = f"{world.master_addr} port {world.master_port}"
-            line = f"master address {where}: {result.reason}\n{line}"
-        print(line, end="", flush=True)
 
     def _go(self, env: dict[str, str], result: RendezvousResult, threads: int | None) -> None:
         assert self.control is not None
@@ -607,8 +595,6 @@ class Agent:
         """The script has ended: report how, and end what it has left."""
         while self.control is not None and select.select([self.control], [], [], 0.0)[0]:
             self._hear_script()
-        for stream in self.streams.values():
-            stream.note_end_of_script()
         ending = self._ending(status)
         self._report(ending)
         assert self.child is not None
@@ -664,10 +650,13 @@ class Agent:
 
     def _lack_of_memory(self) -> dict[str, int | None]:
         """The kernel's kills in this rank's control group since its start, if there were any."""
-        now = None if self._memory_group is None else kills_in(self._memory_group)
-        if now is None or now.count <= self._oom_kills:
+        now, before = self._kernel_kills(), self._kills_before
+        if now is None or before is None or now.count <= before.count:
             return {}
-        return {"oom_kills": now.count - self._oom_kills, "memory_limit": now.limit_bytes}
+        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
+
+    def _kernel_kills(self) -> OomKills | None:
+        return None if self._memory_group is None else kills_in(self._memory_group)
 
     def _is_over(self, child: Child) -> bool:
         """Whether nothing of the script is left, and all that it has written has been sent."""
@@ -725,8 +714,3 @@ def stack_of(frames: Sequence[str]) -> str:
         if file not in _OF_OURS
     ]
     return f"thread MainThread:\n{''.join(lines)}" if lines else ""
-
-
-def _oom_kills(group: Path | None) -> int:
-    kills = None if group is None else kills_in(group)
-    return 0 if kills is None else kills.count

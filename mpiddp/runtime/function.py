@@ -30,11 +30,7 @@ _LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
 
 
 def main(argv: list[str]) -> int:
-    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv.
-
-    Raises:
-        UserError: `mpiddp.spawn` has not started this process.
-    """
+    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv."""
     from mpiddp.runtime.agent import run_function as run_agent
 
     return run_agent(argv)
@@ -128,11 +124,7 @@ def check_python(facts: Mapping[str, Any], hostname: str) -> None:
 def unpickled(
     facts: Mapping[str, Any], body: bytes, hostname: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments.
-
-    Raises:
-        UserError: cloudpickle, or a module that the function needs, is missing here.
-    """
+    """The function and its arguments."""
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
@@ -157,11 +149,7 @@ def unpickled(
 
 
 def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes:
-    """The pickle of a rank's result.
-
-    Raises:
-        UserError: it cannot be pickled, or is larger than max_result_bytes.
-    """
+    """The pickle of a rank's result."""
     import cloudpickle
 
     name, limit = facts["name"], facts["max_result_bytes"]

@@ -219,7 +219,7 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
         if go.threads:
             torch.set_num_threads(go.threads)
         if go.has_launcher:
-            _report_optimizer_steps(session.optimizer_stepped)
+            _report_optimizer_steps(lambda steps: session.reports.optimizer_stepped(steps))
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 

@@ -37,9 +37,6 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
 
     A SIGINT meanwhile goes to the launcher, which stops the job; a second one kills it. Nothing of the job is
     left when this returns.
-
-    Raises:
-        OSError: the launcher cannot be started: no such folder, no process left.
     """
     report = Report()
     ours, theirs = socket.socketpair()

@@ -33,11 +33,7 @@ _registry = threading.Lock()  # cloudpickle's is one for all threads
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
 ) -> bytes:
-    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them.
-
-    Raises:
-        UserError: cloudpickle is missing, or something cannot be pickled. The sentence names it.
-    """
+    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them."""
     try:
         import cloudpickle
     except ModuleNotFoundError as error:

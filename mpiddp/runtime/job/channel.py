@@ -153,13 +153,16 @@ class JobChannel:
         return key in self._called
 
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail.
+        """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
 
-        Raises:
-            ChannelLost: the server has ended.
+        Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
+        fail as well.
         """
         if self._first_failure is None:
-            self.ask("claim", answer_key="claimed")
+            try:
+                self.ask("claim", answer_key="claimed")
+            except ChannelLost:
+                return self.rank == 0
         return self._first_failure == self.rank
 
     def fail(self, code: int) -> None:

@@ -127,17 +127,8 @@ class Coordinator:
         raise Refused(code, "\n".join(sentences), is_printed=not is_launchers)
 
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail.
-
-        If the channel is lost, only rank 0 counts as the first. Call this as soon as an error is caught: the
-        unwinding breaks connections, and the other ranks then fail as well.
-        """
-        if self.channel is None:
-            return True
-        try:
-            return self.channel.claim_first_failure()
-        except ChannelLost:
-            return self.world.rank == 0
+        """Whether this rank is the first to fail, see `JobChannel.claim_first_failure`."""
+        return self.channel is None or self.channel.claim_first_failure()
 
     def leave(self, *, waits: bool | None = None) -> None:
         """Leave the job. All ranks must call this.

@@ -41,12 +41,30 @@ class Reports:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self.step = 0  # the latest step of this rank
+        self._is_told = False  # the script counts its steps itself
+        self._is_counted = False  # the calls of `should_stop` are the steps
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
         self._sent = self._confirmed = 0  # messages of progress
 
     def progress(self, step: int) -> None:
+        """The script has made this step, by its own count."""
+        self._is_told = True
+        self._report(step)
+
+    def counted(self, step: int) -> None:
+        """The script has called `should_stop` in this step."""
+        self._is_counted = True
+        if not self._is_told:
+            self._report(step)
+
+    def optimizer_stepped(self, step: int) -> None:
+        """An optimizer of the script has made so many steps."""
+        if not (self._is_told or self._is_counted) and step > self.step:
+            self._report(step)
+
+    def _report(self, step: int) -> None:
         """Report this rank's step, at most twice a second. Most calls send nothing."""
         self.step = step
         now = time.monotonic()
@@ -70,9 +88,9 @@ class Reports:
             if has_room and is_short(name, value):
                 self._shown[name] = value
 
-    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
-        """Send with the next progress what all steps so far have spent in each of their phases."""
-        self._phases = {"phases": {"steps": steps, **seconds}}
+    def tell_phases(self, phases: Mapping[str, float]) -> None:
+        """Send with the next progress what all "steps" so far have spent in each of their phases."""
+        self._phases = {"phases": {**phases, "steps": int(phases["steps"])}}
 
     def _new_shown(self) -> dict[str, Any]:
         shown, self._shown = self._shown, {}
@@ -179,9 +197,6 @@ class Output:
         """Write all output, from the rank's first line on, to files in `folder`, and return that of stderr.
 
         The files are opened here, because the rank can report an error. They grow at a restart.
-
-        Raises:
-            OSError: a file cannot be opened.
         """
         files, path = open_logs(folder, int(os.environ["RANK"]))
         try:

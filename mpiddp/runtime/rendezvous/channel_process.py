@@ -34,11 +34,7 @@ _CODE = (
 
 
 class ChannelProcess:
-    """The process of rank 0. It ends by itself if this process ends before `serve`.
-
-    Raises:
-        OSError: this host can start no process.
-    """
+    """The process of rank 0. It ends by itself if this process ends before `serve`."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

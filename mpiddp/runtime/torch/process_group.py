@@ -133,11 +133,7 @@ def default_group(
 
 
 def choose_backend(requested: str | None) -> str:
-    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo.
-
-    Raises:
-        UserError: another one, or one for a GPU that is not there.
-    """
+    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo."""
     if requested == "gloo":
         return requested  # torch may know no backend of an accelerator
     gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -157,9 +153,6 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
 
     With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
     each rank its own.
-
-    Raises:
-        UserError: more local ranks than GPUs.
     """
     if (backend or choose_backend(None)) == "gloo":
         return torch.device("cpu")

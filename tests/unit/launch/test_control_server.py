@@ -158,28 +158,6 @@ def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts",
-    [
-        {"proof": "0" * 128},
-        {"rank": 3},
-        {"rank": -1},
-        {"rank": True},
-        {"rank": "1"},
-        {"role": SCRIPT},  # of a rank that is not there
-    ],
-)
-def test_who_does_not_belong_to_the_job_is_dropped(server: Server, facts: dict[str, Any]) -> None:
-    assert Client(server).introduce(1, **facts) == {}
-    assert not server.server.has_ranks
-    assert server.messages == []
-
-
-def test_a_second_process_of_a_rank_is_dropped(server: Server, rank: Client) -> None:
-    assert Client(server).introduce(1) == {}
-    assert server.server.connected == {1}
-
-
-@pytest.mark.parametrize(
     "line",
     [
         b"no message\n",
@@ -195,30 +173,6 @@ def test_a_stranger_that_sends_anything_else_is_dropped(server: Server, line: by
     stranger.socket.sendall(line)
     assert stranger.receive() == {}
     assert server.messages == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"no message\n",
-        encode("hello", b"", rank=1),
-        encode("output", b"", rank=1),
-        encode("unknown"),
-        encode("started", b"", host=1, pid=5),
-        encode("progress"),
-        b"x" * (LINE_LIMIT + 1) + b"\n",
-    ],
-)
-def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, line: bytes) -> None:
-    rank.socket.setblocking(True)
-    rank.socket.settimeout(LIMIT_S)
-    import threading
-
-    thread = threading.Thread(target=rank.socket.sendall, args=(encode("done") + line,))
-    thread.start()
-    assert [each.kind for each in server.await_messages(2)] == ["done", "lost"]
-    thread.join(LIMIT_S)
-    assert not server.server.has_ranks
 
 
 def test_a_line_may_be_long_once_the_rank_is_known(server: Server, rank: Client) -> None:
