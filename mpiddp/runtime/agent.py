@@ -41,9 +41,11 @@ from mpiddp.hosts.processes import (
 )
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.paths import cause_of, check_program, named_by
+from mpiddp.protocol.channel import Lines
 from mpiddp.protocol.messages import (
     GO,
     INPUT,
+    LINE_LIMIT,
     OUTPUT_PROCESS,
     STREAMS,
     TEXT_LIMIT,
@@ -109,13 +111,6 @@ def main(argv: list[str]) -> int:
     run_rank(parse(argv))
 
 
-def run_function(argv: list[str]) -> int:
-    """`mpiddp run-function ARGV`: a rank of `mpiddp.spawn`, whose caller has the function."""
-    if ADDRESS not in os.environ:
-        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
-    run_rank(Program(FUNCTION, "run-function", tuple(argv)))
-
-
 def run_rank(program: Program) -> NoReturn:
     """Be a rank of a job: start `program`, meet the others, and end with its exit code."""
     if is_joined(os.environ):  # a rank's command, or a process that it has started
@@ -158,7 +153,7 @@ class Agent:
         self._has_left = program.kind == COMMAND  # not by os._exit(0) in the middle of its work
         self._passed: set[int] = set()
         self._wakeup: int | None = None  # readable when a signal has arrived
-        self._text = bytearray()  # of the script, over the control connection
+        self._said = Lines(LINE_LIMIT)  # by the script, over the control connection
         self._frames: list[str] = []  # of its main thread
         self._stack_at = self._stack_until = _NEVER  # when to send them, and when to give up
         self._code: int | None = None  # with which this rank ends because of another
@@ -535,9 +530,7 @@ class Agent:
             return
         if files:
             self._write_to(list(files))
-        *lines, rest = bytes(self._text + chunk).split(b"\n")
-        self._text = bytearray(rest)
-        for line in lines:
+        for line in self._said.split(chunk):
             if line.startswith(b"{"):
                 self._hear(json.loads(line))
             else:

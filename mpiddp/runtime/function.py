@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import linecache
+import os
 import pickle
 import sys
 from base64 import b64decode, b64encode
@@ -19,6 +20,7 @@ from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, missing_package
 from mpiddp.protocol.channel import value_mac
+from mpiddp.protocol.variables import ADDRESS
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
@@ -31,9 +33,12 @@ _LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
 
 def main(argv: list[str]) -> int:
     """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv."""
-    from mpiddp.runtime.agent import run_function as run_agent
+    from mpiddp.runtime.agent import run_rank
+    from mpiddp.runtime.program import FUNCTION, Program
 
-    return run_agent(argv)
+    if ADDRESS not in os.environ:
+        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
+    run_rank(Program(FUNCTION, "run-function", tuple(argv)))
 
 
 def run_function(session: Session) -> None:

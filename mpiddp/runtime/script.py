@@ -209,7 +209,7 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
     if go.server is not None:
         session.connect(Server(*go.server), go, has_launcher=go.has_launcher)
     if go.forbids_mpi:
-        from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
+        from mpiddp.runtime.rendezvous import FinalizedMPI
 
         sys.meta_path.insert(0, FinalizedMPI())
     stop_on(session.stop, signal.SIGUSR1)

@@ -68,7 +68,8 @@ class Session:
         self.torch_store: object = None  # which rank 0 serves as long as its process lives
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
-        self.stop = StopRequest(self)
+        self._has_said_why = False
+        self.stop = StopRequest(self.tell, lambda step: self.reports.counted(step), self.wake)
         self._reports: Reports | None = None
         self._saves = 0
         self._lock = threading.RLock()
@@ -145,7 +146,13 @@ class Session:
                 self.control.sendall(json.dumps(facts).encode() + b"\n")
 
     def report(self, ending: Ending) -> None:
-        """Say why this script has failed, to whoever reports its end."""
+        """Say why this script has failed, to whoever reports its end.
+
+        A later exit code without a sentence follows from an error that was reported.
+        """
+        if self._has_said_why and not ending.sentence:
+            return
+        self._has_said_why = bool(ending.sentence)
         said = {
             "error": ending.sentence[:_TEXT_LIMIT],  # the beginning is the useful part
             "traceback": ending.traceback[-_TEXT_LIMIT:],

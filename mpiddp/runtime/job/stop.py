@@ -16,15 +16,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.runtime.job.channel import JobChannel
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.session import Session
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
@@ -40,10 +38,21 @@ PASSED = frozenset(
 
 
 class StopRequest:
-    """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
+    """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        tell: sends "supports_stop" and "stopped".
+        counted: reports a step.
+        wake: lets the thread of the channel call `agree`. A handler of a signal may call it.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str], None],
+        counted: Callable[[int], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._tell, self._counted, self._wake = tell, counted, wake
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._answered = 0  # the latest call whose answer `stops_next` has given
@@ -68,7 +77,7 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._session.tell("supports_stop")
+            self._tell("supports_stop")
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""
@@ -84,7 +93,7 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        self._session.wake()
+        self._wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
@@ -93,7 +102,7 @@ class StopRequest:
             self._calls += 1
             self._decide_alone(max(self._calls, self._answered + 1))
             must_wait = self._step is None and self._proposed == self._calls
-        self._session.reports.counted(self._steps_before + self._calls)
+        self._counted(self._steps_before + self._calls)
         if must_wait:
             self._decided.wait()
         stops = self._step is not None and self._calls >= self._step
@@ -121,7 +130,7 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._session.tell("stopped")
+            self._tell("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""

@@ -27,7 +27,7 @@ from mpiddp.protocol.channel import (
     member_proof,
     server_proof,
 )
-from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT
+from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX, UNPROVED_LINE_LIMIT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import place_to_listen, progress, stacks
