@@ -427,10 +427,11 @@ class Agent:
         poll, channel, wakeup = select.poll(), self.channel, self._wakeup
         for stream in self.streams.values():
             stream.register(poll)
-        has_channel = channel is not None and not channel.is_lost
-        for file in (wakeup, self.control, channel.connection if has_channel and channel else None):
+        for file in (wakeup, self.control):
             if file is not None:
                 poll.register(file, select.POLLIN)
+        if channel is not None and not channel.is_lost:
+            poll.register(channel.connection, select.POLLIN)
         times = [self._stack_at, self._ends_at, self._kills_at]
         times += [stream.flushes_at for stream in self.streams.values()]
         wait_s = min(1.0, max(0.0, min(times) - time.monotonic()))
@@ -438,7 +439,7 @@ class Agent:
         longest = max((stream.act(ready) for stream in self.streams.values()), default=0)
         if self.control is not None and self.control.fileno() in ready:
             self._hear_script()
-        if has_channel and channel is not None and channel.connection.fileno() in ready:
+        if channel is not None and (channel.has_early or channel.connection.fileno() in ready):
             for facts in channel.receive():
                 self._obey(facts)
         if wakeup is not None and wakeup in ready:

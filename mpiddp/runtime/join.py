@@ -227,6 +227,8 @@ def _end_with(
     if not ending.is_failure:  # many scripts end with sys.exit(main())
         _leave(session, coordinator, watch)
         return
+    if session.control is not None:  # `mpiddp.runtime.script` reports it
+        return
     session.claim_first_failure()
     if not ending.traceback:
         session.report(ending)

@@ -244,7 +244,7 @@ class JobChannel:
         poll.register(self.connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         file = self.connection.fileno()
-        news = self.receive() if self._incoming.early else []
+        news = self.receive() if self.has_early else []
         while True:
             for facts in news:
                 self.on_news(facts)
@@ -260,6 +260,11 @@ class JobChannel:
                 with contextlib.suppress(OSError):
                     os.read(self._wake, 4096)
             news = self.receive() if file in ready else []
+
+    @property
+    def has_early(self) -> bool:
+        """Whether messages have arrived with the server's answer, which no poll reports."""
+        return bool(self._incoming.early)
 
     def receive(self) -> list[dict[str, Any]]:
         """Receive what arrives next: note what the ranks agree on, and return the other messages."""

@@ -68,7 +68,7 @@ class Session:
         self.torch_store: object = None  # which rank 0 serves as long as its process lives
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
-        self._has_said_why = False
+        self.has_said_why = False  # to whoever reports this end
         self.stop = StopRequest(self.tell, lambda step: self.reports.counted(step), self.wake)
         self._reports: Reports | None = None
         self._saves = 0
@@ -150,9 +150,9 @@ class Session:
 
         A later exit code without a sentence follows from an error that was reported.
         """
-        if self._has_said_why and not ending.sentence:
+        if self.has_said_why and not ending.sentence:
             return
-        self._has_said_why = bool(ending.sentence)
+        self.has_said_why = bool(ending.sentence)
         said = {
             "error": ending.sentence[:_TEXT_LIMIT],  # the beginning is the useful part
             "traceback": ending.traceback[-_TEXT_LIMIT:],
@@ -239,7 +239,7 @@ def script_session() -> Session:
 def _report_end(session: Session) -> None:
     """Tell the launcher why this script of a command ends. Python keeps only an error that it prints."""
     error = getattr(sys, "last_value", None)
-    if session.is_of_this_process:
+    if session.is_of_this_process and not session.has_said_why:
         if error is None:
             session.send("done")
         else:
