@@ -62,7 +62,7 @@ def clients(ranks: int) -> None:
         )
     _agree(connections)
     for step in range(STEPS):
-        usage = {"own_s": step / 1000, "queued_s": 0.0, "cpu_s": step / 1000, "memory": 1 << 30}
+        usage = {"own_s": step / 1000, "cpu_s": step / 1000, "memory": 1 << 30}
         message = encode("progress", b"", step=step, **usage)
         for connection in connections:
             connection.sendall(message)

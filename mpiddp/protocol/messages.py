@@ -42,7 +42,6 @@ LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 # What a script says of its training: values, and characters of a name or a text of them.
 MOST_SHOWN, LONGEST_SHOWN = 16, 64
 SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
-MOST_UNSENT = 16  # connections of a rank
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
@@ -79,26 +78,22 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "run_dir": {"path": (str,)},  # a restart waits until it is there
     "supports_stop": {},
-    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core, and
-    # `queued_s`, in which it waited for one) and of its process: seconds, and bytes. Then, if it is new,
-    # `shown`: what the script says of its training, by name; and `phases`: the number of its "steps", and the
-    # seconds that all of them have spent in each phase.
+    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
+    # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
+    # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
     "progress": {
         "step": (int,),
         "own_s": (int, float),
-        "queued_s": (int, float),
         "cpu_s": (int, float),
         "memory": (int,),
     },
     "saving": {"active": (bool,)},  # begins, or has ended
-    # `state` of the main thread, as in /proc, and `unsent`: both addresses of each connection whose data wait
-    # for the network, this rank's first.
+    # `state` of the main thread, as in /proc.
     "stacks": {
         "text": (str,),
         "step": (int,),
         "cpu_s": (int, float),
         "state": (str,),
-        "unsent": (list,),
     },
     "stopped": {},
     "failed": {
@@ -165,10 +160,6 @@ def _are_bounded(values: Iterable[object]) -> bool:
     return True
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(each) is str for each in value)
-
-
 def is_argument(text: str) -> bool:
     """Whether a program can get `text` as an argument."""
     try:
@@ -189,8 +180,6 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
         return is_shown_of_training(facts.get("shown", {})) and (
             phases is None or _are_phases(phases)
         )
-    if kind == "stacks":
-        return all(map(_is_pair, facts["unsent"]))
     if kind == "joining":
         return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
     if kind == "run_dir":

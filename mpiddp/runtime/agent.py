@@ -554,7 +554,7 @@ class Agent:
 
     def _ask_for_stack(self) -> None:
         if self.child is None or self.program.kind == COMMAND:
-            self._send("stacks", text="", step=0, unsent=[], **self._usage())
+            self._send("stacks", text="", step=0, **self._usage())
             return
         self._frames = []
         self._stack_at = time.monotonic() + _STACK_S
@@ -568,7 +568,7 @@ class Agent:
         is_late = now >= self._stack_until
         self._stack_at = _NEVER if self._frames or is_late else now + _STACK_S
         if text := stack_of(self._frames):
-            self._send("stacks", text=text[-TEXT_LIMIT:], step=0, unsent=[], **self._usage())
+            self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **self._usage())
 
     def _usage(self) -> dict[str, Any]:
         from mpiddp.runtime.job.reports import state_of

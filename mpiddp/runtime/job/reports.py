@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import json
 import numbers
 import os
@@ -13,14 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mpiddp.protocol.messages import (
     CONFIRM_EVERY,
     MOST_SHOWN,
-    MOST_UNSENT,
     SHOWN_BYTES,
     STREAMS,
     TEXT_LIMIT,
@@ -31,8 +28,6 @@ from mpiddp.protocol.variables import LOG_DIR
 
 PROGRESS_EVERY_S = 0.5
 SUFFIXES = {1: "out", 2: "err"}
-_SIOCOUTQNSD = 0x894B  # the bytes that a TCP connection could not send yet
-_MOST_FILES = 4096
 
 
 class Reports:
@@ -113,7 +108,6 @@ def _usage() -> dict[str, float]:
         pages = int(_read("/proc/self/statm").split()[1])
     return {
         "own_s": round((time.thread_time_ns() + queued_ns) / 1e9, 3),
-        "queued_s": round(queued_ns / 1e9, 3),
         "cpu_s": round(time.process_time(), 3),
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
     }
@@ -138,11 +132,9 @@ def look() -> dict[str, Any]:
         "text": _stacks(),
         "cpu_s": 0.0,
         "state": state_of(os.getpid()),
-        "unsent": [],
     }
     with contextlib.suppress(OSError):  # this process has no file left
         facts["cpu_s"] = processor_time(os.getpid())
-        facts["unsent"] = [list(pair) for pair in sorted(_unsent())[:MOST_UNSENT]]
     return facts
 
 
@@ -168,21 +160,6 @@ def state_of(pid: int) -> str:
         stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
         return stat.rpartition(b")")[2].split()[0].decode()
     return ""
-
-
-def _unsent() -> set[tuple[str, str]]:
-    """Both addresses of the connections to other hosts that have data to send, and no room to send them."""
-    found = set()
-    for link in islice(Path("/proc/self/fd").iterdir(), _MOST_FILES):
-        file = int(link.name)
-        with contextlib.suppress(OSError):  # no connection of TCP, or it has been closed meanwhile
-            if not int.from_bytes(fcntl.ioctl(file, _SIOCOUTQNSD, bytes(4)), sys.byteorder):
-                continue
-            with socket.socket(fileno=os.dup(file)) as connection:
-                own, other = connection.getsockname()[0], connection.getpeername()[0]
-            if own != other:
-                found.add((own, other))
-    return found
 
 
 class Output:
