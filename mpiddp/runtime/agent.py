@@ -12,7 +12,6 @@ the same way.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import json
@@ -376,9 +375,8 @@ class Agent:
         )
         self.control.setblocking(True)
         line = json.dumps(go._asdict()).encode() + b"\n"
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.values()))
         with contextlib.suppress(ConnectionError):  # the script has ended
-            sent = self.control.sendmsg([line], [rights] if files else [])
+            sent = socket.send_fds(self.control, [line], list(files.values()))
             self.control.sendall(line[sent:])
         self.control.setblocking(False)
         if result.listener is not None:
@@ -516,21 +514,19 @@ class Agent:
     def _hear_script(self) -> None:
         """Take what the script says over the control connection."""
         assert self.control is not None
-        files = array.array("i")
+        files: list[int] = []
         try:
-            chunk, rights, _, _ = self.control.recvmsg(1 << 16, socket.CMSG_SPACE(4 * len(STREAMS)))
+            chunk, files, _, _ = socket.recv_fds(self.control, 1 << 16, len(STREAMS))
         except BlockingIOError:
             return
         except OSError:
-            chunk, rights = b"", []
-        for _, _, numbers in rights:
-            files.frombytes(numbers)
+            chunk = b""
         if not chunk:  # it has ended, or has closed all files
             self.control.close()
             self.control = None
             return
         if files:
-            self._write_to(list(files))
+            self._write_to(files)
         for line in self._said.split(chunk):
             if line.startswith(b"{"):
                 self._hear(json.loads(line))

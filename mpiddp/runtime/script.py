@@ -9,7 +9,6 @@ the server of the job is. No function of Python is replaced: the agent sees how 
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -186,14 +185,13 @@ def import_torch() -> None:
 
 def _wait_for_go(control: socket.socket) -> tuple[Go, dict[str, int]]:
     """Wait until the ranks have met. Without them, this process ends with its agent."""
-    line, files = bytearray(), array.array("i")
+    line = b""
+    files: list[int] = []
     while not line.endswith(b"\n"):
-        chunk, rights, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(4 * _MOST_FILES))
+        chunk, found, _, _ = socket.recv_fds(control, 1 << 16, _MOST_FILES)
         if not chunk:
             os._exit(1)
-        line += chunk
-        for _, _, numbers in rights:
-            files.frombytes(numbers)
+        line, files = line + chunk, files + found
     go = Go(**json.loads(line))
     for number in files:
         os.set_inheritable(number, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import numbers
@@ -177,9 +176,8 @@ class Output:
         """
         files, path = open_logs(folder, int(os.environ["RANK"]))
         try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
             with contextlib.suppress(ConnectionError):
-                self._control.sendmsg([b'{"type": "log_to"}\n'], [rights])
+                socket.send_fds(self._control, [b'{"type": "log_to"}\n'], files)
         finally:
             for file in files:
                 os.close(file)
