@@ -11,19 +11,15 @@ lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
 from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Member, Server
-
-_NEVER = float("inf")
 
 
 class ChannelLost(JobFailed):
@@ -75,7 +71,7 @@ class JobChannel:
         self.code_of_failure = 0
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
-        self._look: Callable[[], float] = lambda: _NEVER
+        self._look: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
@@ -220,14 +216,13 @@ class JobChannel:
     def listen(
         self,
         on_news: Callable[[dict[str, Any]], object],
-        look: Callable[[], float] = lambda: _NEVER,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
         """Receive in a thread until the connection ends.
 
         Args:
             on_news: gets the messages that nobody waits for.
-            look: called after each message and each `wake`. It returns when to call it again, in
-                time.monotonic()'s seconds.
+            look: called after each message and each `wake`.
         """
         self.on_news, self._look = on_news, look
         if self._thread is None:  # else a process group follows another one
@@ -248,14 +243,10 @@ class JobChannel:
         while True:
             for facts in news:
                 self.on_news(facts)
-            again_at = self._look()
-            if self._has_ended and again_at == _NEVER:
-                return
+            self._look()
             if self._has_ended:
-                with contextlib.suppress(KeyError):
-                    poll.unregister(file)
-            wait_s = None if again_at == _NEVER else max(0.0, again_at - time.monotonic())
-            ready = dict(poll.poll(None if wait_s is None else math.ceil(1000 * wait_s)))
+                return
+            ready = dict(poll.poll())
             if self._wake in ready:
                 with contextlib.suppress(OSError):
                     os.read(self._wake, 4096)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mpiddp.runtime.job.ending import Ending
     from mpiddp.runtime.job.reports import Output, Reports
 
-_NEVER = float("inf")
 _TEXT_LIMIT = 16 * 1024  # characters of a text for the launcher
 
 
@@ -118,10 +117,9 @@ class Session:
             case "received":
                 self.reports.confirm()
 
-    def _look(self) -> float:
+    def _look(self) -> None:
         if self.channel is not None and self.channel.group and self.channel.world_size > 1:
             self.stop.agree(self.channel)
-        return _NEVER
 
     def wake(self) -> None:
         """Let the thread of the channel look for a request. A handler of a signal may call it."""
