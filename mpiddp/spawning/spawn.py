@@ -15,15 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    INTERRUPTED,
-    STOPPED,
-    JobFailed,
-    RankFailed,
-    UserError,
-)
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch.exchange import Answer
 from mpiddp.protocol.channel import encode

@@ -12,15 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    FAILED,
-    JobFailed,
-    NoAnswer,
-    UserError,
-    print_error,
-)
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
 from mpiddp.runtime.job.channel import ChannelLost, JobChannel, Silent
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.world import World
