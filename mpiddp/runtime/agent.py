@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import (
@@ -106,25 +106,20 @@ _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
 
 
 def main(argv: list[str]) -> int:
-    """`mpiddp run ARGV`."""
-    run_rank(parse(argv))
+    """Run `mpiddp run ARGV`, and return the exit code."""
+    return run_rank(parse(argv))
 
 
-def run_rank(program: Program) -> NoReturn:
-    """Be a rank of a job: start `program`, meet the others, and end with its exit code."""
+def run_rank(program: Program) -> int:
+    """Be a rank of a job: start `program`, meet the others, and return its exit code."""
     if is_joined(os.environ):  # a rank's command, or a process that it has started
         python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
         argv = [*python, program.name, *program.args]
         program.check()
         check_program(argv[0], os.environ.get("PATH"))
         os.execvp(argv[0], argv)
-    code = Agent(program, World.from_env()).run()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or full
-            stream.flush()
-    os._exit(
-        code
-    )  # nothing is left to finalize, and the libraries of an MPI may hang in their own end
+    # Not by os._exit: MPICH tells its mpirun in a handler of atexit that a rank has finalized MPI.
+    return Agent(program, World.from_env()).run()
 
 
 class Agent:

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     if ADDRESS not in os.environ:
         raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
-    run_rank(Program(FUNCTION, "run-function", tuple(argv)))
+    return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
 
 
 def run_function(session: Session) -> None:
