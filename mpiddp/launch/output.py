@@ -173,9 +173,14 @@ class JobOutput:
 
     @property
     def idle_s(self) -> float:
-        """For how long the thread has only waited, in seconds; 0 while a reader delays it."""
+        """For how long the thread has only waited, in seconds; 0 while a reader delays it.
+
+        Infinite if it has ended: it copies nothing more.
+        """
         since = self._idle_since
-        return 0.0 if since is None else time.monotonic() - since
+        if since is None:
+            return 0.0 if self._thread.is_alive() else float("inf")
+        return time.monotonic() - since
 
     @property
     def blocked_s(self) -> float:

@@ -331,6 +331,35 @@ def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
     assert job.mpirun.code is None
 
 
+def test_an_agent_that_stays_after_the_end_of_all_ranks_is_ended(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "LEAVE_S", 0.1)
+    job = started(jobs)
+    job.join()
+    job.connect(0)
+    job.say(0, "exited")
+    assert Event.SEE_LEAVE not in job.timers
+    job.say(1, "exited")
+    while Event.KILL not in job.timers:
+        job.until(Event.SEE_LEAVE)
+    assert job.end == -signal.SIGHUP
+
+
+def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(attempt, "STACKS_S", 0.1)
+    monkeypatch.setattr(attempt, "INTERRUPTED_S", 0.0)
+    job = started(jobs, replace(NO_LIMITS, timeout_s=0.02))
+    job.connect(0)  # it never sends its stacks
+    job.start(0)
+    job.say(0, "mpi_init", active=True)
+    job.until(Event.STACKS_OVER)
+    assert job.attempt._ended_because.startswith("only 1 of 2 ranks joined in 0.02 s.")
+
+
 # --- growth ---
 
 
@@ -396,9 +425,6 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
     late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
     assert (job.attempt.stop, job.attempt._limit) == (Stop.TO_GROW, late)
     assert job.attempt._ended_because == f"{late}."
-
-
-# --- viewers ---
 
 
 # --- what an attempt needs, and what it leaves ---
