@@ -18,15 +18,14 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Outcome, Terms, run_attempt
+from mpiddp.launch.choose import Past, key_of, remember
 from mpiddp.launch.console import open_console
 from mpiddp.launch.events import SignalQueue, interrupting, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, first_plan, make_plan, read_hosts
+from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.remembered import Ended, key_of, note_attempt
-from mpiddp.launch.usable import Past
 from mpiddp.launch.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of, counted
@@ -65,7 +64,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     Raises:
         UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
     """
-    plan = first_plan(options, os.environ)
+    plan = make_plan(options, os.environ)
     with queued_signals() as signals:
         return _Job(options, plan, started_at, signals, exchange).run()
 
@@ -155,13 +154,20 @@ class _Job:
 
     def _remember(self, outcome: Outcome) -> None:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
-        plan, host = self._plan, outcome.host_at_fault
-        ended = Ended(outcome.code, host, outcome.sentence, outcome.slow_hosts)
-        note_attempt(self._options, plan.named, plan.request.hosts, ended)
-        before, self._at_fault = self._at_fault, key_of(host, plan.named) if host else ""
+        plan, named, at_fault = self._plan, self._plan.named, ""
+        if outcome.host_at_fault:
+            at_fault = key_of(outcome.host_at_fault, named)
+        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+            remember(
+                *(self._options, named),
+                used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
+                failed={at_fault: outcome.sentence} if at_fault else {},
+                slow={key_of(name, named): part for name, part in outcome.slow_hosts.items()},
+            )
+        before, self._at_fault = self._at_fault, at_fault
         avoided = dict(plan.avoided)
-        if host and self._at_fault == before:
-            avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"
+        if at_fault and at_fault == before:
+            avoided[at_fault] = f"{at_fault} has ended two attempts in a row"
         max_ranks = self._known.announcement.max_ranks
         # Hosts on which mpirun could not even start prove nothing.
         proven = plan.hosts.hosts if outcome.has_started else self._past.proven
@@ -173,8 +179,12 @@ class _Job:
             return None
         if outcome.stop is Stop.TO_GROW:
             return self._grow(outcome)
-        if self._grown_from and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
-            return self._go_back(outcome, self._grown_from)
+        before = self._grown_from
+        if before and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
+            # Return to the hosts with which the job has run. It does not count.
+            outcome.log()
+            self._grown_from, self._may_grow = None, False
+            return self._begin_again(before)
         if outcome.code == FAILED and self._failures < self._options.max_restarts:
             return self._restart(outcome)
         return None
@@ -182,24 +192,17 @@ class _Job:
     def _restart(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart after a failure."""
         outcome.log()
-        self._restarts += 1
         self._failures += 1
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
         pause_s = max(0.0, min(pause_s, self._stop_at - time.monotonic()))
         if self._signals.has_stop(pause_s) or self._must_stop():
             return INTERRUPTED_BEFORE
-        try:
-            with interrupting(self._signals):
-                self._plan = self._next_plan()
-        except KeyboardInterrupt:
-            return INTERRUPTED_BEFORE
-        except (UserError, JobFailed) as error:  # a host may be usable after the next pause
-            return INTERRUPTED_BEFORE if self._must_stop() else Outcome(FAILED, str(error))
-        if self._must_stop():
-            return INTERRUPTED_BEFORE
-        self._log_restart(f" (restart {self._failures} of {self._options.max_restarts})")
-        return self._plan
+        planned = self._planned(INTERRUPTED_BEFORE)
+        if isinstance(planned, Outcome):  # a host may be usable after the next pause
+            return planned
+        count = f" (restart {self._failures} of {self._options.max_restarts})"
+        return self._begin_again(planned, count)
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""
@@ -209,32 +212,44 @@ class _Job:
         else:
             outcome.log()
             self._may_grow = False
-        self._restarts += 1
         before = self._plan
-        try:
-            with interrupting(self._signals):
-                self._plan = self._next_plan()
-        except KeyboardInterrupt:
+        planned = self._planned(interrupted)
+        if planned is interrupted:
             return interrupted
-        except (UserError, JobFailed) as error:  # the hosts of before have just worked
-            log.error(str(error))
-        if self._must_stop():
-            return interrupted
-        if self._plan.request.world_size > before.request.world_size:
+        if isinstance(planned, Outcome):  # the hosts of before have just worked
+            log.error(planned.sentence)
+            planned = before
+        if planned.request.world_size > before.request.world_size:
             self._grown_from = before
         else:  # each search in vain costs a stop and a start
             self._may_grow = False
             log.info("the job has not grown. From now on, hosts join only at a restart.")
-        self._log_restart()
-        return self._plan
+        return self._begin_again(planned)
 
-    def _go_back(self, outcome: Outcome, before: Plan) -> Plan:
-        """Return to the hosts before the growth, with which the job has run. It does not count."""
-        outcome.log()
+    def _planned(self, interrupted: Outcome) -> Plan | Outcome:
+        """A new plan, or why there is none. `interrupted`: if the user stops the job meanwhile."""
+        try:
+            with interrupting(self._signals):
+                planned: Plan | Outcome = self._next_plan()
+        except KeyboardInterrupt:
+            return interrupted
+        except (UserError, JobFailed) as error:
+            planned = Outcome(FAILED, str(error))
+        return interrupted if self._must_stop() else planned
+
+    def _begin_again(self, plan: Plan, count: str = "") -> Plan:
+        """Let the next attempt run this plan, and say so."""
+        self._plan = plan
         self._restarts += 1
-        self._grown_from, self._may_grow, self._plan = None, False, before
-        self._log_restart()
-        return before
+        request, known = plan.request, self._known
+        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
+        global_batch_size = known.announcement.global_batch_size
+        if global_batch_size is not None and request.world_size != known.world_size:
+            log.info(
+                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
+                f"stays at {global_batch_size}."
+            )
+        return plan
 
     def _next_plan(self) -> Plan:
         """The plan for the hosts that are listed and usable now.
@@ -256,16 +271,6 @@ class _Job:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
         is_over = self._stop_at <= time.monotonic()
         return is_over or self._signals.has_stop(0.0)
-
-    def _log_restart(self, count: str = "") -> None:
-        request, known = self._plan.request, self._known
-        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
-        global_batch_size = known.announcement.global_batch_size
-        if global_batch_size is not None and request.world_size != known.world_size:
-            log.info(
-                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
-                f"stays at {global_batch_size}."
-            )
 
 
 INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch.starters.command import JobNetwork
 
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
-
-_SSH_G_S = 10.0
 
 
 def requested_networks(requested: str) -> tuple[str, ...]:
@@ -54,7 +49,8 @@ def find_network(
         interface, networks = _shared_network([host.name for host in others], infos)
     address = "127.0.0.1"
     if others:
-        address = interface.address if interface else _control_address(others)
+        routes = map(_route, (host.name for host in others))
+        address = interface.address if interface else next((r[0] for r in routes if r), "")
     if not address and not dry_run:
         raise UserError(
             f"no address of this machine is known that {others[-1].name} can reach. "
@@ -91,33 +87,6 @@ def _shared_network(
     # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
     is_everywhere = bool(names) and all((own.name, own.network) in each for each in names)
     return own, (own.name if is_everywhere else own.network,)
-
-
-def _control_address(others: Sequence[Host]) -> str:
-    """This machine's address on the route to one of `others`, "" if none is known.
-
-    ssh may reach a host whose name does not resolve: its configuration has the address.
-    """
-    for name in (*(host.name for host in others), _name_for_ssh(others[0])):
-        if route := _route(name):
-            return route[0]
-    return ""
-
-
-def _name_for_ssh(host: Host) -> str:
-    """The host's name or address in the user's configuration of ssh."""
-    if shutil.which("ssh") is None or addresses_of(host.name):
-        return host.name
-    command = ["ssh", "-G", "--", host.ssh_target]
-    try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_G_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return host.name
-    lines = os.fsdecode(answer.stdout).splitlines()
-    names = [line.removeprefix("hostname ") for line in lines if line.startswith("hostname ")]
-    return names[0] if names else host.name
 
 
 def _route(name: str) -> tuple[str, str] | None:

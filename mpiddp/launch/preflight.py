@@ -207,14 +207,13 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
 
 
 def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:
-    """A sentence for each host with other versions than all of `proven` have, which have run the job."""
-    judges = [info for host, info in infos.items() if host in proven]
-    if not judges or disagreements(judges, mpirun):
-        return {}
+    """A sentence for each host with other versions than those that have run the job, else the first one."""
+    judges = [info for host, info in infos.items() if host in proven] or [*infos.values()][:1]
+    found = {host: disagreements([*judges, info], mpirun) for host, info in infos.items()}
     return {
-        host: f"{host.name}: {found[0]}"
-        for host, info in infos.items()
-        if host not in proven and (found := disagreements([*judges, info], mpirun))
+        host: sentences[0]
+        for host, sentences in found.items()
+        if sentences and infos[host] not in judges
     }
 
 

@@ -22,8 +22,7 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.launch_function import _final, _report, _with_variables
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.launch_function import _final, _report
 from mpiddp.launch.verdict import FirstFailure
 from mpiddp.protocol.payload import (
     TO_CALLER,
@@ -95,11 +94,6 @@ def test_the_caller_gets_the_answers_and_the_outcome(
             "code": outcome.code,
             **dict(zip(("sentence", "rank", "host"), final, strict=True)),
         }
-
-
-def test_variables_of_the_caller_are_exported() -> None:
-    options = parse_options(["-x", "A=1", "-m", "x"])
-    assert _with_variables(options, {"B": "2", "C": "a=b"}).exports == ("A=1", "B=2", "C=a=b")
 
 
 # --- the process ---

@@ -112,23 +112,3 @@ def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
     while threading.active_count() > before:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-CHILDREN = """
-import os, subprocess, sys, threading, time
-from pathlib import Path
-from mpiddp.launch.starters.command import RankStarter
-from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.mpirun import MpirunProcess
-from mpiddp.launch.output import JobOutput
-outputs = JobOutput("none", 1)
-starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
-mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)
-own = subprocess.Popen(["false"])
-os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
-mpirun.reap_adopted()
-print(own.wait())
-mpirun.kill_all()
-while mpirun.code is None: time.sleep(0.01)
-outputs.finish()
-"""

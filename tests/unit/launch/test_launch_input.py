@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -46,7 +45,7 @@ def placed(
         for host in hosts.hosts
         if host.name in gpus
     }
-    slots = with_slots(hosts, infos, replace(options, backend=backend), {})
+    slots = with_slots(hosts, infos, replace(options, backend=backend))
     return place(slots, options, MPIS["openmpi5"].kind)
 
 
@@ -69,22 +68,6 @@ def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    hosts = parse_host_list("localhost:4")
-    assert ranks(placed(hosts, {}, backend="nccl")) == [4]  # without a GPU
-    gpu_tool(tmp_path, monkeypatch)
-    assert ranks(placed(hosts, {})) == [2]
-    note = "mpiddp: localhost has 2 GPUs but 4 slots: starting only 2 ranks there; "
-    assert capfd.readouterr().err.startswith(note)
-    assert ranks(placed(hosts, {}, backend="gloo")) == [4]
-    assert capfd.readouterr().err == ""
-    values = ("-H: localhost ", "2 GPUs", "4 slots", "slots=2,", "--backend nccl")
-    with pytest.raises(UserError, match=f"^{error('leave out', *values)}$"):
-        placed(hosts, {}, backend="nccl")
-
-
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("", 1)])
 def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
@@ -100,9 +83,9 @@ def test_the_tool_of_a_vendor_is_on_the_path_of_the_job(
 ) -> None:
     gpu_tool(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", os.defpath)
-    options = parse_options(["-H", "x", __file__])
     for path, slots in ((f"{tmp_path}:{os.defpath}", 2), (os.defpath, 1)):
-        found = with_slots(parse_host_list("localhost"), {}, options, {"PATH": path})
+        options = parse_options(["-H", "x", "-x", f"PATH={path}", __file__])
+        found = with_slots(parse_host_list("localhost"), {}, options)
         assert [host.slots for host in found.hosts] == [slots]
 
 
@@ -186,22 +169,6 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
     unreachable = error("reach. Name", " far.invalid ", ": --interface NAME ")
     with pytest.raises(UserError, match=f"^{unreachable}$"):
         find_network(far, (), None)
-
-
-def test_ssh_knows_the_address_of_a_name_that_does_not_resolve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real `ssh -G`, with a configuration of its own."""
-    ssh, config = shutil.which("ssh"), tmp_path / "config"
-    if ssh is None:
-        pytest.skip("ssh is not installed")
-    config.write_text("Host far.invalid\n  HostName 127.0.0.2\n")
-    program = tmp_path / "ssh"
-    program.write_text(f'#!/bin/sh\nexec {ssh} -F {config} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
-    network = find_network(parse_host_list("localhost:1,far.invalid:1"), (), None)
-    assert network.control_address == "127.0.0.1"  # from which a packet to 127.0.0.2 would come
 
 
 ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")

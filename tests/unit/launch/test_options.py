@@ -22,6 +22,8 @@ from mpiddp.launch.options import (
     parse_options,
 )
 from tests.support.errors import error
+from tests.unit.launch.test_starters import JOB as COMMAND
+from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(RankProgram(("train", "--lr", "1"), is_module=True))
@@ -44,7 +46,7 @@ def parsed(options: str) -> LaunchOptions:
         ("-H a:2,b", {"host_list": "a:2,b"}),
         ("--no-check", {"check": False}),
         ("--wait-for-hosts 10m", {"wait_s": 600.0}),
-        ("-x A -x B=1", {"exports": ("A", "B=1")}),
+        ("-x A=2 -x B=1", {"exports": ("A=2", "B=1"), "variables": {"A": "2", "B": "1"}}),
         ("--mpi-args=-v --mpi-args=--a_b", {"mpi_args": ("-v", "--a_b")}),
         ("--stop-after 55m", {"stop_after_s": 3300.0}),
         ("-v", {"verbose": True}),
@@ -73,13 +75,6 @@ def test_variables_are_other_defaults(monkeypatch):
         parsed("")
 
 
-def test_the_variables_of_a_file(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_text(f"{name.upper()}=1\n")
-    found = parsed(f"--env-file {tmp_path}/a --env-file {tmp_path}/b -x C")
-    assert found.all_exports == ("A=1", "B=1", "C")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -87,9 +82,6 @@ def test_the_variables_of_a_file(tmp_path):
         ("--bind gpus", "argument --bind: invalid choice: 'gpus'"),
         ("--log-ranks 0,", "expected all, none, or ranks"),
         ("--hostfile f -H a", "--hostfile and -H"),
-        ("-q -v", "--quiet and --verbose"),
-        ("--spares 1 --no-check", "--spares needs the preflight"),
-        ("--grow 1m -H a,b", "--hostfile, or allow missing hosts: --min-hosts H"),
         ("--repor", "unrecognized arguments: --repor"),
         ("--hang-timout 5", 'Did you mean "--hang-timeout"?'),
         # Each names what does the same here:
@@ -258,3 +250,19 @@ def test_mpi_args_are_split_as_a_shell_does():
         parse_mpi_args(['"a'])
     with pytest.raises(UserError, match=error("option, and", '"true"')):
         parse_mpi_args(["true"])
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_mpi_args_come_last_before_the_job_and_a_dry_run_shows_them(mpi):
+    arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
+    command = MPIS[mpi].compose(UNEQUAL._replace(mpi_args=arguments))
+    assert command.argv[-len(COMMAND) - 3 :] == ["--verbose", "--name=a b", "-q", *COMMAND]
+    assert "--verbose '--name=a b' -q\n      --mpi-args, as you wrote" in command.explained()
+
+
+@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
+def test_a_parameter_of_open_mpi_replaces_the_launchers(option):
+    arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
+    argv = MPIS["openmpi5"].compose(UNEQUAL._replace(mpi_args=arguments)).argv
+    assert argv.count("oob_tcp_keepalive_time") == 1
+    assert argv.count("pml") == 2  # as the value of another option it replaces nothing

@@ -18,15 +18,11 @@ from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
 from mpiddp.launch.starters.command import Command, JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.environment import (
-    fill_in_hint,
     forwarded,
     parse_exports,
-    shell_line,
-    without_values,
 )
 from mpiddp.launch.starters.openmpi import can_shield
 from mpiddp.launch.starters.table import STARTERS, _find_library
-from tests.support.patience import PATIENCE_S
 
 # What their --version prints.
 VERSIONS = {
@@ -280,33 +276,6 @@ def test_a_variable_that_may_be_a_password_is_not_forwarded(word: str) -> None:
     names = [f"HF_{word}", f"NCCL_{word}_A", f"MPIDDP_MY{word.lower()}"]
     assert forwarded(dict.fromkeys(names, "")) == {}
     assert forwarded(dict.fromkeys(names, "x"), names[:1]) == {names[0]: "x"}
-
-
-def test_a_printed_command_has_no_values() -> None:
-    exports = ["HF_TOKEN=abc", "MY_KEY=d=e", "A=h", "PLAIN=i", "SAME=j", "TOKEN", "V="]
-    own = ["-x", "HF_TOKEN=abc", "-xMY_KEY=d=e", "-x=A=h", "-vxPLAIN=i", "-vx", "SAME=j"]
-    own += ["-x", "TOKEN", "-x", "V=", "--hostfile", "PLAIN=i", "-xSAME=j"]
-    env = {"SAME": "j", "PLAIN": "other"}
-    assert without_values(own, exports, env) == [
-        "-x", "HF_TOKEN=…", "-xMY_KEY=…", "-x=A=…", "-vxPLAIN=…", "-vx", "SAME",
-        "-x", "TOKEN", "-x", "V=…", "--hostfile", "PLAIN=i", "-xSAME",
-    ]  # fmt: skip
-    assert fill_in_hint(exports, env) == (
-        "… replaces values that are never printed here. Fill in: A, HF_TOKEN, MY_KEY, PLAIN, V"
-    )
-    assert fill_in_hint(["SAME=j", "TOKEN"], env) == ""
-
-
-def test_a_printed_command_is_one_line_that_bash_reads() -> None:
-    arguments = ["-x", "A=…", "it's", "a\nmpiddp: b\\n'c'", "\x1b[31m", "\u202e", "", "a b"]
-    line = shell_line(arguments)
-    assert line.startswith("-x A=… ")
-    assert line.isprintable()
-    read = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"],
-        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, timeout=PATIENCE_S
-    )  # fmt: skip
-    assert read.stdout.split("\0")[:-1] == arguments
 
 
 def inside(variable: str, transport: Transport = SSH) -> Request:
