@@ -7,7 +7,6 @@ python -m pytest tests/unit/launch/test_answers_to_a_caller.py
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -31,8 +30,6 @@ from mpiddp.protocol.payload import (
     receive_payload,
     send_payload,
 )
-from tests.support.an_mpirun import an_mpirun
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
 RESULT = {"kind": "result"}
@@ -55,11 +52,6 @@ def test_a_rank_without_a_result_makes_the_job_fail(code: int) -> None:
     )
     neither = _final(Outcome(code), exchange())
     assert neither.sentence == "rank 0 and rank 1 ended without a result."
-
-
-def test_a_failed_job_keeps_its_sentence() -> None:
-    outcome = Outcome(FAILED, "rank 1 on b failed first.", FIRST)
-    assert _final(outcome, exchange()) == outcome
 
 
 def test_a_refusal_has_the_sentence_of_the_lowest_rank() -> None:
@@ -121,22 +113,6 @@ def call(caller: socket.socket, *options: str) -> None:
 
 
 Caller = tuple[socket.socket, "subprocess.Popen[bytes]"]
-
-
-def test_a_caller_that_says_nothing_has_no_job(caller: Caller) -> None:
-    ours, launcher = caller
-    ours.close()
-    assert launcher.wait(PATIENCE_S) == FAILED
-
-
-def test_a_wrong_option_is_the_outcome(caller: Caller, tmp_path: Path) -> None:
-    ours, launcher = caller
-    call(ours, "--mpirun", an_mpirun(tmp_path), "-H", "localhost:1", "-n", "2")
-    facts = receive_payload(ours, "", TO_CALLER).facts
-    sentence = error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")
-    assert re.fullmatch(sentence, facts.pop("sentence"))
-    assert facts == {"kind": "outcome", "code": BAD_INPUT, "rank": None, "host": ""}
-    assert launcher.wait(PATIENCE_S) == BAD_INPUT
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch import attempt, log
+from mpiddp.launch import attempt
 from mpiddp.launch.attempt import (
     Attempt,
     Event,
@@ -201,15 +201,6 @@ def test_a_rank_that_does_not_join_is_named(jobs: list[Job]) -> None:
     )
 
 
-def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.start(0, 1)
-    job.say(0, "joining", timeout_s=0.01)
-    job.say(1, "joining", timeout_s=0.01)
-    job.until(Event.JOIN_TIMEOUT)
-    assert job.attempt._ended_because == ""
-
-
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
     job.join()
@@ -219,14 +210,6 @@ def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixtur
         job.until(Event.SEE_STEPS)
     assert job.attempt._ended_because == "the job hung and was stopped."
     assert "rank 0 on a has made no step for 0.2 s" in capfd.readouterr().err
-
-
-def test_a_job_that_never_made_a_step_does_not_hang(jobs: list[Job]) -> None:
-    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.01))
-    job.join()
-    for _ in range(3):
-        job.until(Event.SEE_STEPS)
-    assert job.attempt._ended_because == ""
 
 
 @pytest.mark.parametrize(("silent", "seconds"), [(False, 3), (True, 0)])
@@ -245,18 +228,6 @@ def test_a_failure_has_time_to_reach_the_others(
     assert job.end == -signal.SIGHUP
     assert job.attempt._ended_because == ""
     assert job.attempt.stop == Stop.NONE
-
-
-def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.join()
-    before = job.timers
-    job.say(1, "exited")
-    job.say(1, "lost", silent=False)
-    assert Event.END_RANKS not in job.timers
-    assert job.ranks.failures == {}
-    assert job.mpirun.code is None
-    assert set(before) <= set(job.timers)
 
 
 def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
@@ -311,16 +282,6 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     found = verdict(job.attempt.history._replace(mpirun=MpirunEnd("mpirun", 1)))
     assert found.code == FAILED
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
-
-
-def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.connect(0)
-    job.join()
-    job.attempt.on_signal(signal.SIGTERM)
-    failure = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
-    job.say(1, "failed", **failure)
-    assert job.attempt._failed_in_stop
 
 
 def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
@@ -430,32 +391,6 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
 # --- what an attempt needs, and what it leaves ---
 
 
-ENDED = b"mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9.\n"
-
-
-@pytest.mark.parametrize(
-    ("outcome", "is_quiet", "said"),
-    [
-        (Outcome(DONE, "done.", known_cause="why."), False, "mpiddp: done.\nmpiddp: why.\n"),
-        (Outcome(DONE, "done."), True, ""),
-        (Outcome(STOPPED, "stopped."), True, ""),
-        (Outcome(FAILED, "failed.", known_cause="why."), True, "mpiddp: failed.\nmpiddp: why.\n"),
-        (Outcome(INTERRUPTED, "interrupted."), True, "mpiddp: interrupted.\n"),
-        (Outcome(FAILED), False, ""),
-    ],
-)
-def test_what_is_said_of_an_outcome(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    outcome: Outcome,
-    is_quiet: bool,
-    said: str,
-) -> None:
-    monkeypatch.setattr(log, "_is_quiet", is_quiet)
-    outcome.log()
-    assert capfd.readouterr().err == said
-
-
 @pytest.mark.parametrize(
     ("code", "resume_args", "resumes"),
     [
@@ -469,15 +404,3 @@ def test_what_is_said_of_an_outcome(
 def test_which_jobs_resume(code: int, resume_args: tuple[str, ...], resumes: bool) -> None:
     announcement = Announcement(resume_args, None, None, "")
     assert Outcome(code, announcement=announcement).resumes == resumes
-
-
-def test_a_script_that_has_ended_well_explains_no_later_failure() -> None:
-    facts = {"code": 1, "error": "E", "traceback": "", "is_verdict": False}
-    for between, cause in ((None, "E"), ("done", "")):
-        ranks = Ranks(("a",))
-        ranks.note(Message(0, "failed", facts, 1.0, from_script=True))
-        if between:
-            ranks.note(Message(0, between, {}, 1.5, from_script=True))
-        ranks.note(Message(0, "failed", {**facts, "error": "", "code": 2}, 2.0))
-        assert ranks.failures[0].facts["error"] == cause
-        assert ranks.failures[0].facts["code"] == 2

@@ -39,13 +39,6 @@ def test_without_a_problem_all_hosts_are_kept() -> None:
     assert kept(hosts=Hosts("file", (A, NO_RANK, B))) == "adb"  # a host without a rank is no spare
 
 
-def test_the_last_hosts_are_spares(capfd: pytest.CaptureFixture[str]) -> None:
-    assert kept("--spares", "1") == "ab"
-    assert capfd.readouterr().err == "mpiddp: kept in reserve: c\n"
-    assert kept("--spares", "2") == "a"
-    assert capfd.readouterr().err == "mpiddp: kept in reserve: b, c\n"
-
-
 def test_a_spare_takes_the_place_of_a_host_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
     assert kept("--spares", "1", complaints={B: "b is broken."}) == "ac"
     assert capfd.readouterr().err == "mpiddp: leaving out a host: b is broken.\n"
@@ -139,11 +132,6 @@ def test_hosts_that_cannot_be_enough(options: tuple[str, ...], sentence: str) ->
     assert re.fullmatch(sentence, str(refused.value))
 
 
-def test_hosts_that_are_just_enough() -> None:
-    assert wanted_hosts(where("--spares", "1", "--min-hosts", "2"), ALL) == 2
-    assert wanted_hosts(where("--spares", "2"), ALL) == 1
-
-
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a.x slots=2\na.y\nb\n")
@@ -185,19 +173,3 @@ def test_options_that_need_a_preflight_are_refused_without_one(option: str) -> N
                 continue
             with pytest.raises(UserError, match=f"^{name} needs the preflight"):
                 _check(options, ALL, kind)
-
-
-def test_what_is_known_of_several_hosts_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    for known, said in (
-        ({"a": "a has failed"}, "a has failed: --exclude HOST does without it."),
-        ({"a": "a has failed", "b": "b is slow"},
-         "a has failed, b is slow: --exclude HOST does without it."),
-        ({"d": "d has failed"}, ""),
-    ):  # fmt: skip
-        choose(ALL, Checked(), where(), Past(known))
-        assert capfd.readouterr().err == (f"mpiddp: {said}\n" if said else "")
-
-
-def test_hosts_without_a_complaint() -> None:
-    checked = Checked({A: None, B: None}, {B: "b is broken."})  # type: ignore[dict-item]
-    assert checked.faultless == {A: None}

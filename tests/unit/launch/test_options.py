@@ -110,21 +110,6 @@ def test_no_guess_is_farther_than_a_typo(guess):
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["kill"], '"stop"'),
-        (["lauch"], '"launch"'),
-        (["train.py", "--lr", "1"], "mpiddp launch train.py --lr 1"),
-        (["-n", "2", "train.py"], "mpiddp launch -n 2 train.py"),
-        (["zzz"], "Expected one of: launch, run, train, "),
-    ],
-)
-def test_a_verb_that_is_none(argv, words, capsys):
-    assert main(argv) == 2
-    assert words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("argv", [["help"], ["help", "launch"], ["version"], ["-V"]])
 def test_words_for_help(argv, capsys):
     with contextlib.suppress(SystemExit):
@@ -183,27 +168,6 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
 # ---- the job
 
 
-def test_an_argument_at_which_an_mpirun_begins_another_program():
-    with pytest.raises(UserError, match=error("an argument", '":"')):
-        parse_options(["-n", "1", "--", "echo", "x", ":"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], "nothing to launch"),
-        (["-n", "2"], "nothing to launch"),
-        (["--"], "nothing to launch"),
-        (["-m"], "nothing to launch"),
-        (["gone.py"], "gone.py not found"),
-        (["python", "train.py"], "Leave it out: mpiddp launch … train.py"),
-    ],
-)
-def test_nothing_to_launch(argv, words):
-    with pytest.raises(UserError, match=words):
-        parse_options(argv)
-
-
 @pytest.mark.parametrize(
     ("argv", "job", "rank"),
     [
@@ -217,14 +181,6 @@ def test_the_command_of_a_rank(argv, job, rank):
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
-
-
-def test_what_is_no_script(tmp_path):
-    other = tmp_path / "train.txt"
-    other.write_bytes(b"\x7fELF\0")
-    for path, words in ((other, "is not a Python script"), (tmp_path, "is not a regular file")):
-        with pytest.raises(UserError, match=words):
-            parse_options([str(path)])
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,6 @@ def test_the_problem_of_one_host(info: HostInfo, needs: Needs, sentence: str) ->
     assert re.fullmatch(sentence, str(_complaint(info, needs)))
 
 
-def test_a_host_that_fits() -> None:
-    assert _complaint(FINE, NEEDS) is None
-    assert _complaint(FINE, replace(NEEDS, interface="10.0.0.0/16")) is None
-
-
 def test_a_tool_of_gpus_that_does_not_answer() -> None:
     """It matters only where a rank may use GPUs."""
     silent = error("amd-smi, xpu-smi", "a: nvidia-smi", "CUDA_VISIBLE_DEVICES=")

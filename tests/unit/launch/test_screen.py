@@ -64,21 +64,6 @@ def shared() -> Iterator[Reader]:
 ZERO, ONE = b"[rank 0 a] ", b"[rank 1 b] "
 
 
-def test_the_only_rank_is_shown_as_it_writes(alone: Reader) -> None:
-    rank = Source(0)
-    alone.screen.show(rank, b"a\nb")
-    assert alone.seen() == b"a\nb"
-    alone.screen.show(rank, b"c\rd\n")
-    assert alone.seen() == b"c\rd\n"
-    assert not alone.screen.has_open_lines
-
-
-def test_the_two_streams_of_one_rank_mix(alone: Reader) -> None:
-    alone.screen.show(Source(0), b"a")
-    alone.screen.show(Source(0), b"b")
-    assert alone.seen() == b"ab"
-
-
 def test_another_source_begins_a_line(alone: Reader) -> None:
     alone.screen.show(Source(0), b"a")
     alone.screen.show(Source(-1), b"b\n")
@@ -96,14 +81,6 @@ def test_each_line_of_the_only_rank_has_its_prefix(alone: Reader) -> None:
     assert alone.seen() == ZERO + b"f\n"
 
 
-def test_the_launchers_line_ends_an_open_one(alone: Reader) -> None:
-    alone.screen.show(Source(0), b"a")
-    alone.screen.log("a sentence.")
-    assert alone.seen() == b"a\nmpiddp: a sentence.\n"
-    alone.screen.log("another.")
-    assert alone.seen() == b"mpiddp: another.\n"
-
-
 def test_several_ranks_show_whole_lines(shared: Reader) -> None:
     zero, one = Source(0, ZERO), Source(1, ONE)
     shared.screen.show(zero, b"a")
@@ -117,32 +94,6 @@ def test_several_ranks_show_whole_lines(shared: Reader) -> None:
     assert shared.seen() == ONE + b"c\n"
     shared.screen.end(one)
     assert shared.seen() == b""
-
-
-def test_a_redrawn_line_is_shown_as_it_looks_in_the_end(shared: Reader) -> None:
-    shared.screen.show(Source(0, ZERO), b"1%\r2%\r3%\r\nnext\n")
-    assert shared.seen() == ZERO + b"3%\n" + ZERO + b"next\n"
-
-
-def test_a_line_that_is_too_long_is_cut(shared: Reader) -> None:
-    os.set_blocking(shared.reader, True)
-    source = Source(0)
-    shared.screen.show(source, b"x" * (LONGEST_LINE - 1))
-    assert shared.screen.has_open_lines
-    read: list[bytes] = []
-
-    import threading
-
-    def read_all() -> None:
-        while sum(map(len, read)) < LONGEST_LINE + 1:
-            read.append(os.read(shared.reader, 1 << 20))
-
-    thread = threading.Thread(target=read_all)
-    thread.start()
-    shared.screen.show(source, b"y")
-    thread.join(60)
-    assert b"".join(read) == b"x" * (LONGEST_LINE - 1) + b"y\n"
-    assert not shared.screen.has_open_lines
 
 
 def test_a_quiet_line_is_shown_once(shared: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

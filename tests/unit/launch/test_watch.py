@@ -129,15 +129,6 @@ def test_steps_end_a_hang_and_the_next_one_is_named_again() -> None:
     assert said in job.after(100)
 
 
-def test_ranks_in_different_collectives_wait_for_each_other() -> None:
-    job = Job(2)
-    job.steps(5, every_s=1)
-    job.stacks = {0: BACKWARD, 1: ALL_REDUCE}
-    assert job.after(100).endswith(
-        "rank 0 on a waits in backward (train.py:60); rank 1 on b waits in all_reduce (train.py:88)."
-    )
-
-
 def test_a_rank_that_does_not_answer_is_named() -> None:
     job = Job(3)
     job.steps(5, every_s=1)
@@ -146,21 +137,6 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         "rank 0 on a, rank 2 on c wait in all_reduce (train.py:88); "
         "rank 1 on b does not answer: stopped, or stuck in native code."
     )
-
-
-def test_a_dead_loader_of_data_is_named() -> None:
-    job = Job(2)
-    job.steps(5, every_s=1)
-    job.stacks = {0: LOADS, 1: BACKWARD}
-    assert "rank 0 on a is in main (train.py:70): batch = next(batches)" in job.after(100)
-
-
-def test_slow_steps_have_longer() -> None:
-    job = Job(2)
-    job.steps(5, every_s=30)
-    job.stacks = {0: BACKWARD, 1: OPENS}
-    assert job.after(590) == ""
-    assert "for 610 s" in job.after(30)
 
 
 @pytest.mark.parametrize("cause", ["moves", "computes", "saves"])
@@ -216,13 +192,6 @@ def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> N
         "rank 0 on a waits in all_reduce (train.py:88); "
         "rank 1 on b is in load (data.py:40): with open(path) as file."
     )
-
-
-def test_a_limit_of_the_user_holds_before_the_first_step_too() -> None:
-    job = Job(2, timeout_s=20)
-    job.stacks = {0: ALL_REDUCE, 1: OPENS}
-    assert job.after(29) == ""
-    assert job.after(3).startswith("no rank has made a step or printed anything for 30 s: rank 0")
 
 
 def test_a_limit_of_the_user_needs_one_look_once_there_are_steps() -> None:
@@ -334,11 +303,6 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], s
     sentence = places_sentence(job.ranks)
     assert "rank 0 on a" in sentence
     assert "rank 0 on a waits" not in sentence
-
-
-def test_a_backward_pass_that_computes_does_not_wait() -> None:
-    computes, waits = stacks(stack(BACKWARD), state="R"), stacks(stack(BACKWARD), state="S")
-    assert (place_of(computes).waits, place_of(waits).waits) == (False, True)
 
 
 def test_training_in_a_thread_is_named_by_that_thread() -> None:
