@@ -80,7 +80,7 @@ def choose(
     left = [host for host in named.usable if host not in complaints]
     if complaints and len(left) < least:
         raise UserError("\n".join(dict.fromkeys(complaints.values())))
-    for host in [host for host in left if host.key in past.avoided]:
+    for host in [host for host in left if past.avoided and host.key in past.avoided]:
         if len(left) > least:
             left.remove(host)
             complaints[host] = f"{past.avoided[host.key]}."
@@ -90,7 +90,8 @@ def choose(
     if spares:
         log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
     doubts = past.avoided or past.flaky
-    if known := [doubts[host.key] for host in left[:wanted] if host.key in doubts]:
+    known = [doubts[host.key] for host in left[:wanted] if doubts and host.key in doubts]
+    if known:
         log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
     chosen = _without(named, {*complaints, *spares})
     return chosen, len(chosen.usable) < max(wanted, past.enough or 0)
