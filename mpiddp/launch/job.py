@@ -12,7 +12,6 @@ import os
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
@@ -25,34 +24,12 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED
 from mpiddp.launch.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-
-
-class _Known(NamedTuple):
-    """What the attempts have announced so far. The first announcement of each kind counts.
-
-    `world_size` is that of the attempt that announced the global batch.
-    """
-
-    announcement: Announcement = NOTHING_ANNOUNCED
-    world_size: int = 0
-
-    def after(self, later: Announcement, world_size: int) -> _Known:
-        """This record after an attempt with `world_size` ranks has announced `later`."""
-        known = self.announcement
-        has_batch = known.global_batch_size is not None
-        merged = Announcement(
-            known.resume_args or later.resume_args,
-            known.global_batch_size if has_batch else later.global_batch_size,
-            later.max_ranks if known.max_ranks is None else known.max_ranks,
-            known.run_dir or later.run_dir,
-        )
-        return _Known(merged, self.world_size if has_batch else world_size)
 
 
 def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
@@ -90,7 +67,7 @@ class _Job:
         stop_after_s = options.stop_after_s
         self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
         self._run_id = os.urandom(8).hex()
-        self._known = _Known()
+        self._known = NOTHING_ANNOUNCED  # by the attempts so far
         self._past = Past(avoided=plan.avoided, enough=len(plan.hosts.usable))
         self._restarts = 0
         self._failures = 0  # restarts that count
@@ -104,7 +81,7 @@ class _Job:
             outcome = self._attempt()
             while planned := self._plan_next(outcome):
                 outcome = planned if isinstance(planned, Outcome) else self._attempt()
-        return outcome._replace(announcement=self._known.announcement)
+        return outcome._replace(announcement=self._known)
 
     def _attempt(self) -> Outcome:
         """Run the latest plan.
@@ -113,7 +90,7 @@ class _Job:
             UserError, JobFailed: the first attempt cannot be started.
         """
         plan = self._plan
-        known = self._known.announcement
+        known = self._known
         settings = {
             RUN_ID: self._run_id,
             RESTART_COUNT: str(self._restarts),
@@ -122,7 +99,7 @@ class _Job:
         if known.global_batch_size is not None:
             batch = {
                 "global_batch_size": known.global_batch_size,
-                "world_size": self._known.world_size,
+                "world_size": known.world_size,
             }
             settings[ANNOUNCED] = json.dumps(batch)
         if known.run_dir:
@@ -141,7 +118,7 @@ class _Job:
             if not self._restarts:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self._known = self._known.after(outcome.announcement, request.world_size)
+        self._known = known.after(outcome.announcement)
         saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
         if (
             saved and outcome.code == INTERRUPTED
@@ -168,7 +145,7 @@ class _Job:
         avoided = dict(plan.avoided)
         if at_fault and at_fault == before:
             avoided[at_fault] = f"{at_fault} has ended two attempts in a row"
-        max_ranks = self._known.announcement.max_ranks
+        max_ranks = self._known.max_ranks
         # Hosts on which mpirun could not even start prove nothing.
         proven = plan.hosts.hosts if outcome.has_started else self._past.proven
         self._past = self._past._replace(avoided=avoided, proven=proven, max_ranks=max_ranks)
@@ -243,7 +220,7 @@ class _Job:
         self._restarts += 1
         request, known = plan.request, self._known
         log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
-        global_batch_size = known.announcement.global_batch_size
+        global_batch_size = known.global_batch_size
         if global_batch_size is not None and request.world_size != known.world_size:
             log.info(
                 f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "

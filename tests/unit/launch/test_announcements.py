@@ -35,7 +35,7 @@ def announced(*messages: tuple[str, dict[str, Any]]) -> Announcement:
 def test_a_folder_and_an_announcement_come_in_either_order() -> None:
     facts = {"resume_args": ["--resume"], "global_batch_size": 8, "max_ranks": 4}
     announce, folder = ("announce", facts), ("run_dir", {"path": "/runs/x"})
-    expected = Announcement(("--resume",), 8, 4, "/runs/x")
+    expected = Announcement(("--resume",), 8, 4, "/runs/x", 1)
     assert announced(announce, folder) == announced(folder, announce) == expected
 
 

@@ -23,7 +23,6 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
 from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.events import SignalQueue, queued_signals
-from mpiddp.launch.job import _Known
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
@@ -136,7 +135,7 @@ def test_a_list_in_error_is_ignored(jobs: Jobs, capfd: pytest.CaptureFixture[str
 
 def test_a_job_grows_and_says_what_stays(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
     job = jobs("--grow", "1h")
-    job._known = _Known(Announcement(("--resume",), 12, None, ""), 1)
+    job._known = Announcement(("--resume",), 12, None, "", 1)
     list_hosts("localhost slots=3")
     grown = job._plan_next(TO_GROW)
     assert grown.request.world_size == 3
@@ -186,14 +185,10 @@ def test_a_request_before_a_growth_ends_the_job(
 
 
 def test_the_first_announcement_of_each_kind_counts() -> None:
-    nothing = _Known()
-    assert nothing.after(NOTHING_ANNOUNCED, 2).announcement == NOTHING_ANNOUNCED
-    first = nothing.after(Announcement(("--resume",), 12, None, ""), 2)
-    assert first == _Known(Announcement(("--resume",), 12, None, ""), 2)
-    later = first.after(Announcement(("--other",), 24, 8, "runs/1"), 3)
-    assert later == _Known(Announcement(("--resume",), 12, 8, "runs/1"), 2)
-    last = later.after(Announcement((), None, 4, "runs/2"), 4)
-    assert last == later
+    first = NOTHING_ANNOUNCED.after(Announcement(("--resume",), 12, None, "", 2))
+    later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
+    assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
+    assert later.after(Announcement((), None, 4, "runs/2", 4)) == later
 
 
 def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
