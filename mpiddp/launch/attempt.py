@@ -7,7 +7,6 @@ uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
 from __future__ import annotations
 
 import os
-import random
 import selectors
 import signal
 import time
@@ -575,17 +574,16 @@ class Attempt:
             attempt = self._terms.console.attempts
             output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
         longest = min(CHECK_S, self._options.hang_timeout_s or CHECK_S)
-        # At random moments, which fall on all parts of a step.
-        self._timers.after(random.uniform(longest / 2, longest), Event.SEE_STEPS)
+        self._timers.after(longest, Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
-        """Say who hangs, or who is a straggler. With --hang-timeout, a hang ends the job."""
+        """Say who hangs. With --hang-timeout, that ends the job."""
         if self.ranks.all_done:
             return
-        sentences, are_of_hang = self.watch.judge_stacks(time.monotonic())
+        sentences = self.watch.judge_stacks(time.monotonic())
         for sentence in sentences:
-            self._log(sentence, is_error=are_of_hang)
-        if sentences and are_of_hang and self._options.hang_timeout_s is not None:
+            self._log(sentence, is_error=True)
+        if sentences and self._options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
     def _grow(self) -> None:

@@ -89,8 +89,7 @@ class Job:
                     state = "R" if rank in self.busy else "S"
                     facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
                     self.note(rank, "stacks", **facts)
-                found, are_of_hang = self.watch.judge_stacks(self.now)
-                said += " ".join(found) if are_of_hang else ""
+                said += " ".join(self.watch.judge_stacks(self.now))
         return said
 
 
@@ -281,7 +280,7 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     assert watch.wants_stacks(60.0, 0.0)
     ranks.note(Message(0, "progress", progress(2), 61.0))
     assert not watch.wants_stacks(61.5, 0.0)
-    assert watch.judge_stacks(65.0) == ([], True)
+    assert watch.judge_stacks(65.0) == []
 
 
 EVALUATES = [
