@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts
-from mpiddp.hosts.allocations import expand_counts, expand_nodelist, find_allocation
 from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
@@ -27,8 +25,6 @@ from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.table import find_starter, identify
 from tests.support.errors import error
-from tests.support.homes import leave_home
-from tests.support.patience import PATIENCE_S
 from tests.unit.launch.test_starters import MPIS
 
 
@@ -115,23 +111,6 @@ def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus(
     assert ranks(placed(hosts, dict.fromkeys(found, 0), backend="auto")) == [32, 32]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "backend"),
-    [
-        (["-m", "mpiddp", "train", "--lr", "1", "--backend", "nccl"], "nccl"),
-        (["-m", "mpiddp", "train", "--backend=gloo"], "gloo"),
-        (["-m", "mpiddp", "train"], "auto"),
-        (["-m", "mpiddp"], None),
-        (["-m", "mpiddp", "bench-rank", "loader"], None),
-        ([__file__, "--backend", "gloo"], None),
-    ],
-)
-def test_the_backend_that_a_train_command_requests(
-    arguments: list[str], backend: str | None
-) -> None:
-    assert parse_options(arguments).backend == backend
-
-
 def test_this_machine_gets_its_own_name() -> None:
     hosts = placed(parse_host_list("far.invalid:1,me@localhost:2"), {})
     own = socket.gethostname()
@@ -206,68 +185,6 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     assert (name, found.networks, found.control_address) == expected
 
 
-@pytest.mark.parametrize(
-    "nodelist",
-    [
-        *(
-            "",
-            ",",
-            "[1-]",
-            "n[1-]",
-            "n[]",
-            "n[2-1]",
-            "n[1",
-            "n]",
-            "n[[1]]",
-            "a,,b",
-            "-oProxyCommand=x",
-        ),
-        *("n[0-999999999]", "n[0-999][0-999]", "n[²]", f"n[{'9' * 5000}]", f"n[{'0' * 5000}-9]"),
-    ],
-)
-def test_a_list_that_slurm_never_writes(nodelist: str) -> None:
-    with pytest.raises(ValueError, match=r"\S"):
-        expand_nodelist(nodelist)
-
-
-@pytest.mark.parametrize("counts", ["", "1(x999999999)", "2(x0)", "²", "9" * 5000])
-def test_counts_that_slurm_never_writes(counts: str) -> None:
-    with pytest.raises(ValueError, match=r"count|more"):
-        expand_counts(counts)
-
-
-def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user is not in /etc/passwd."""
-    leave_home(monkeypatch)
-    sentence = error("such program", "--mpirun ~/mpirun: ")
-    with pytest.raises(UserError, match=sentence):
-        find_starter("mpirun", "~/mpirun", tmp_path / "python", {})
-
-
-ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-
-
-@pytest.mark.parametrize(
-    ("env", "slots"),
-    [
-        ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
-        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
-        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "0"}, [1, 1]),
-        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "2"}, [2, 2]),  # in the shell of salloc
-        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, [3, 3]),
-        (ALLOCATED, [1, 1]),
-    ],
-)
-def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int]) -> None:
-    allocation = find_allocation(env)
-    assert allocation is not None
-    assert allocation.starter == "srun"
-    assert [(host.name, host.slots) for host in allocation.hosts] == list(
-        zip(["n1", "n2"], slots, strict=True)
-    )
-    assert find_allocation({}) is None
-
-
 def fake_mpirun(folder: Path, answer: str) -> Path:
     """A program that prints `answer` for --version."""
     program = folder / "mpirun"
@@ -316,20 +233,6 @@ def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
         identify(program, os.environ)
 
 
-def test_a_shell_script_whose_program_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Intel's mpirun. What it has started holds the pipe, and ends with it."""
-    monkeypatch.setattr(facts, "VERSION_S", 0.1)
-    program = fake_mpirun(tmp_path, "")
-    program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
-    silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
-    began_at = time.monotonic()
-    with pytest.raises(UserError, match=silent):
-        identify(program, os.environ)
-    assert time.monotonic() - began_at < PATIENCE_S
-
-
 def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
     for name in ("named", "venv", "path"):
         (tmp_path / name).mkdir()
@@ -343,16 +246,3 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
     assert find(str(named), beside.with_name("python")) == named
     assert find(None, beside.with_name("python")) == beside
     assert find(None, tmp_path / "python") == on_path
-
-
-def test_an_mpirun_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """./mpirun is not the mpirun on PATH."""
-    answer = "mpirun (Open MPI) 5.0.11"
-    here = fake_mpirun(tmp_path, answer)
-    (tmp_path / "path").mkdir()
-    env = {"PATH": str(fake_mpirun(tmp_path / "path", answer).parent)}
-    monkeypatch.chdir(tmp_path)
-    python = Path("/nowhere/python")
-    assert find_starter("mpirun", "./mpirun", python, env).program == here
-    on_path = find_starter("mpirun", "mpirun", python, env).program
-    assert on_path == tmp_path / "path" / "mpirun"

@@ -6,13 +6,11 @@ python -m pytest tests/unit/launch/test_options.py
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mpiddp.cli import main
 from mpiddp.errors import UserError
 from mpiddp.launch.options import (
     LaunchOptions,
@@ -110,13 +108,6 @@ def test_no_guess_is_farther_than_a_typo(guess):
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["help"], ["help", "launch"], ["version"], ["-V"]])
-def test_words_for_help(argv, capsys):
-    with contextlib.suppress(SystemExit):
-        assert main(argv) == 0
-    assert "mpiddp" in capsys.readouterr().out
-
-
 def test_the_help_begins_with_examples_and_has_the_common_options():
     short = option_parser("common").format_help()
     assert short.index("mpiddp launch -n 2 train.py") < short.index("the most used options:")
@@ -181,14 +172,6 @@ def test_the_command_of_a_rank(argv, job, rank):
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
-
-
-@pytest.mark.parametrize(
-    ("prefix", "world_size", "has"),
-    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
-)
-def test_when_lines_have_a_prefix(prefix, world_size, has):
-    assert LaunchOptions(prefix=prefix).has_prefix(world_size) is has
 
 
 def test_the_ranks_that_are_shown_are_there():

@@ -94,13 +94,6 @@ def test_the_pause_before_a_restart_grows_until_a_step_is_made(
     assert [each for each in pauses if each] == [1, 2, 4, 8, 16, 32, *[60] * 6, 1, 2]
 
 
-def test_a_request_ends_the_pause(jobs: Jobs) -> None:
-    job = jobs("--max-restarts", "1")
-    os.kill(os.getpid(), signal.SIGTERM)
-    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
-    assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
-
-
 def test_hosts_that_cannot_be_planned_are_a_failure_of_their_own(
     jobs: Jobs, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,17 +144,6 @@ def test_a_growth_that_finds_no_host_is_the_last(
     job = jobs("--grow", "1h")
     assert job._plan_next(TO_GROW).request.world_size == 1
     assert f"mpiddp: the job has not grown. {NO_GROWTH}" in capfd.readouterr().err
-    assert not job._may_grow
-
-
-def test_a_growth_whose_ranks_do_not_stop_is_the_last(
-    jobs: Jobs, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = jobs("--grow", "1h")
-    list_hosts("localhost slots=2")
-    late = Outcome(FAILED, "rank 0 had not stopped.", stop=Stop.TO_GROW)
-    assert job._plan_next(late).request.world_size == 2
-    assert "mpiddp: rank 0 had not stopped.\n" in capfd.readouterr().err
     assert not job._may_grow
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 import termios
 import threading
 import time
@@ -81,21 +80,6 @@ def test_each_line_of_the_only_rank_has_its_prefix(alone: Reader) -> None:
     assert alone.seen() == ZERO + b"f\n"
 
 
-def test_several_ranks_show_whole_lines(shared: Reader) -> None:
-    zero, one = Source(0, ZERO), Source(1, ONE)
-    shared.screen.show(zero, b"a")
-    shared.screen.show(one, b"b\nc")
-    assert shared.seen() == ONE + b"b\n"
-    shared.screen.show(zero, b"a\nd\n")
-    assert shared.seen() == ZERO + b"aa\n" + ZERO + b"d\n"
-    shared.screen.end(zero)
-    assert shared.seen() == b""
-    shared.screen.end(one)
-    assert shared.seen() == ONE + b"c\n"
-    shared.screen.end(one)
-    assert shared.seen() == b""
-
-
 def test_a_quiet_line_is_shown_once(shared: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(0, ZERO)
     shared.screen.show(source, b"password: ")
@@ -160,17 +144,6 @@ def test_a_terminal_after_ctrl_s_does_not_delay_the_launcher(
     os.close(terminal)
 
 
-def test_a_reader_that_goes_away_loses_the_output(capfd: pytest.CaptureFixture[str]) -> None:
-    reader = Reader(is_shared=False)
-    os.close(reader.reader)
-    reader.screen.show(Source(0), b"a\n")
-    reader.screen.show(Source(0), b"b\n")
-    reader.screen.close()
-    assert capfd.readouterr().err == (
-        "mpiddp: stdout: its reader went away. The job continues, and its output there is lost.\n"
-    )
-
-
 # --- what mpirun says about the end ---
 
 RULE = b"-" * 60 + b"\n"
@@ -228,23 +201,6 @@ def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     outputs.finish()
     assert outputs.is_finished(60)
     outputs.settle(is_said=True)
-
-
-@pytest.mark.parametrize(("term", "is_shown"), [("xterm", True), ("dumb", False), (None, False)])
-def test_a_status_needs_a_terminal_that_can_move_its_cursor(
-    monkeypatch: pytest.MonkeyPatch, term: str | None, is_shown: bool
-) -> None:
-    monkeypatch.delenv("TERM", raising=False)
-    if term is not None:
-        monkeypatch.setenv("TERM", term)
-    reader = Reader(is_shared=True, is_terminal=True)
-    fcntl.ioctl(reader.reader, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    assert reader.screen.columns == (80 if is_shown else 0)
-    reader.screen.show_status(["step 1"])
-    assert (b"step 1" in reader.seen()) == is_shown
-    reader.screen.close()
-    assert reader.screen.columns == 0
-    os.close(reader.reader)
 
 
 def test_a_quiet_line_that_ends_so_is_not_repeated(

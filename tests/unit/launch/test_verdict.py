@@ -435,12 +435,6 @@ def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None
     assert host == ""
 
 
-def test_a_job_of_one_rank_has_no_others() -> None:
-    ranks = noted(failed(0, "ValueError: x"), hosts=("a",))
-    found = verdict(History(ranks, MpirunEnd("mpirun", 1)))
-    assert found.sentence == "rank 0 on a failed first: ValueError: x."
-
-
 @pytest.mark.parametrize(
     ("messages", "culprit"),
     [

@@ -203,13 +203,6 @@ def test_a_limit_of_the_user_needs_one_look_once_there_are_steps() -> None:
     assert "with open(path) as file:" in said
 
 
-def test_a_program_without_steps_may_be_idle() -> None:
-    """As a server that waits for requests."""
-    job = Job(2)
-    job.stacks = {0: OPENS, 1: OPENS}
-    assert job.after(3600) == ""
-
-
 def test_ranks_that_have_ended_are_not_waited_for() -> None:
     job = Job(2)
     job.steps(5, every_s=1)
@@ -257,19 +250,6 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
 def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
     found = place_of(stacks(stack(frames).replace("\n    \n", "\n")))
     assert found.text == text
-
-
-def test_ranks_that_are_in_one_place_are_named_together() -> None:
-    ranks = Ranks([chr(ord("a") + rank) for rank in range(9)])
-    for rank in range(1, 7):
-        ranks.note(Message(rank, "stacks", stacks(stack(OPENS)), 1.0))
-    ranks.note(Message(7, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
-    ranks.note(Message(8, "stacks", stacks(stack(ALL_REDUCE)), 1.0))
-    ranks.note(Message(0, "done", {}, 1.0))
-    assert places_sentence(ranks) == (
-        "rank 7 on h, rank 8 on i wait in all_reduce (train.py:88); "
-        "6 ranks are in load (data.py:40): with open(path) as file; rank 0 on a has finished."
-    )
 
 
 def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
