@@ -199,9 +199,8 @@ def run_attempt(
         attempt.run()
         found = verdict(attempt.history)
         printed: Mapping[int, list[str]] = {}
-        if output.is_finished(
-            0.0
-        ):  # else a terminal is stopped, and a second signal ended the wait
+        # Else a terminal is stopped, and a second signal ended the wait.
+        if output.is_finished(0.0):
             printed = output.last_errors
             _keep(output.settle(is_said=found.is_complete), options.log_dir)
         cause, at_fault = known_cause(found, printed)
@@ -269,9 +268,7 @@ class Attempt:
         self._stopping_since = 0.0
         self._limit = ""  # the time limit of a stop that the ranks exceeded
         self._failed_in_stop = False
-        self._ended_because = (
-            ""  # the reason, if this launcher has ended the job as one that failed
-        )
+        self._ended_because = ""  # the reason, if this launcher has ended the job as failed
         self._join_timeout_s = 0.0
         self._wanted: Event | None = None  # what the stacks are for that are on their way
         self._mute: set[int] = (

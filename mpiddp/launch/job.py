@@ -120,9 +120,8 @@ class _Job:
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self._known = known.after(outcome.announcement)
         saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
-        if (
-            saved and outcome.code == INTERRUPTED
-        ):  # the job stopped to grow, and had saved its steps
+        # The job stopped to grow, and had saved its steps.
+        if saved and outcome.code == INTERRUPTED:
             outcome = outcome._replace(code=STOPPED, sentence="stopped on request.")
         self._remember(outcome)
         if outcome.made_steps:

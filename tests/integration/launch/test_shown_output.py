@@ -230,15 +230,6 @@ def test_the_status_stands_below_the_open_line_of_several_ranks(
     assert terminal.shown().endswith(f"\x1b[2A{ERASED}[0] 10 %")
 
 
-def test_a_narrower_terminal_has_wrapped_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(monkeypatch, is_shared=False, columns=20)
-    terminal.screen.show_status(["12345678", "1234"])
-    terminal.resize(4)
-    terminal.shown()
-    terminal.screen.show_status(STATUS)
-    assert terminal.shown() == f"\x1b[2A{ERASED}ste\n2 r"
-
-
 def test_what_a_shell_has_written_after_ctrl_z_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(monkeypatch, is_shared=False)
     terminal.screen.show_status(STATUS)
