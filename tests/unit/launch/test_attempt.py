@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.errors import FAILED
 from mpiddp.launch import attempt
 from mpiddp.launch.attempt import (
     Attempt,
     Event,
-    Outcome,
     Terms,
 )
 from mpiddp.launch.control import ControlServer
@@ -32,7 +31,7 @@ from mpiddp.launch.events import SignalQueue, TimedSelector
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
@@ -189,16 +188,6 @@ def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
 def srun() -> RankStarter:
     [kind] = [each for each in STARTERS if each.has_scheduler]
     return RankStarter(kind, "25.05", Path("/usr/bin/srun"))
-
-
-def test_a_rank_that_does_not_join_is_named(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.start(0, 1)
-    job.say(1, "joining", timeout_s=0.01)
-    job.until(Event.JOIN_TIMEOUT)
-    assert job.attempt._ended_because.startswith(
-        "only 1 of 2 ranks joined in 0.01 s. Missing: rank 0 on a. Its last words: none; it started"
-    )
 
 
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
@@ -389,18 +378,3 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
 
 
 # --- what an attempt needs, and what it leaves ---
-
-
-@pytest.mark.parametrize(
-    ("code", "resume_args", "resumes"),
-    [
-        (STOPPED, (), True),
-        (INTERRUPTED, ("--resume",), True),
-        (INTERRUPTED, (), False),
-        (FAILED, ("--resume",), False),
-        (DONE, ("--resume",), False),
-    ],
-)
-def test_which_jobs_resume(code: int, resume_args: tuple[str, ...], resumes: bool) -> None:
-    announcement = Announcement(resume_args, None, None, "")
-    assert Outcome(code, announcement=announcement).resumes == resumes

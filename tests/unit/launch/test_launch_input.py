@@ -23,7 +23,7 @@ from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters.table import find_starter, identify
+from mpiddp.launch.starters.table import identify
 from tests.support.errors import error
 from tests.unit.launch.test_starters import MPIS
 
@@ -231,18 +231,3 @@ def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
     with pytest.raises(UserError, match=silent):
         identify(program, os.environ)
-
-
-def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
-    for name in ("named", "venv", "path"):
-        (tmp_path / name).mkdir()
-        fake_mpirun(tmp_path / name, "mpirun (Open MPI) 5.0.11")
-    named, beside, on_path = (tmp_path / name / "mpirun" for name in ("named", "venv", "path"))
-    env = {"PATH": str(on_path.parent)}
-
-    def find(explicit: str | None, python: Path) -> Path:
-        return find_starter("mpirun", explicit, python, env).program
-
-    assert find(str(named), beside.with_name("python")) == named
-    assert find(None, beside.with_name("python")) == beside
-    assert find(None, tmp_path / "python") == on_path

@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_starters.py
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -81,21 +80,6 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
     assert lines[: len(first_lines)] == first_lines
     if mpi == "slurm":
         assert command.settings["SLURM_HOSTFILE"] == "mpiddp-hosts"
-
-
-@pytest.mark.parametrize(("user", "is_root"), [(0, True), (1000, False)])
-def test_only_root_gets_allow_run_as_root(
-    monkeypatch: pytest.MonkeyPatch, user: int, is_root: bool
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert ("--allow-run-as-root" in argv_of("openmpi5", UNEQUAL)) == is_root
-
-
-def test_open_mpi_parameters_of_the_user_are_kept() -> None:
-    assert follows(argv_of("openmpi5", UNEQUAL), "--mca", "pml", "ob1")
-    argv = argv_of("openmpi5", UNEQUAL._replace(env={"OMPI_MCA_pml": "ucx"}))
-    assert "pml" not in argv
-    assert follows(argv, "--mca", "btl", "self,vader,tcp")
 
 
 def test_the_pasted_command_creates_its_files() -> None:
