@@ -48,7 +48,6 @@ SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S = 2.0  # ranks to end after an "end" message
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 EXIT_S = 10.0  # mpirun to end once no rank is left
-LEAVE_S = 60.0  # of silence for the agents to leave once every rank has reported its end
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
 ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # a host to acknowledge a message
@@ -80,7 +79,6 @@ class Event(Enum):
     FAILED = auto()  # a rank has failed, or its connection has ended
     HOST_LOST = auto()  # a rank's host has stopped answering
     ALL_LEFT = auto()  # no rank is connected any more
-    SEE_LEAVE = auto()  # all ranks have reported their end, and some are still connected
     STOP = auto()  # the user's first request
     SECOND_STOP = auto()
     HOST_FOUND = auto()  # it can join the job
@@ -457,8 +455,6 @@ class Attempt:
             self._report_complete_stacks()
         if ranks.done and not self._server.has_ranks:
             self.on(Event.ALL_LEFT)
-        elif ranks.all_done and message.kind in ("done", "exited"):
-            self._timers.after(LEAVE_S, Event.SEE_LEAVE)
 
     def _log(self, sentence: str, *, is_error: bool = False) -> None:
         """Print a sentence, at most once in an attempt."""
@@ -682,13 +678,6 @@ class Attempt:
     def _await_exit(self) -> None:
         self._timers.after(EXIT_S, Event.END_MPIRUN)
 
-    def _see_leave(self) -> None:
-        """End agents that neither send output nor leave: nobody else limits their end."""
-        if self._output.idle_s >= LEAVE_S:
-            self._end_mpirun()
-        else:
-            self._timers.after(CHECK_S, Event.SEE_LEAVE)
-
     def _end_job(self, reason: str) -> None:
         self._ended_because = reason
         self._phase = Phase.ENDING
@@ -724,7 +713,6 @@ class Attempt:
         Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
         Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
         Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
-        Event.SEE_LEAVE:     (_see_leave,) * 5 + (__,),
         Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
         Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
         Event.SECOND_STOP:   (_kill_now,) * len(Phase),

@@ -281,21 +281,6 @@ def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
     assert job.mpirun.code is None
 
 
-def test_an_agent_that_stays_after_the_end_of_all_ranks_is_ended(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt, "LEAVE_S", 0.1)
-    job = started(jobs)
-    job.join()
-    job.connect(0)
-    job.say(0, "exited")
-    assert Event.SEE_LEAVE not in job.timers
-    job.say(1, "exited")
-    while Event.KILL not in job.timers:
-        job.until(Event.SEE_LEAVE)
-    assert job.end == -signal.SIGHUP
-
-
 def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
