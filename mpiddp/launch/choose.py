@@ -70,9 +70,6 @@ def choose(
 
     The last `--spares` hosts are spares. One takes the place of each host with a complaint; without enough of
     them, such hosts are left out, within --min-hosts. So is a host that the job avoids.
-
-    Raises:
-        UserError: too few hosts remain.
     """
     wanted = wanted_hosts(options, named)
     least = options.min_hosts or min(wanted, past.enough or wanted)
@@ -98,11 +95,7 @@ def choose(
 
 
 def wanted_hosts(options: LaunchOptions, hosts: Hosts) -> int:
-    """The number of hosts that the job has if enough of them can be used.
-
-    Raises:
-        UserError: the options want more hosts than are named.
-    """
+    """The number of hosts that the job has if enough of them can be used."""
     usable = len(hosts.usable)
     wanted = usable - options.spares
     if wanted < 1:

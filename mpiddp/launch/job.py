@@ -84,11 +84,7 @@ class _Job:
         return outcome._replace(announcement=self._known)
 
     def _attempt(self) -> Outcome:
-        """Run the latest plan.
-
-        Raises:
-            UserError, JobFailed: the first attempt cannot be started.
-        """
+        """Run the latest plan."""
         plan = self._plan
         known = self._known
         settings = {
@@ -231,10 +227,6 @@ class _Job:
         """The plan for the hosts that are listed and usable now.
 
         A list that is in error is ignored; the latest valid one stays in force.
-
-        Raises:
-            UserError: too few hosts can be used.
-            JobFailed: a machine failed.
         """
         forget_addresses()
         try:

@@ -69,12 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
-    """Push `folder` and the environment of this Python to the other hosts.
-
-    Raises:
-        UserError: a host cannot take them.
-        JobFailed: too few hosts have got them.
-    """
+    """Push `folder` and the environment of this Python to the other hosts."""
     from mpiddp.hosts import push
 
     if not hosts.transport.is_ssh:
@@ -92,11 +87,7 @@ def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
 
 
 def _refuse_inside_a_rank(options: LaunchOptions, env: Mapping[str, str]) -> None:
-    """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
-
-    Raises:
-        UserError: this process is one of several ranks, or only some of a launcher's variables are set.
-    """
+    """Refuse to start a job from each rank of another launcher, unless the user names the hosts."""
     if options.names_hosts or in_slurm_terminal(env):
         return
     world = World.from_env(env)

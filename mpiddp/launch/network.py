@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def requested_networks(requested: str) -> tuple[str, ...]:
-    """What --interface means on every host: the names or networks of interfaces.
-
-    Raises:
-        UserError: it selects no interface of this machine.
-    """
+    """What --interface means on every host: the names or networks of interfaces."""
     own = _own_interfaces(requested)
     if requested in [each.address for each in own]:  # others have other addresses in that network
         return tuple(each.network for each in own)
@@ -37,9 +33,6 @@ def find_network(
     Args:
         infos: the preflight's results.
         requested: the interface of --interface, which all hosts have, maybe in different networks.
-
-    Raises:
-        UserError: no address of this machine is known that the other hosts can reach.
     """
     others = [host for host in placed.hosts if not is_this_host(host.name)]
     if requested is not None:

@@ -50,10 +50,6 @@ class RankProgram(NamedTuple):
         """What the job's options mean for the launcher; None for any job but mpiddp's own.
 
         The ranks themselves would report a wrong option only after they have joined.
-
-        Raises:
-            UserError: an invalid option.
-            SystemExit: code 0, after --help.
         """
         module = OPTION_CHECKS.get(self.rank_verb or "")
         if module is None:
@@ -477,11 +473,7 @@ _OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|abs
 
 
 def refuse_misplaced(job: RankProgram, verb: str) -> None:
-    """Point out an option of the launcher that stands behind a script whose own parser does not name it.
-
-    Raises:
-        UserError: `--dry-run` or `--help`, which would start the job that they are meant not to start.
-    """
+    """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
     if job.is_command or job.is_module:
         return
     script, *arguments = job.command
@@ -502,11 +494,7 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
 
 
 def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of each --mpi-args, split as a shell splits them, in one row.
-
-    Raises:
-        UserError: a quote is not closed, or the first argument is not an option.
-    """
+    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
     arguments: list[str] = []
     for text in texts:
         try:

@@ -35,9 +35,6 @@ def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOpti
 
     Args:
         infos: of the hosts that the preflight has checked.
-
-    Raises:
-        UserError: fewer GPUs than slots, or a count that cannot be known.
     """
     is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
     notes: list[str] = []
@@ -99,9 +96,6 @@ def _usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
 
     Args:
         installed: None if the vendor's tool does not answer, which matters only for a job that uses GPUs.
-
-    Raises:
-        UserError: the hostfile names a GPU that the host does not have.
     """
     if hides_all_gpus(env) or installed is None:
         return 0
@@ -121,9 +115,6 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
 
     Args:
         backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown.
-
-    Raises:
-        UserError: ranks that use NCCL would share GPUs.
     """
     assert host.slots is not None
     if not 0 < gpus < host.slots:
@@ -155,9 +146,6 @@ def place(
         hosts: with known slot counts.
         max_ranks: an upper bound on the number of ranks, beside the options.
         may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
-
-    Raises:
-        UserError: more ranks than slots, or a host that mpirun cannot be told.
     """
     n = options.n
     if may_be_fewer and n is not None:
@@ -172,9 +160,6 @@ def ranks_per_host(hosts: Hosts, n: int | None, npernode: int | None) -> Hosts:
     """The hosts with their numbers of ranks: `n` ranks fill the slots (or `npernode`) in order.
 
     Hosts without a rank are left out.
-
-    Raises:
-        UserError: the hosts have too few slots for `n` ranks, or for `npernode` on each host.
     """
     _check_ranks(hosts, n, npernode)
     left = hosts.total_slots if n is None else n

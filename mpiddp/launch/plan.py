@@ -128,9 +128,6 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
     Args:
         is_first: the job has not begun. Later, a host of --exclude may be gone from an edited hostfile.
-
-    Raises:
-        UserError: an invalid hostfile, list or allocation.
     """
     hosts = THIS_MACHINE
     if options.hostfile is not None:
@@ -148,11 +145,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
 
 def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
-    """The hosts without those of `--exclude node1,node2`.
-
-    Raises:
-        UserError: a name is not in `hosts`, unless it may be gone, or no slot remains.
-    """
+    """The hosts without those of `--exclude node1,node2`."""
     keys = [name.strip().lower() for name in names.split(",")]
     known_keys = {host.key for host in hosts.hosts}
     for key in keys:
