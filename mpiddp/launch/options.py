@@ -366,7 +366,7 @@ Start a script, or any command, on every slot of a hostfile, with one mpirun.
   mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
   mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
 
-Options of mpiddp launch stand before the script. What follows the script is the script's.
+Options of mpiddp launch come before the script. What follows the script is the script's.
 """
 
 

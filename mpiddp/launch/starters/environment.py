@@ -66,7 +66,7 @@ def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str
 def fill_in_hint(names: Iterable[str]) -> str:
     """A sentence about the values that a printed command lacks, "" if it has all."""
     missing = ", ".join(sorted(names))
-    hint = f"{LEFT_OUT} stands for values that are never printed here. Fill in: {missing}"
+    hint = f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}"
     return hint if missing else ""
 
 
