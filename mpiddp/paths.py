@@ -18,8 +18,8 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import escaped
 
 # The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
-_WRONG = frozenset(
-    {
+_WRONG = {
+    *(
         errno.E2BIG,
         errno.EACCES,
         errno.EEXIST,
@@ -27,14 +27,9 @@ _WRONG = frozenset(
         errno.EINVAL,
         errno.EISDIR,
         errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOENT,
-        errno.ENOEXEC,
-        errno.ENOTDIR,
-        errno.EPERM,
-        errno.EROFS,
-    }
-)
+    ),
+    *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+}
 
 _FIRST_LINE = 4096  # bytes that show what a file is
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import HOW, WHERE, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.plan import make_plan
-from mpiddp.launch.starters.environment import shell_line, without_values
+from mpiddp.launch.starters.environment import without_values
 from mpiddp.paths import named_by
 from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
@@ -109,7 +110,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     exports = getattr(values, "exports", [])
     record = {
         "benchmark": name,
-        "command": shell_line([*prog.split(), *without_values(argv, exports, {})]),
+        "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
         "environment": {
             "mpi": jobs.starter,

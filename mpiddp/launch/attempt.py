@@ -7,7 +7,6 @@ uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
 from __future__ import annotations
 
 import os
-import random
 import selectors
 import signal
 import time
@@ -198,9 +197,8 @@ def run_attempt(
         attempt.run()
         found = verdict(attempt.history)
         printed: Mapping[int, list[str]] = {}
-        if output.is_finished(
-            0.0
-        ):  # else a terminal is stopped, and a second signal ended the wait
+        # Else a terminal is stopped, and a second signal ended the wait.
+        if output.is_finished(0.0):
             printed = output.last_errors
             _keep(output.settle(is_said=found.is_complete), options.log_dir)
         cause, at_fault = known_cause(found, printed)
@@ -268,9 +266,7 @@ class Attempt:
         self._stopping_since = 0.0
         self._limit = ""  # the time limit of a stop that the ranks exceeded
         self._failed_in_stop = False
-        self._ended_because = (
-            ""  # the reason, if this launcher has ended the job as one that failed
-        )
+        self._ended_because = ""  # the reason, if this launcher has ended the job as failed
         self._join_timeout_s = 0.0
         self._wanted: Event | None = None  # what the stacks are for that are on their way
         self._mute: set[int] = (
@@ -534,7 +530,7 @@ class Attempt:
 
     def _ask_stacks_of_start(self) -> None:
         """All ranks may import torch from a file system that is away, or is only slow."""
-        if not self.ranks.joining:
+        if not (self.ranks.joining or self.ranks.in_mpi_init):  # JOIN_TIMEOUT limits these
             self._collect(Event.START_STACKS)
 
     def _report_late_start(self) -> None:
@@ -571,17 +567,16 @@ class Attempt:
             attempt = self._terms.console.attempts
             output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
         longest = min(CHECK_S, self._options.hang_timeout_s or CHECK_S)
-        # At random moments, which fall on all parts of a step.
-        self._timers.after(random.uniform(longest / 2, longest), Event.SEE_STEPS)
+        self._timers.after(longest, Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
-        """Say who hangs, or who is a straggler. With --hang-timeout, a hang ends the job."""
+        """Say who hangs. With --hang-timeout, that ends the job."""
         if self.ranks.all_done:
             return
-        sentences, are_of_hang = self.watch.judge_stacks(time.monotonic())
+        sentences = self.watch.judge_stacks(time.monotonic())
         for sentence in sentences:
-            self._log(sentence, is_error=are_of_hang)
-        if sentences and are_of_hang and self._options.hang_timeout_s is not None:
+            self._log(sentence, is_error=True)
+        if sentences and self._options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
     def _grow(self) -> None:

@@ -12,14 +12,15 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, read_hosts, run_preflight
+from mpiddp.launch.plan import Plan, read_hosts, run_preflight, without_strangers
 from mpiddp.text import all_of
+
+_LONGEST = 1 << 16  # bytes of a sentence
 
 
 class HostSearch:
@@ -28,8 +29,7 @@ class HostSearch:
     def __init__(self, options: LaunchOptions, plan: Plan) -> None:
         self._options = options
         self._plan = plan
-        self._found: SimpleQueue[str] = SimpleQueue()
-        self._receiver, self._sender = socket.socketpair()
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._is_over = threading.Event()
 
     def fileno(self) -> int:
@@ -41,8 +41,7 @@ class HostSearch:
 
     def found(self) -> str:
         """What a look has found: "node1 can join"."""
-        self._receiver.recv(1)
-        return self._found.get()
+        return self._receiver.recv(_LONGEST).decode()
 
     def close(self) -> None:
         """Look no more. A look that hangs is left alone: its thread ends with the process."""
@@ -53,8 +52,7 @@ class HostSearch:
         with self._sender, contextlib.suppress(OSError):  # the attempt is over
             while not self._is_over.wait(self._options.grow_s):
                 if found := look(self._options, self._plan):
-                    self._found.put(found)
-                    self._sender.send(b".")
+                    self._sender.send(found.encode()[:_LONGEST])
 
 
 def look(options: LaunchOptions, plan: Plan) -> str:
@@ -102,5 +100,6 @@ def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[H
     others = [host for host in plan.hosts.usable if host.key not in asked]
     together = replace(plan.named, hosts=(*others, *hosts))
     proven = plan.hosts.hosts
-    checked = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
+    found = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
+    checked = without_strangers(found, proven, plan.starter)
     return [host for host in hosts if host not in checked.complaints]

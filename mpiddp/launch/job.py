@@ -12,48 +12,24 @@ import os
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Outcome, Terms, run_attempt
+from mpiddp.launch.choose import Past, key_of, remember
 from mpiddp.launch.console import open_console
 from mpiddp.launch.events import SignalQueue, interrupting, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, first_plan, make_plan, read_hosts
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.remembered import Ended, key_of, note_attempt
-from mpiddp.launch.usable import Past
+from mpiddp.launch.plan import Plan, make_plan, read_hosts
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED
 from mpiddp.launch.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-
-
-class _Known(NamedTuple):
-    """What the attempts have announced so far. The first announcement of each kind counts.
-
-    `world_size` is that of the attempt that announced the global batch.
-    """
-
-    announcement: Announcement = NOTHING_ANNOUNCED
-    world_size: int = 0
-
-    def after(self, later: Announcement, world_size: int) -> _Known:
-        """This record after an attempt with `world_size` ranks has announced `later`."""
-        known = self.announcement
-        has_batch = known.global_batch_size is not None
-        merged = Announcement(
-            known.resume_args or later.resume_args,
-            known.global_batch_size if has_batch else later.global_batch_size,
-            later.max_ranks if known.max_ranks is None else known.max_ranks,
-            known.run_dir or later.run_dir,
-        )
-        return _Known(merged, self.world_size if has_batch else world_size)
 
 
 def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
@@ -65,7 +41,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     Raises:
         UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
     """
-    plan = first_plan(options, os.environ)
+    plan = make_plan(options, os.environ)
     with queued_signals() as signals:
         return _Job(options, plan, started_at, signals, exchange).run()
 
@@ -91,7 +67,7 @@ class _Job:
         stop_after_s = options.stop_after_s
         self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
         self._run_id = os.urandom(8).hex()
-        self._known = _Known()
+        self._known = NOTHING_ANNOUNCED  # by the attempts so far
         self._past = Past(avoided=plan.avoided, enough=len(plan.hosts.usable))
         self._restarts = 0
         self._failures = 0  # restarts that count
@@ -105,16 +81,12 @@ class _Job:
             outcome = self._attempt()
             while planned := self._plan_next(outcome):
                 outcome = planned if isinstance(planned, Outcome) else self._attempt()
-        return outcome._replace(announcement=self._known.announcement)
+        return outcome._replace(announcement=self._known)
 
     def _attempt(self) -> Outcome:
-        """Run the latest plan.
-
-        Raises:
-            UserError, JobFailed: the first attempt cannot be started.
-        """
+        """Run the latest plan."""
         plan = self._plan
-        known = self._known.announcement
+        known = self._known
         settings = {
             RUN_ID: self._run_id,
             RESTART_COUNT: str(self._restarts),
@@ -123,7 +95,7 @@ class _Job:
         if known.global_batch_size is not None:
             batch = {
                 "global_batch_size": known.global_batch_size,
-                "world_size": self._known.world_size,
+                "world_size": known.world_size,
             }
             settings[ANNOUNCED] = json.dumps(batch)
         if known.run_dir:
@@ -142,11 +114,10 @@ class _Job:
             if not self._restarts:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self._known = self._known.after(outcome.announcement, request.world_size)
+        self._known = known.after(outcome.announcement)
         saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
-        if (
-            saved and outcome.code == INTERRUPTED
-        ):  # the job stopped to grow, and had saved its steps
+        # The job stopped to grow, and had saved its steps.
+        if saved and outcome.code == INTERRUPTED:
             outcome = outcome._replace(code=STOPPED, sentence="stopped on request.")
         self._remember(outcome)
         if outcome.made_steps:
@@ -155,14 +126,21 @@ class _Job:
 
     def _remember(self, outcome: Outcome) -> None:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
-        plan, host = self._plan, outcome.host_at_fault
-        ended = Ended(outcome.code, host, outcome.sentence, outcome.slow_hosts)
-        note_attempt(self._options, plan.named, plan.request.hosts, ended)
-        before, self._at_fault = self._at_fault, key_of(host, plan.named) if host else ""
+        plan, named, at_fault = self._plan, self._plan.named, ""
+        if outcome.host_at_fault:
+            at_fault = key_of(outcome.host_at_fault, named)
+        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+            remember(
+                *(self._options, named),
+                used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
+                failed={at_fault: outcome.sentence} if at_fault else {},
+                slow={key_of(name, named): part for name, part in outcome.slow_hosts.items()},
+            )
+        before, self._at_fault = self._at_fault, at_fault
         avoided = dict(plan.avoided)
-        if host and self._at_fault == before:
-            avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"
-        max_ranks = self._known.announcement.max_ranks
+        if at_fault and at_fault == before:
+            avoided[at_fault] = f"{at_fault} has ended two attempts in a row"
+        max_ranks = self._known.max_ranks
         # Hosts on which mpirun could not even start prove nothing.
         proven = plan.hosts.hosts if outcome.has_started else self._past.proven
         self._past = self._past._replace(avoided=avoided, proven=proven, max_ranks=max_ranks)
@@ -173,8 +151,12 @@ class _Job:
             return None
         if outcome.stop is Stop.TO_GROW:
             return self._grow(outcome)
-        if self._grown_from and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
-            return self._go_back(outcome, self._grown_from)
+        before = self._grown_from
+        if before and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
+            # Return to the hosts with which the job has run. It does not count.
+            outcome.log()
+            self._grown_from, self._may_grow = None, False
+            return self._begin_again(before)
         if outcome.code == FAILED and self._failures < self._options.max_restarts:
             return self._restart(outcome)
         return None
@@ -182,24 +164,17 @@ class _Job:
     def _restart(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart after a failure."""
         outcome.log()
-        self._restarts += 1
         self._failures += 1
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
         pause_s = max(0.0, min(pause_s, self._stop_at - time.monotonic()))
         if self._signals.has_stop(pause_s) or self._must_stop():
             return INTERRUPTED_BEFORE
-        try:
-            with interrupting(self._signals):
-                self._plan = self._next_plan()
-        except KeyboardInterrupt:
-            return INTERRUPTED_BEFORE
-        except (UserError, JobFailed) as error:  # a host may be usable after the next pause
-            return INTERRUPTED_BEFORE if self._must_stop() else Outcome(FAILED, str(error))
-        if self._must_stop():
-            return INTERRUPTED_BEFORE
-        self._log_restart(f" (restart {self._failures} of {self._options.max_restarts})")
-        return self._plan
+        planned = self._planned(INTERRUPTED_BEFORE)
+        if isinstance(planned, Outcome):  # a host may be usable after the next pause
+            return planned
+        count = f" (restart {self._failures} of {self._options.max_restarts})"
+        return self._begin_again(planned, count)
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""
@@ -209,41 +184,49 @@ class _Job:
         else:
             outcome.log()
             self._may_grow = False
-        self._restarts += 1
         before = self._plan
-        try:
-            with interrupting(self._signals):
-                self._plan = self._next_plan()
-        except KeyboardInterrupt:
+        planned = self._planned(interrupted)
+        if planned is interrupted:
             return interrupted
-        except (UserError, JobFailed) as error:  # the hosts of before have just worked
-            log.error(str(error))
-        if self._must_stop():
-            return interrupted
-        if self._plan.request.world_size > before.request.world_size:
+        if isinstance(planned, Outcome):  # the hosts of before have just worked
+            log.error(planned.sentence)
+            planned = before
+        if planned.request.world_size > before.request.world_size:
             self._grown_from = before
         else:  # each search in vain costs a stop and a start
             self._may_grow = False
             log.info("the job has not grown. From now on, hosts join only at a restart.")
-        self._log_restart()
-        return self._plan
+        return self._begin_again(planned)
 
-    def _go_back(self, outcome: Outcome, before: Plan) -> Plan:
-        """Return to the hosts before the growth, with which the job has run. It does not count."""
-        outcome.log()
+    def _planned(self, interrupted: Outcome) -> Plan | Outcome:
+        """A new plan, or why there is none. `interrupted`: if the user stops the job meanwhile."""
+        try:
+            with interrupting(self._signals):
+                planned: Plan | Outcome = self._next_plan()
+        except KeyboardInterrupt:
+            return interrupted
+        except (UserError, JobFailed) as error:
+            planned = Outcome(FAILED, str(error))
+        return interrupted if self._must_stop() else planned
+
+    def _begin_again(self, plan: Plan, count: str = "") -> Plan:
+        """Let the next attempt run this plan, and say so."""
+        self._plan = plan
         self._restarts += 1
-        self._grown_from, self._may_grow, self._plan = None, False, before
-        self._log_restart()
-        return before
+        request, known = plan.request, self._known
+        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
+        global_batch_size = known.global_batch_size
+        if global_batch_size is not None and request.world_size != known.world_size:
+            log.info(
+                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
+                f"stays at {global_batch_size}."
+            )
+        return plan
 
     def _next_plan(self) -> Plan:
         """The plan for the hosts that are listed and usable now.
 
         A list that is in error is ignored; the latest valid one stays in force.
-
-        Raises:
-            UserError: too few hosts can be used.
-            JobFailed: a machine failed.
         """
         forget_addresses()
         try:
@@ -256,16 +239,6 @@ class _Job:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
         is_over = self._stop_at <= time.monotonic()
         return is_over or self._signals.has_stop(0.0)
-
-    def _log_restart(self, count: str = "") -> None:
-        request, known = self._plan.request, self._known
-        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
-        global_batch_size = known.announcement.global_batch_size
-        if global_batch_size is not None and request.world_size != known.world_size:
-            log.info(
-                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
-                f"stays at {global_batch_size}."
-            )
 
 
 INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -20,8 +20,9 @@ from mpiddp.launch import log
 from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange, messages_over
 from mpiddp.launch.job import run
-from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
+from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.protocol.channel import encode
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job
@@ -58,17 +59,14 @@ def main(argv: list[str]) -> int:
 
 def _launch(call: dict[str, Any], exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
-    options = _with_variables(parse_options([*call["options"], *_JOB]), call["env"])
+    options = parse_options([*call["options"], *_JOB])
+    # Those of `env=`, which are on no command line.
+    given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
+    options = replace(options, variables={**options.variables, **given})
     outcome = run(options, started_at, exchange)
     if outcome.known_cause:  # the caller's exception has the verdict
         log.info(outcome.known_cause)
     return outcome
-
-
-def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOptions:
-    """The options with the variables of `env=`, which are on no command line."""
-    exports = (*options.exports, *(f"{name}={value}" for name, value in env.items()))
-    return replace(options, exports=exports)
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:

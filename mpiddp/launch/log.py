@@ -40,11 +40,7 @@ def error(sentence: str) -> None:
 
 
 def write_all(target: int, text: bytes) -> None:
-    """Write all of the text. A reader that reads nothing for some seconds gets none, then and later.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write all of the text. A reader that reads nothing for some seconds gets none, then and later."""
     rest = memoryview(text)
     while rest and target not in _stuck:
         if not is_writable(target, _PATIENCE_S):

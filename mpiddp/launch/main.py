@@ -8,6 +8,7 @@ Reads the hosts, composes one command for the installed MPI, supervises it, and 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 
@@ -40,16 +41,16 @@ def main(argv: list[str]) -> int:
     if not is_nested:
         _refuse_inside_a_rank(options, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
-    from mpiddp.launch.plan import first_plan, read_hosts, working_folder
-    from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
+    from mpiddp.launch.plan import make_plan, read_hosts, working_folder
+    from mpiddp.launch.starters.environment import fill_in_hint, without_values
 
     if options.push and not options.dry_run:
         _push(read_hosts(options, os.environ), working_folder(os.environ), options)
     if options.dry_run:
-        plan = first_plan(options, os.environ)
-        hidden = {export.partition("=")[0] for export in options.all_exports}
-        print(plan.starter.compose(plan.request).explained(hidden))
-        if hint := fill_in_hint(options.all_exports, os.environ):
+        plan = make_plan(options, os.environ)
+        print(plan.starter.compose(plan.request).explained(options.variables))
+        given = [name for name, value in options.variables.items() if value is not None]
+        if hint := fill_in_hint(given):
             log.info(hint)
         return 0
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
@@ -57,28 +58,18 @@ def main(argv: list[str]) -> int:
     outcome = run(options, started_at)
     outcome.log()
     if outcome.resumes:
-        exports, job = options.exports, argv[len(argv) - len(options.job.command) :]
-        own = without_values(argv[: len(argv) - len(job)], exports, os.environ)
-        again = [
-            os.environ.get(PROGRAM, "mpiddp"),
-            "launch",
-            *own,
-            *job,
-            *outcome.announcement.resume_args,
-        ]
-        log.info(f"to resume: {shell_line(again)}")
-        if hint := fill_in_hint(exports, os.environ):
+        job = argv[len(argv) - len(options.job.command) :]
+        own = without_values(argv[: len(argv) - len(job)], options.exports)
+        program = os.environ.get(PROGRAM, "mpiddp")
+        again = [program, "launch", *own, *job, *outcome.announcement.resume_args]
+        log.info(f"to resume: {shlex.join(again)}")
+        if hint := fill_in_hint(each.partition("=")[0] for each in options.exports if "=" in each):
             log.info(hint)
     return outcome.code
 
 
 def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
-    """Push `folder` and the environment of this Python to the other hosts.
-
-    Raises:
-        UserError: a host cannot take them.
-        JobFailed: too few hosts have got them.
-    """
+    """Push `folder` and the environment of this Python to the other hosts."""
     from mpiddp.hosts import push
 
     if not hosts.transport.is_ssh:
@@ -96,11 +87,7 @@ def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
 
 
 def _refuse_inside_a_rank(options: LaunchOptions, env: Mapping[str, str]) -> None:
-    """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
-
-    Raises:
-        UserError: this process is one of several ranks, or only some of a launcher's variables are set.
-    """
+    """Refuse to start a job from each rank of another launcher, unless the user names the hosts."""
     if options.names_hosts or in_slurm_terminal(env):
         return
     world = World.from_env(env)

@@ -157,11 +157,7 @@ class MpirunProcess:
 
 @contextmanager
 def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
-    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts.
-
-    Raises:
-        UserError, JobFailed: it cannot be made.
-    """
+    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts."""
     parent = env.get("TMPDIR", "")
     # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
     is_fit = " " not in parent and len(parent) < _LONGEST_PARENT and parent.startswith("/")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch.starters.command import JobNetwork
@@ -19,15 +16,9 @@ from mpiddp.launch.starters.command import JobNetwork
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
 
-_SSH_G_S = 10.0
-
 
 def requested_networks(requested: str) -> tuple[str, ...]:
-    """What --interface means on every host: the names or networks of interfaces.
-
-    Raises:
-        UserError: it selects no interface of this machine.
-    """
+    """What --interface means on every host: the names or networks of interfaces."""
     own = _own_interfaces(requested)
     if requested in [each.address for each in own]:  # others have other addresses in that network
         return tuple(each.network for each in own)
@@ -42,9 +33,6 @@ def find_network(
     Args:
         infos: the preflight's results.
         requested: the interface of --interface, which all hosts have, maybe in different networks.
-
-    Raises:
-        UserError: no address of this machine is known that the other hosts can reach.
     """
     others = [host for host in placed.hosts if not is_this_host(host.name)]
     if requested is not None:
@@ -54,7 +42,8 @@ def find_network(
         interface, networks = _shared_network([host.name for host in others], infos)
     address = "127.0.0.1"
     if others:
-        address = interface.address if interface else _control_address(others)
+        routes = map(_route, (host.name for host in others))
+        address = interface.address if interface else next((r[0] for r in routes if r), "")
     if not address and not dry_run:
         raise UserError(
             f"no address of this machine is known that {others[-1].name} can reach. "
@@ -91,33 +80,6 @@ def _shared_network(
     # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
     is_everywhere = bool(names) and all((own.name, own.network) in each for each in names)
     return own, (own.name if is_everywhere else own.network,)
-
-
-def _control_address(others: Sequence[Host]) -> str:
-    """This machine's address on the route to one of `others`, "" if none is known.
-
-    ssh may reach a host whose name does not resolve: its configuration has the address.
-    """
-    for name in (*(host.name for host in others), _name_for_ssh(others[0])):
-        if route := _route(name):
-            return route[0]
-    return ""
-
-
-def _name_for_ssh(host: Host) -> str:
-    """The host's name or address in the user's configuration of ssh."""
-    if shutil.which("ssh") is None or addresses_of(host.name):
-        return host.name
-    command = ["ssh", "-G", "--", host.ssh_target]
-    try:
-        answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_G_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return host.name
-    lines = os.fsdecode(answer.stdout).splitlines()
-    names = [line.removeprefix("hostname ") for line in lines if line.startswith("hostname ")]
-    return names[0] if names else host.name
 
 
 def _route(name: str) -> tuple[str, str] | None:

@@ -13,8 +13,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, JobHints, OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
-from mpiddp.launch.env_file import read_env_file
+from mpiddp.launch.starters.environment import Exports, parse_exports, read_env_file
 from mpiddp.paths import is_python, named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.protocol.variables import LOG_RANKS, PREFIX
@@ -50,10 +50,6 @@ class RankProgram(NamedTuple):
         """What the job's options mean for the launcher; None for any job but mpiddp's own.
 
         The ranks themselves would report a wrong option only after they have joined.
-
-        Raises:
-            UserError: an invalid option.
-            SystemExit: code 0, after --help.
         """
         module = OPTION_CHECKS.get(self.rank_verb or "")
         if module is None:
@@ -70,24 +66,6 @@ class RankProgram(NamedTuple):
 
 
 NO_PROGRAM = RankProgram(())
-
-WHERE = "where (default: the scheduler's allocation, or this machine)"
-HOW = "how"
-FAILURES = "when something fails"
-ENDS = "when to stop"
-OUTPUT = "output"
-
-
-def _option(
-    *flags: str, group: str, default: Any = None, common: bool = False, **argument: Any
-) -> Any:
-    """A field of LaunchOptions with its flags; `argument` is what argparse gets.
-
-    Args:
-        common: `--help` lists it. `--help-all` lists every option.
-    """
-    told = {"flags": flags, "group": group, "common": common, "argument": argument}
-    return field(default=default, metadata=told)
 
 
 def _number_per_node(text: str) -> int | None:
@@ -113,233 +91,155 @@ def _folder(text: str) -> str:
     return text
 
 
+# What the values of options are, by what the help calls them. Others are texts.
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "N": whole(1),
+    "H": whole(1),
+    "K": whole(0),
+    "TIME": duration,
+    "RANKS": _ranks,
+    "DIR": _folder,
+}
+
+
+def _option(flags: str, text: str, default: Any = None, **more: Any) -> Any:
+    """A field of LaunchOptions that an option sets.
+
+    Args:
+        flags: the spellings, and at last what the help calls the value; a switch has none.
+        text: its help.
+        default: () for an option that may be repeated.
+        more: for argparse.
+    """
+    *names, last = flags.split()
+    if last.startswith("-"):
+        is_off = default is True
+        names, more["action"] = [*names, last], "store_false" if is_off else "store_true"
+        default = is_off
+    else:
+        more = {"metavar": last, "type": _PARSERS.get(last), **more}
+        if default == ():
+            more["action"] = "append"
+    return field(default=default, metadata={"flags": names, "more": {"help": text, **more}})
+
+
 @dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given".
 
     job: what each rank runs. backend: the one that the job's own options request, if known.
-    exports: of -x: VAR, VAR=VALUE or PREFIX_*. file_exports: of --env-file: VAR or VAR=VALUE, which are read
-    once, since a restart uses the same values, and a pipe can be read only once.
+    variables: those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
     """
 
     job: RankProgram = NO_PROGRAM
     backend: str | None = None
-    file_exports: tuple[str, ...] = ()
+    variables: Exports = field(default_factory=dict)
     prefix: str = "auto"
 
     hostfile: str | None = _option(
-        *("--hostfile", "--machinefile"),
-        group=WHERE,
-        common=True,
-        metavar="FILE",
-        help="file of hosts and slots, one host per line",
+        "--hostfile --machinefile FILE", "file of hosts and slots, one host per line"
     )
     host_list: str | None = _option(
-        *("-H", "--host", "--hosts"),
-        group=WHERE,
-        common=True,
-        metavar="HOSTS",
-        help="hosts and slots on the command line: node1:2,node2:4",
+        "-H --host --hosts HOSTS", "hosts and slots on the command line: node1:2,node2:4"
     )
-    n: int | None = _option(
-        *("-n", "-np"),
-        group=WHERE,
-        common=True,
-        type=whole(1),
-        metavar="N",
-        help="number of ranks (default: all slots)",
-    )
+    n: int | None = _option("-n -np N", "number of ranks (default: all slots)")
     npernode: int | None = _option(
-        *("--npernode", "--nproc-per-node"),
-        group=WHERE,
+        "--npernode --nproc-per-node K",
+        "number of ranks on each host (default: all slots)",
         type=_number_per_node,
-        metavar="K",
-        help="number of ranks on each host (default: all slots)",
     )
-    exclude: str | None = _option(
-        "--exclude", group=WHERE, metavar="HOSTS", help="hosts to leave out: node3,node4"
-    )
+    exclude: str | None = _option("--exclude HOSTS", "hosts to leave out: node3,node4")
     push: bool = _option(
         "--push",
-        group=WHERE,
-        default=False,
-        action="store_true",
-        help="first make this folder and its environment the same on every host, as mpiddp hosts push does",
+        "first make this folder and its environment the same on every host, as mpiddp hosts push does",
     )
     bind: str = _option(
-        "--bind",
-        group=WHERE,
-        default="none",
+        "--bind {none,numa,core,gpu}",
+        "bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
+        "none",
         choices=("none", "numa", "core", "gpu"),
-        help="bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
     )
-
     mpirun: str | None = _option(
-        "--mpirun",
-        group=HOW,
-        metavar="PATH",
-        help="mpirun of the MPI to use (its library is used too)",
+        "--mpirun PATH", "mpirun of the MPI to use (its library is used too)"
     )
     master_addr: str | None = _option(
-        "--master-addr",
-        group=HOW,
-        metavar="ADDR",
-        help="rank 0's address, as the other ranks reach it",
+        "--master-addr ADDR", "rank 0's address, as the other ranks reach it"
     )
     interface: str | None = _option(
-        "--interface",
-        group=HOW,
-        common=True,
-        metavar="NAME",
-        help="network interface for the job: a name, an address or a network",
+        "--interface NAME", "network interface for the job: a name, an address or a network"
     )
     exports: tuple[str, ...] = _option(
-        "-x",
-        group=HOW,
-        default=(),
-        common=True,
-        action="append",
-        metavar="VAR[=VALUE]",
-        help="pass this environment variable to the ranks, or those of a pattern such as 'WANDB_*' "
-        "(repeatable)",
+        "-x VAR[=VALUE]",
+        "pass this environment variable to the ranks (repeatable)",
+        (),
     )
     env_files: tuple[str, ...] = _option(
-        "--env-file",
-        group=HOW,
-        default=(),
-        common=True,
-        action="append",
-        metavar="FILE",
-        help="pass the variables of this file: a line NAME=VALUE for each (repeatable)",
+        "--env-file FILE",
+        "pass the variables of this file: a line NAME=VALUE for each (repeatable)",
+        (),
     )
     mpi_args: tuple[str, ...] = _option(
-        "--mpi-args",
-        group=HOW,
-        default=(),
-        action="append",
-        metavar="ARGS",
-        help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
+        "--mpi-args ARGS",
+        "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
+        (),
     )
-    check: bool = _option(
-        "--no-check",
-        group=HOW,
-        default=True,
-        action="store_false",
-        help="skip the preflight checks of the hosts",
-    )
+    check: bool = _option("--no-check", "skip the preflight checks of the hosts", True)
     wait_s: float | None = _option(
-        "--wait-for-hosts",
-        group=HOW,
-        type=duration,
-        metavar="TIME",
-        help="wait up to this long until all names resolve and all hosts answer (default: not at all)",
+        "--wait-for-hosts TIME",
+        "wait up to this long until all names resolve and all hosts answer (default: not at all)",
     )
     timeout_s: float | None = _option(
-        "--timeout",
-        group=HOW,
-        type=duration,
-        metavar="TIME",
-        help="time in which all ranks must join (default: 60)",
+        "--timeout TIME", "time in which all ranks must join (default: 60)"
     )
-
     max_restarts: int = _option(
-        "--max-restarts",
-        group=FAILURES,
-        default=0,
-        common=True,
-        type=whole(0),
-        metavar="K",
-        help="restart a failed job up to K times, from its newest checkpoint (default: 0)",
+        "--max-restarts K",
+        "restart a failed job up to K times, from its newest checkpoint (default: 0)",
+        0,
     )
     min_hosts: int | None = _option(
-        "--min-hosts",
-        group=FAILURES,
-        common=True,
-        type=whole(1),
-        metavar="H",
-        help="leave out hosts that fail the preflight, as long as H hosts remain",
+        "--min-hosts H", "leave out hosts that fail the preflight, as long as H hosts remain"
     )
     spares: int = _option(
-        "--spares",
-        group=FAILURES,
-        default=0,
-        type=whole(0),
-        metavar="K",
-        help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
+        "--spares K",
+        "keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
+        0,
     )
     grow_s: float | None = _option(
-        "--grow",
-        group=FAILURES,
-        type=duration,
-        metavar="TIME",
-        help="how often to look for hosts that are back or new in the hostfile, to save and restart on them "
-        "(default: they join at the next restart)",
+        "--grow TIME",
+        "how often to look for hosts that are back or new in the hostfile, to save and restart on "
+        "them (default: they join at the next restart)",
     )
-
     stop_after_s: float | None = _option(
-        "--stop-after",
-        group=ENDS,
-        type=duration,
-        metavar="TIME",
-        help="after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
+        "--stop-after TIME",
+        "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
         "code is 75",
     )
     grace_s: float = _option(
-        "--grace",
-        group=ENDS,
-        default=30.0,
-        type=duration,
-        metavar="TIME",
-        help="time that the ranks have to stop before they are killed; one that is saving has up to 10 "
+        "--grace TIME",
+        "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
         "minutes (default: 30 s)",
+        30.0,
     )
     hang_timeout_s: float | None = _option(
-        "--hang-timeout",
-        group=ENDS,
-        type=duration,
-        metavar="TIME",
-        help="end the job if no rank makes a step for this long (default: never)",
+        "--hang-timeout TIME", "end the job if no rank makes a step for this long (default: never)"
     )
-
     log_ranks: str = _option(
-        "--log-ranks",
-        group=OUTPUT,
-        default=DEFAULT_RANKS,
-        type=_ranks,
-        metavar="RANKS",
-        help="the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank "
+        "--log-ranks RANKS",
+        "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank "
         "0, stderr of all ranks)",
+        DEFAULT_RANKS,
     )
     log_dir: str | None = _option(
-        "--log-dir",
-        group=OUTPUT,
-        common=True,
-        type=_folder,
-        metavar="DIR",
-        help="write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host",
+        "--log-dir DIR",
+        "write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host",
     )
     dry_run: bool = _option(
-        "--dry-run",
-        group=OUTPUT,
-        default=False,
-        common=True,
-        action="store_true",
-        help="print the command with a reason for each flag; start nothing",
+        "--dry-run", "print the command with a reason for each flag; start nothing"
     )
-    quiet: bool = _option(
-        *("-q", "--quiet"),
-        group=OUTPUT,
-        default=False,
-        action="store_true",
-        help="print only errors from mpiddp: no hints, no status",
-    )
+    quiet: bool = _option("-q --quiet", "print only errors from mpiddp: no hints, no status")
     verbose: bool = _option(
-        *("-v", "--verbose"),
-        group=OUTPUT,
-        default=False,
-        action="store_true",
-        help="print each choice and its reason, and the host and device of every rank",
+        "-v --verbose", "print each choice and its reason, and the host and device of every rank"
     )
 
     @property
@@ -349,11 +249,6 @@ class LaunchOptions:
     @property
     def names_ranks(self) -> bool:
         return (self.n, self.npernode) != (None, None)
-
-    @property
-    def all_exports(self) -> tuple[str, ...]:
-        """The variables that the user names for the ranks. A later one takes precedence."""
-        return (*self.file_exports, *self.exports)
 
     def has_prefix(self, world_size: int) -> bool:
         return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
@@ -368,6 +263,50 @@ class LaunchOptions:
                 f"--log-ranks {shown(self.log_ranks)}: there is no rank {listed(missing)}; "
                 f"the job has {ranks}."
             )
+
+
+WHERE = "where (default: the scheduler's allocation, or this machine)"
+HOW = "how"
+_FIELDS = {each.name: each.metadata for each in fields(LaunchOptions) if each.metadata}
+# The groups of the help, by the first option of each.
+_FIRST = {
+    "hostfile": WHERE,
+    "mpirun": HOW,
+    "max_restarts": "when something fails",
+    "stop_after_s": "when to stop",
+    "log_ranks": "output",
+}
+
+
+def _groups() -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in _FIELDS:
+        groups.setdefault(_FIRST.get(name) or [*groups][-1], []).append(name)
+    return groups
+
+
+GROUPS = _groups()
+_COMMON = (
+    *("hostfile", "host_list", "n", "interface", "exports", "env_files"),
+    *("max_restarts", "min_hosts", "log_dir", "dry_run"),
+)
+# What other launchers call an option. argparse would list them beside its own name.
+_SPELLINGS = ("--machinefile", "--host", "--hosts", "-np", "--nproc-per-node")
+
+
+def _add(group: Any, names: Iterable[str], *, is_listed: bool = True) -> None:
+    """Add these options to a group of the help."""
+    for name in names:
+        flags, argument = _FIELDS[name]["flags"], dict(_FIELDS[name]["more"])
+        if not is_listed:
+            argument["help"] = _HIDDEN
+        default = getattr(LaunchOptions, name)
+        if name == "log_ranks":
+            default = os.environ.get(LOG_RANKS) or default
+        own = [flag for flag in flags if flag not in _SPELLINGS]
+        default = [] if default == () else default
+        option = group.add_argument(*own, dest=name, default=default, **argument)
+        group._option_string_actions.update(dict.fromkeys(flags, option))
 
 
 # What users of other launchers type, and what does the same here (docs/migration.md).
@@ -412,12 +351,23 @@ class _Parser(OneSentenceParser):
 def instead_of(flag: str) -> str:
     """What does here what the flag does in another launcher; "" if that is unknown."""
     name = flag.replace("_", "-")
-    rows = (text for known, text in _ELSEWHERE.items() if name == known or _begins(name, known))
-    return next(rows, "")
+    for known, text in _ELSEWHERE.items():
+        if name == known or (known.endswith("-") and name.startswith(known)):
+            return text
+    return ""
 
 
-def _begins(name: str, known: str) -> bool:
-    return known.endswith("-") and name.startswith(known)
+_HIDDEN = argparse.SUPPRESS
+_EXAMPLES = """\
+Start a script, or any command, on every slot of a hostfile, with one mpirun.
+
+  mpiddp launch -n 2 train.py --lr 0.1                two ranks on this machine
+  mpiddp launch -H node1:8,node2:8 train.py           16 ranks on two hosts, over ssh
+  mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
+  mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
+
+Options of mpiddp launch come before the script. What follows the script is the script's.
+"""
 
 
 def option_parser(listed: str = "all") -> argparse.ArgumentParser:
@@ -434,14 +384,14 @@ def option_parser(listed: str = "all") -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show the most used options")
     parser.add_argument("--help-all", action=_Help, nargs=0, help="show every option")
-    if listed == "all":
-        for group in (WHERE, HOW, FAILURES, ENDS, OUTPUT):
-            add_options(parser, group)
-    else:
-        common = parser.add_argument_group("the most used options")
-        for each in (each for each in fields(LaunchOptions) if each.metadata):
-            is_listed = listed == "common" and each.metadata["common"]
-            _add(common if is_listed else parser, each, is_listed=is_listed)
+    for title, names in GROUPS.items():
+        if listed == "all":
+            _add(parser.add_argument_group(title), names)
+        else:
+            rest = names if listed == "none" else [each for each in names if each not in _COMMON]
+            _add(parser, rest, is_listed=False)
+    if listed == "common":
+        _add(parser.add_argument_group("the most used options"), _COMMON)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
     )
@@ -450,47 +400,9 @@ def option_parser(listed: str = "all") -> argparse.ArgumentParser:
     return parser
 
 
-_HIDDEN = argparse.SUPPRESS
-_EXAMPLES = """\
-Start a script, or any command, on every slot of a hostfile, with one mpirun.
-
-  mpiddp launch -n 2 train.py --lr 0.1                two ranks on this machine
-  mpiddp launch -H node1:8,node2:8 train.py           16 ranks on two hosts, over ssh
-  mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
-  mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
-
-Options of mpiddp launch come before the script. What follows the script is the script's.
-"""
-
-
 def add_options(parser: argparse.ArgumentParser, group: str) -> None:
     """Add the options of a group, WHERE or HOW, for every verb that starts ranks."""
-    found = parser.add_argument_group(group)
-    for each in fields(LaunchOptions):
-        if each.metadata and each.metadata["group"] == group:
-            _add(found, each, is_listed=True)
-
-
-def _add(group: Any, each: Field[Any], *, is_listed: bool) -> None:
-    """Add an option. The help shows its first spelling; a later one is what other launchers call it."""
-    flags, argument = each.metadata["flags"], dict(each.metadata["argument"])
-    own = [flag for flag in flags if flag not in _SPELLINGS]
-    text = argument.pop("help")
-    shown_text = text if is_listed else _HIDDEN
-    option = group.add_argument(
-        *own, dest=each.name, default=_default(each), help=shown_text, **argument
-    )
-    for flag in flags:  # argparse would list all spellings of an option
-        group._option_string_actions[flag] = option
-
-
-_SPELLINGS = ("--machinefile", "--host", "--hosts", "-np", "--nproc-per-node")
-
-
-def _default(each: Field[Any]) -> Any:
-    if each.name == "log_ranks":
-        return os.environ.get(LOG_RANKS) or each.default
-    return [] if each.default == () else each.default
+    _add(parser.add_argument_group(group), GROUPS[group])
 
 
 class _Help(argparse.Action):
@@ -512,7 +424,6 @@ def parse_values(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
 
 def _dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments with `--max_restarts` as `--max-restarts`, as far as the launcher's options go."""
-    actions = parser._option_string_actions
     arguments = list(argv)
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
@@ -522,7 +433,7 @@ def _dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
             arguments[index] = flag + equals + value
         if flag == "-m":
             break
-        action = actions.get(flag)
+        action = parser._option_string_actions.get(flag)
         takes_value = action is not None and action.nargs is None and not equals
         index += 2 if takes_value else 1
     return arguments
@@ -535,76 +446,34 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         UserError: an invalid option or number, or a script that does not exist.
     """
     values = parse_values(option_parser(), argv)
-    given = {
-        each.name: getattr(values, each.name) for each in fields(LaunchOptions) if each.metadata
-    }
-    files = [read_env_file(path, os.environ) for path in values.env_files]
+    given = {name: getattr(values, name) for names in GROUPS.values() for name in names}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     job = _job(values)
     refuse_misplaced(job, verb)
     hints = job.check_options()
     if hints is not None and hints.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
         given["log_ranks"] = "all"
-    options = LaunchOptions(
-        **given
-        | {
-            "job": job,
-            "backend": hints.backend if hints is not None else None,
-            "file_exports": tuple(export for file in files for export in file),
-            "prefix": _prefix(os.environ.get(PREFIX) or "auto"),
-            "exports": tuple(values.exports),
-            "env_files": tuple(values.env_files),
-            "mpi_args": parse_mpi_args(values.mpi_args),
-        }
-    )
-    _check(options)
-    return options
-
-
-def _prefix(text: str) -> str:
-    if text not in ("auto", "always", "never"):
-        raise UserError(f"{PREFIX}={shown(text)}: expected auto, always or never.")
-    return text
-
-
-def _check(options: LaunchOptions) -> None:
-    """Raise UserError for options that contradict each other."""
-    if options.hostfile is not None and options.host_list is not None:
+    prefix = os.environ.get(PREFIX) or "auto"
+    if prefix not in ("auto", "always", "never"):
+        raise UserError(f"{PREFIX}={shown(prefix)}: expected auto, always or never.")
+    if values.hostfile is not None and values.host_list is not None:
         raise UserError("--hostfile and -H both name the hosts. Give one.")
-    if options.quiet and options.verbose:
-        raise UserError("--quiet and --verbose contradict each other. Give one.")
-    if not options.check:
-        needing = {
-            "--spares": options.spares,
-            "--wait-for-hosts": options.wait_s,
-            "--grow": options.grow_s,
-        }
-        for flag, value in needing.items():
-            if value:
-                raise UserError(
-                    f"{flag} needs the preflight, which finds the hosts that answer. Leave out --no-check."
-                )
-    if options.wait_s is not None and options.push:
-        raise UserError(
-            "--push does not wait for hosts. Leave out --wait-for-hosts, or push before."
-        )
-    if options.grow_s is not None and options.host_list is not None and options.min_hosts is None:
-        raise UserError(
-            "--grow with -H: every host of the list takes part from the start, so none can join. Write the "
-            "list into a file for --hostfile, or allow missing hosts: --min-hosts H"
-        )
+    given["mpi_args"] = parse_mpi_args(values.mpi_args)
+    variables: dict[str, str | None] = {}
+    for path in values.env_files:
+        variables |= read_env_file(path, os.environ)
+    variables |= parse_exports(values.exports, os.environ)  # these take precedence
+    backend = hints.backend if hints is not None else None
+    return LaunchOptions(job, backend, variables, prefix, **given)
 
 
 # Options that people write behind the script by mistake; the first two of them are meant to start nothing.
 _MISPLACED = ("--dry-run", "--help", "-h", "--hostfile", "-H", "-n")
-_PARSERS = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
+_OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
 def refuse_misplaced(job: RankProgram, verb: str) -> None:
-    """Point out an option of the launcher that stands behind a script whose own parser does not name it.
-
-    Raises:
-        UserError: `--dry-run` or `--help`, which would start the job that they are meant not to start.
-    """
+    """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
     if job.is_command or job.is_module:
         return
     script, *arguments = job.command
@@ -615,7 +484,7 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
     for flag in (each.partition("=")[0] for each in found):
         is_help = flag in ("--help", "-h")
         if re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text.replace("_", "-")) or (
-            is_help and _PARSERS.search(text)
+            is_help and _OWN_PARSER.search(text)
         ):
             continue
         sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
@@ -625,11 +494,7 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
 
 
 def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of each --mpi-args, split as a shell splits them, in one row.
-
-    Raises:
-        UserError: a quote is not closed, or the first argument is not an option.
-    """
+    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
     arguments: list[str] = []
     for text in texts:
         try:

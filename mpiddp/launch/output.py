@@ -109,8 +109,8 @@ class JobOutput:
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
         self._has_failed = self._is_ending = False
-        self._idle_since: float | None = None
-        self._busy_since = time.monotonic()  # the latest turn of the thread
+        # Whether the thread waits, and since when. One assignment replaces both: two threads use it.
+        self._state = (False, time.monotonic())
         self._thread = threading.Thread(target=self._copy, daemon=True)
 
     def begin(self) -> None:
@@ -173,14 +173,20 @@ class JobOutput:
 
     @property
     def idle_s(self) -> float:
-        """For how long the thread has only waited, in seconds; 0 while a reader delays it."""
-        since = self._idle_since
-        return 0.0 if since is None else time.monotonic() - since
+        """For how long the thread has only waited, in seconds; 0 while a reader delays it.
+
+        Infinite if it has ended: it copies nothing more.
+        """
+        if not self._thread.is_alive():
+            return float("inf")
+        is_idle, since = self._state
+        return time.monotonic() - since if is_idle else 0.0
 
     @property
     def blocked_s(self) -> float:
         """For how long the thread has been in one turn, as while nobody reads what it writes, in seconds."""
-        return 0.0 if self._idle_since is not None else time.monotonic() - self._busy_since
+        is_idle, since = self._state
+        return 0.0 if is_idle else time.monotonic() - since
 
     def give_up(self) -> None:
         """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
@@ -231,10 +237,11 @@ class JobOutput:
                 selector.register(pipe.file, selectors.EVENT_READ, pipe)
             selector.register(self._wake_reader, selectors.EVENT_READ)
             while not self._is_ending:
-                self._idle_since = self._idle_since or time.monotonic()
+                if not self._state[0]:
+                    self._state = (True, time.monotonic())
                 ready = selector.select(_TICK_S if self._has_to_tick else None)
                 if ready:
-                    self._busy_since, self._idle_since = time.monotonic(), None
+                    self._state = (False, time.monotonic())
                 for key, _ in ready:
                     if isinstance(key.data, _Connection):
                         self._read(key.data, selector)

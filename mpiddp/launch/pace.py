@@ -119,13 +119,6 @@ def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
     return None
 
 
-def all_wait(paces: Mapping[int, Pace]) -> bool:
-    """Whether ranks that make their steps together all wait for most of a step."""
-    times = _step_times(paces).values()
-    is_waiting = [each.own_s < _LEAST_SHARE * each.step_s for each in times]
-    return len(times) > 1 and _are_together(times) and all(is_waiting)
-
-
 def _step_times(paces: Mapping[int, Pace]) -> dict[int, StepTime]:
     return {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
 

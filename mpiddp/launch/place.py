@@ -21,51 +21,49 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import StarterKind
-from mpiddp.launch.variables import Exports, env_on_host
+from mpiddp.launch.variables import env_on_host
 from mpiddp.text import counted, listed
 
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
 
 
-def with_slots(
-    hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions, exports: Exports
-) -> Hosts:
+def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
     """The hosts with known slot counts. Logs those that the user may not expect.
 
     A host without a count gets one slot per GPU, or 1 without GPUs.
 
     Args:
         infos: of the hosts that the preflight has checked.
-
-    Raises:
-        UserError: fewer GPUs than slots, or a count that cannot be known.
     """
-    backend = options.backend
     is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
     notes: list[str] = []
-    fitted: list[Host] = []
+    counted_hosts = []
     for host in hosts.hosts:
-        env = env_on_host(host.name, os.environ, exports)
         is_here = is_this_host(host.name)
-        is_compared = backend != "gloo" and (host in infos or (is_here and len(hosts.hosts) == 1))
+        is_compared = options.backend != "gloo" and (
+            host in infos or (is_here and len(hosts.hosts) == 1)
+        )
         gpus = 0
-        if host in infos:
-            gpus = _usable(host, infos[host].gpus, env)
-        # Its vendor's tool may take seconds, so it runs only if its answer matters.
-        elif is_here and (host.slots is None or host.gpus or (is_compared and host.slots > 1)):
-            gpus = _usable(host, _installed_here(host, env), env)
-        if host.slots is None:
-            if is_default and options.names_ranks:  # the user requests a number
-                slots = (0 if backend == "gloo" else gpus) or len(os.sched_getaffinity(0))
-            else:
-                is_known = host in infos or is_here
-                slots = gpus if is_known else _unknown_slots(hosts, host, options.dry_run)
-            slots = min(slots or 1, host.max_slots or sys.maxsize)
+        # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
+        matters = host.slots is None or host.gpus or (is_compared and host.slots > 1)
+        if host in infos or (is_here and matters):
+            env = env_on_host(host.name, os.environ, options.variables)
+            gpus = _usable(host, infos[host].gpus if host in infos else _gpus_here(host, env), env)
+        if host.slots is not None:
+            slots = (
+                _fitted(hosts, host, gpus, options.backend, notes) if is_compared else host.slots
+            )
+        elif is_default and options.names_ranks:  # the user requests a number
+            slots = (0 if options.backend == "gloo" else gpus) or len(os.sched_getaffinity(0))
+        elif host in infos or is_here:
+            slots = gpus or 1
         else:
-            slots = _fitted(hosts, host, gpus, backend, notes) if is_compared else host.slots
-        fitted.append(replace(host, slots=slots))
-    found = replace(hosts, hosts=tuple(fitted))
+            slots = _unknown_slots(hosts, host, options.dry_run)
+        if host.slots is None:
+            slots = min(slots, host.max_slots or sys.maxsize)
+        counted_hosts.append(replace(host, slots=slots))
+    found = replace(hosts, hosts=tuple(counted_hosts))
     if not options.names_hosts:
         log.info(f"no hosts given: using {hosts.source}, slots={found.total_slots}")
     for note in notes:
@@ -73,7 +71,7 @@ def with_slots(
     return found
 
 
-def _installed_here(host: Host, env: Mapping[str, str]) -> int:
+def _gpus_here(host: Host, env: Mapping[str, str]) -> int:
     """The number of this machine's GPUs. Raises UserError if the vendor's tool does not answer."""
     if hides_all_gpus(env):
         return 0
@@ -98,9 +96,6 @@ def _usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
 
     Args:
         installed: None if the vendor's tool does not answer, which matters only for a job that uses GPUs.
-
-    Raises:
-        UserError: the hostfile names a GPU that the host does not have.
     """
     if hides_all_gpus(env) or installed is None:
         return 0
@@ -116,28 +111,16 @@ def _usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
 
 
 def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: list[str]) -> int:
-    """The host's slots, no more than its GPUs: NCCL fails if ranks share one. Without GPUs, as written.
-
-    A job on this machine alone starts fewer ranks instead, unless it requests nccl. So does a host whose
-    scheduler has counted the slots, which may be cores. If the backend is unknown, other hosts get a note.
+    """The host's slots as written. A scheduler's, which may be cores, are no more than the GPUs.
 
     Args:
         backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown.
-
-    Raises:
-        UserError: too few GPUs.
     """
     assert host.slots is not None
     if not 0 < gpus < host.slots:
         return host.slots
     found = f"{host.name} has {counted(gpus, 'GPU')} but {host.slots} slots"
-    is_alone = len(hosts.hosts) == 1 and is_this_host(host.name)
-    if is_alone and backend == "nccl" and not hosts.scheduler:
-        raise UserError(
-            f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
-            "or leave out --backend nccl."
-        )
-    if is_alone or hosts.scheduler:
+    if hosts.scheduler:
         notes.append(
             f"{found}: starting only {counted(gpus, 'rank')} there; "
             f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'} from a script that uses gloo"
@@ -163,9 +146,6 @@ def place(
         hosts: with known slot counts.
         max_ranks: an upper bound on the number of ranks, beside the options.
         may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
-
-    Raises:
-        UserError: more ranks than slots, or a host that mpirun cannot be told.
     """
     n = options.n
     if may_be_fewer and n is not None:
@@ -180,9 +160,6 @@ def ranks_per_host(hosts: Hosts, n: int | None, npernode: int | None) -> Hosts:
     """The hosts with their numbers of ranks: `n` ranks fill the slots (or `npernode`) in order.
 
     Hosts without a rank are left out.
-
-    Raises:
-        UserError: the hosts have too few slots for `n` ranks, or for `npernode` on each host.
     """
     _check_ranks(hosts, n, npernode)
     left = hosts.total_slots if n is None else n

@@ -1,6 +1,6 @@
 """The plan of a job: from the options of `mpiddp launch` to the request for one command.
 
-options -> read_hosts -> run_preflight -> keep_usable -> with_slots -> place -> find_network -> Request
+options -> read_hosts -> run_preflight -> choose -> with_slots -> place -> find_network -> Request
 """
 
 from __future__ import annotations
@@ -21,28 +21,21 @@ from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.launch import log
-from mpiddp.launch.network import find_network, requested_networks
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import place, ranks_by_host, with_slots
-from mpiddp.launch.remembered import note_silent
-from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
-from mpiddp.launch.starters.environment import left_out_hint, parse_exports
-from mpiddp.launch.starters.table import find_starter
-from mpiddp.launch.usable import (
+from mpiddp.launch.choose import (
     Checked,
     Doubts,
     Past,
-    has_fewer,
-    keep_usable,
+    choose,
     of_earlier_jobs,
+    remember,
     wanted_hosts,
 )
-from mpiddp.launch.variables import (
-    Exports,
-    check_gpu_choice,
-    variables_of_ranks,
-    with_values,
-)
+from mpiddp.launch.network import find_network, requested_networks
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.place import place, ranks_by_host, with_slots
+from mpiddp.launch.starters.command import RankStarter, Request, StarterKind
+from mpiddp.launch.starters.table import find_starter
+from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks, with_values
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
 
@@ -69,15 +62,6 @@ class Plan(NamedTuple):
     avoided: Doubts
 
 
-def first_plan(options: LaunchOptions, env: Mapping[str, str]) -> Plan:
-    """The plan of the first attempt, as `make_plan`. It also checks what does not change in a later one."""
-    plan = make_plan(options, env)
-    options.check_log_ranks(plan.request.world_size)
-    if hint := left_out_hint(options.exports, env):
-        log.info(hint)
-    return plan
-
-
 def make_plan(
     options: LaunchOptions,
     env: Mapping[str, str],
@@ -95,29 +79,48 @@ def make_plan(
         JobFailed: a machine failed.
     """
     named = read_hosts(options, env) if named is None else named
-    exports = parse_exports(options.all_exports, env)
     starter = find_starter(named.starter, options.mpirun, _python(), env)
-    _check(options, named, starter, exports)
+    kind, is_first = starter.kind, past is None
+    _check(options, named, kind)
     resolve_all([host.name for host in named.hosts])
-    _explain_start(options, named, starter)
-    past = past or of_earlier_jobs(options, named)
+    if options.verbose:
+        log.info(f"{starter.name}, {starter.program}")
+        if len(named.hosts) > 1 and not kind.has_scheduler:
+            log.info(f"{named.transport.name} reaches the other hosts")
 
-    checked = run_preflight(options, named, starter, env, past.proven)
-    if checked.silent:
-        note_silent(options, named, checked.silent)
-    usable = keep_usable(named, checked, options, past)
-    slots = with_slots(usable, checked.infos, options, exports)
-    may_be_fewer = has_fewer(usable, named, options, past)
-    placed = place(
-        slots, options, starter.kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer
+    past = past or of_earlier_jobs(options, named)
+    checked = without_strangers(
+        run_preflight(options, named, starter, env, past.proven), past.proven, starter
     )
+    if checked.silent:
+        silent = {host.key: why for host, why in checked.silent.items()}
+        remember(options, named, failed=silent)
+    chosen, may_be_fewer = choose(named, checked, options, past)
+    slots = with_slots(chosen, checked.infos, options)
+    placed = place(slots, options, kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer)
+    if is_first:
+        options.check_log_ranks(placed.world_size)
     network = find_network(
         placed, checked.faultless.values(), options.interface, dry_run=options.dry_run
     )
-    _explain(options, placed, network)
-    request = _request(options, starter, placed, network, env)
-    infos = {host: checked.infos[host] for host in usable.hosts if host in checked.infos}
-    return Plan(starter, request, named, usable, infos, past.avoided)
+    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
+        for line in ranks_by_host(placed):
+            log.info(line)
+    if options.verbose and network.interface:
+        log.info(f"{network.interface.name} ({network.interface.address}) leads to the other hosts")
+    request = Request(
+        hosts=placed,
+        job=options.job.rank_command(_python()),
+        folder=working_folder(env),
+        variables=variables_of_ranks(options, starter, placed, network, env),
+        env=env,
+        network=network,
+        bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
+        mpi_args=options.mpi_args,
+        is_command=options.job.is_command,
+    )
+    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
+    return Plan(starter, request, named, chosen, infos, past.avoided)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -125,9 +128,6 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
     Args:
         is_first: the job has not begun. Later, a host of --exclude may be gone from an edited hostfile.
-
-    Raises:
-        UserError: an invalid hostfile, list or allocation.
     """
     hosts = THIS_MACHINE
     if options.hostfile is not None:
@@ -145,11 +145,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
 
 def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
-    """The hosts without those of `--exclude node1,node2`.
-
-    Raises:
-        UserError: a name is not in `hosts`, unless it may be gone, or no slot remains.
-    """
+    """The hosts without those of `--exclude node1,node2`."""
     keys = [name.strip().lower() for name in names.split(",")]
     known_keys = {host.key for host in hosts.hosts}
     for key in keys:
@@ -164,22 +160,23 @@ def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
     return replace(hosts, hosts=left)
 
 
-def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: Exports) -> None:
+def _check(options: LaunchOptions, hosts: Hosts, kind: StarterKind) -> None:
     """Raise UserError for options that contradict each other, or that have no effect here."""
-    check_gpu_choice(hosts, exports)
-    needs_preflight = {
-        "--spares": options.spares,
-        "--grow": options.grow_s,
-        "--min-hosts": options.min_hosts,
-    }
-    for option, is_given in needs_preflight.items():
-        if starter.kind.has_scheduler and is_given:
+    check_gpu_choice(hosts, options.variables)
+    if kind.has_scheduler or not options.check:
+        needing = {
+            "--spares": options.spares,
+            "--wait-for-hosts": options.wait_s and not kind.has_scheduler,  # it waits for nothing
+            "--grow": options.grow_s,
+            "--min-hosts": options.min_hosts and kind.has_scheduler,
+        }
+        how = "Leave out --no-check."
+        if kind.has_scheduler:
+            how = "Start the ranks over ssh instead of srun: --mpirun PATH"
+        for option in (each for each, value in needing.items() if value):
             raise UserError(
-                f"{option}: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them "
-                "over ssh instead: --mpirun PATH"
+                f"{option} needs the preflight, which finds the hosts that answer. {how}"
             )
-    if options.grow_s is not None and not hosts.scheduler and not options.names_hosts:
-        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
     wanted_hosts(options, hosts)  # an error should not wait for the preflight
 
 
@@ -197,7 +194,7 @@ def run_preflight(
     pauses of its own.
 
     Args:
-        proven: the hosts that have run the job, with whose versions the others have to agree.
+        proven: the hosts that have run the job; none before the first attempt.
         known: the results of hosts that need no new preflight.
     """
     is_local = all(is_this_host(host.name) for host in named.usable)
@@ -209,7 +206,6 @@ def run_preflight(
     from mpiddp.launch import preflight  # only jobs over several hosts pay for it
 
     interface = options.interface
-    exports = parse_exports(options.all_exports, env)
     needs = preflight.Needs(
         python=str(_python()),
         mpirun=str(starter.program),
@@ -218,61 +214,29 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
-        uses_gpus=not hides_all_gpus(with_values(env, exports)),
+        uses_gpus=not hides_all_gpus(with_values(env, options.variables)),
     )
     wait_s = 0.0 if proven else options.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]
     found, complaints, silent = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
     infos = {**known, **found}
     in_order = {host: infos[host] for host in named.usable if host in infos}
-    checked = Checked(in_order, complaints, silent)
-    strangers = preflight.strangers(checked.faultless, proven, needs.mpirun)
-    checked = checked._replace(complaints=complaints | strangers)
-    differences = preflight.disagreements(checked.faultless.values(), needs.mpirun)
-    return checked._replace(differences=tuple(differences))
+    return Checked(in_order, complaints, silent)
 
 
-def _request(
-    options: LaunchOptions,
-    starter: RankStarter,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
-) -> Request:
-    return Request(
-        hosts=placed,
-        job=options.job.rank_command(_python()),
-        folder=working_folder(env),
-        variables=variables_of_ranks(options, starter, placed, network, env),
-        env=env,
-        network=network,
-        bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
-        mpi_args=options.mpi_args,
-        is_command=options.job.is_command,
-    )
+def without_strangers(checked: Checked, proven: Collection[Host], starter: RankStarter) -> Checked:
+    """The same with a complaint about each host whose versions are others than those of `proven`."""
+    if not checked.infos:
+        return checked
+    from mpiddp.launch.preflight import strangers
+
+    found = strangers(checked.faultless, proven, str(starter.program))
+    return checked._replace(complaints={**checked.complaints, **found})
 
 
 def _python() -> Path:
     """This Python. Links are not resolved: its path identifies a virtual environment."""
     return Path(sys.executable).absolute()
-
-
-def _explain_start(options: LaunchOptions, named: Hosts, starter: RankStarter) -> None:
-    """Log the starter and what reaches the hosts, if the options request it."""
-    if options.verbose:
-        log.info(f"{starter.name}, {starter.program}")
-        if len(named.hosts) > 1 and not starter.kind.has_scheduler:
-            log.info(f"{named.transport.name} reaches the other hosts")
-
-
-def _explain(options: LaunchOptions, placed: Hosts, network: JobNetwork) -> None:
-    """Log the choices, if the options request it."""
-    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
-        for line in ranks_by_host(placed):
-            log.info(line)
-    if options.verbose and network.interface:
-        interface = network.interface
-        log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
 
 
 def working_folder(env: Mapping[str, str]) -> str:

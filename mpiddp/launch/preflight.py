@@ -29,6 +29,7 @@ from mpiddp.text import all_of, counted, duration, listed, names_by_value
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
 REPEAT_S = 60.0  # between two lines about the same hosts
+_BEGIN = '{"has_folder"'  # of the probe's line
 
 # The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
@@ -75,64 +76,64 @@ def preflight(
     Each host is asked until it answers once, for at most `wait_s` after the first time. One that lacks the
     interpreter has answered.
     """
+    answers: dict[Host, Answer] = {}
+    waiting, said, said_at = list(hosts), 0, 0.0
     began = time.monotonic()
-    infos: dict[Host, HostInfo] = {}
-    complaints: Complaints = {}
-    answered: set[Host] = set()
-    waiting = list(hosts)
-    logged, logged_at = len(hosts) + 1, began
-    login_s = LOGIN_S
     while True:
-        answers = run_on_hosts(
+        left_s = wait_s - (time.monotonic() - began)
+        answers |= run_on_hosts(
             waiting,
             needs.python,
             probe_program(needs),
-            timeout_s=login_s,
+            timeout_s=max(1.0, min(LOGIN_S, left_s)) if answers else LOGIN_S,
             work_s=facts.LONGEST_S,
             transport=transport,
         )
-        waiting = []
-        for host, answer in answers.items():
-            info = _read(host, answer)
-            complaint = (
-                _complaint(info, needs) if info else _no_answer(host, answer, needs, transport)
-            )
-            complaints.pop(host, None)
-            if complaint:
-                complaints[host] = complaint
-            if info:
-                infos[host] = info
-            if info or answer.exit_code == NO_PROGRAM or _has_failed_there(answer):
-                answered.add(host)
-            elif "Host key verification failed" not in answer.stderr:  # only people change a key
-                waiting.append(host)
+        waiting = [host for host in waiting if _may_answer_later(answers[host])]
         now = time.monotonic()
-        if not waiting or now - began >= wait_s:
+        left_s = wait_s - (now - began)
+        if not waiting or left_s <= 0:
             break
-        if len(waiting) != logged or now - logged_at >= REPEAT_S:
-            logged, logged_at = len(waiting), now
+        if len(waiting) != said or now - said_at >= REPEAT_S:
+            said, said_at = len(waiting), now
             log.info(
-                f"{len(hosts) - len(waiting)} of {counted(len(hosts), 'host')} answer; waiting for "
-                f"{listed([host.name for host in waiting], most=3)} "
-                f"(up to {duration(max(1.0, wait_s + began - now))})"
+                f"{len(hosts) - said} of {counted(len(hosts), 'host')} answer; waiting for "
+                f"{listed([host.name for host in waiting], most=3)} (up to {duration(max(1.0, left_s))})"
             )
-        time.sleep(min(PAUSE_S, wait_s + began - now))
-        login_s = max(1.0, min(LOGIN_S, wait_s + began - time.monotonic()))
+        time.sleep(min(PAUSE_S, left_s))
         names.forget_addresses()
         names.resolve_all([host.name for host in waiting])
-    if logged <= len(hosts) and not waiting:
+    if said and not waiting:
         log.info(f"all {counted(len(hosts), 'host')} answer after {duration(now - began)}")
-    in_order = {host: complaints[host] for host in hosts if host in complaints}
-    silent = {host: why for host, why in in_order.items() if host not in answered}
+    infos: dict[Host, HostInfo] = {}
+    complaints: Complaints = {}
+    for host in hosts:
+        if info := _read(host, answers[host]):
+            infos[host] = info
+            complaint = _complaint(info, needs)
+        else:
+            complaint = _no_answer(host, answers[host], needs, transport)
+        if complaint:
+            complaints[host] = complaint
+    silent = {host: why for host, why in complaints.items() if not _has_answered(answers[host])}
     if transport.hint and silent:
-        in_order[[*silent][-1]] += f"\n{transport.hint}"
-    return {host: infos[host] for host in hosts if host in infos}, in_order, silent
+        complaints[[*silent][-1]] += f"\n{transport.hint}"
+    return infos, complaints, silent
 
 
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     begin = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].host_info({asdict(needs)!a})))"
     return program_with(TRAVELLING, begin)
+
+
+def _has_answered(answer: Answer) -> bool:
+    return _BEGIN in answer.stdout or answer.exit_code == NO_PROGRAM or _has_failed_there(answer)
+
+
+def _may_answer_later(answer: Answer) -> bool:
+    """Only people change a host's key."""
+    return not _has_answered(answer) and "Host key verification failed" not in answer.stderr
 
 
 def _has_failed_there(answer: Answer) -> bool:
@@ -142,12 +143,11 @@ def _has_failed_there(answer: Answer) -> bool:
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:
     """The result in the probe's last line. The start-up files of the remote shell may print others before."""
-    for line in reversed(answer.stdout.splitlines()):
-        if line.startswith('{"has_folder"'):
-            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-                fields = json.loads(line)
-                found = tuple(Interface(**each) for each in fields.pop("interfaces"))
-                return HostInfo(host, **fields, interfaces=found)
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        lines = [line for line in answer.stdout.splitlines() if line.startswith(_BEGIN)]
+        fields = json.loads(lines[-1])
+        found = tuple(Interface(**each) for each in fields.pop("interfaces"))
+        return HostInfo(host, **fields, interfaces=found)
     return None
 
 
@@ -207,14 +207,13 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
 
 
 def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:
-    """A sentence for each host with other versions than all of `proven` have, which have run the job."""
-    judges = [info for host, info in infos.items() if host in proven]
-    if not judges or disagreements(judges, mpirun):
-        return {}
+    """A sentence for each host with other versions than those that have run the job, else the first one."""
+    judges = [info for host, info in infos.items() if host in proven] or [*infos.values()][:1]
+    found = {host: disagreements([*judges, info], mpirun) for host, info in infos.items()}
     return {
-        host: f"{host.name}: {found[0]}"
-        for host, info in infos.items()
-        if host not in proven and (found := disagreements([*judges, info], mpirun))
+        host: sentences[0]
+        for host, sentences in found.items()
+        if sentences and infos[host] not in judges
     }
 
 

@@ -18,12 +18,27 @@ _EXPLAINS_S = 30.0  # a later end of a command has another reason than its scrip
 
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`.
+
+    `world_size` is that of the attempt that announced the global batch.
+    """
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
     max_ranks: int | None = None
     run_dir: str = ""
+    world_size: int = 0
+
+    def after(self, later: Announcement) -> Announcement:
+        """This one after a later attempt. The first announcement of each kind counts."""
+        of_batch = later if self.global_batch_size is None else self
+        return Announcement(
+            self.resume_args or later.resume_args,
+            of_batch.global_batch_size,
+            later.max_ranks if self.max_ranks is None else self.max_ranks,
+            self.run_dir or later.run_dir,
+            of_batch.world_size,
+        )
 
 
 NOTHING_ANNOUNCED = Announcement()
@@ -91,6 +106,7 @@ class Ranks:
                     facts["global_batch_size"],
                     facts["max_ranks"],
                     self.announcement.run_dir,
+                    self.world_size,
                 )
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])

@@ -75,7 +75,6 @@ class Screen:
         self._status: list[bytes] = []
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
         self._drawn_at = 0.0
-        self._columns = 0  # of the terminal then
 
     @property
     def has_open_lines(self) -> bool:
@@ -220,7 +219,7 @@ class Screen:
             below = [*self._open_line(), *self._status]
         if text or always or below != self._drawn:
             erased = self._erased()
-            self._drawn, self._drawn_at, self._columns = below, time.monotonic(), self.columns
+            self._drawn, self._drawn_at = below, time.monotonic()
             self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
 
     def _erased(self) -> bytes:
@@ -229,9 +228,7 @@ class Screen:
             return b""
         if self._status and time.monotonic() - self._drawn_at > _STOPPED_S:
             return b"\r"
-        rows, columns = len(self._drawn), self.columns
-        if 0 < columns < self._columns:  # a terminal that has become narrower has wrapped them
-            rows = sum(-(-min(len(line), self._columns) // columns) or 1 for line in self._drawn)
+        rows = len(self._drawn)
         return (_UP % (rows - 1) if rows > 1 else b"") + _ERASED
 
     def _open_line(self) -> list[bytes]:

@@ -48,10 +48,6 @@ class Place(NamedTuple):
         return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
 
     @property
-    def loads_data(self) -> bool:
-        return any(_DATA.search(frame[0]) for frame in self.frames)
-
-    @property
     def text(self) -> str:
         """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
         if not self.frames:

@@ -12,7 +12,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import JobNetwork, RankStarter
-from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.launch.starters.environment import Exports, forwarded
 from mpiddp.protocol.variables import (
     BIND,
     GPUS,
@@ -25,9 +25,6 @@ from mpiddp.protocol.variables import (
     VERBOSE,
 )
 
-# The variables that the user names; None is the launcher's own value.
-Exports = Mapping[str, str | None]
-
 
 def variables_of_ranks(
     options: LaunchOptions,
@@ -37,65 +34,39 @@ def variables_of_ranks(
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """All variables that the ranks get. Those of the launcher's options take precedence."""
-    exports = parse_exports(options.all_exports, env)
-    inherited = forwarded(env, exports) | _defaults(options, starter, placed, network, env)
-    settings = _settings(options, starter, placed, network, env, exports)
-    return with_values(inherited, exports) | settings
-
-
-def with_values(env: Mapping[str, str], exports: Exports) -> dict[str, str]:
-    """`env`, with the values that the user gives for the ranks."""
-    return {**env, **{name: value for name, value in exports.items() if value is not None}}
-
-
-def _settings(
-    options: LaunchOptions,
-    starter: RankStarter,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
-    exports: Exports,
-) -> dict[str, str]:
-    """The variables that the launcher itself sets."""
+    first, *others = placed.hosts
+    has_scheduler = starter.kind.has_scheduler
+    defaults = {}
+    if has_scheduler and others and is_this_host(first.name) and network.interface:
+        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
+        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
+    # mpi4py finds the library by itself if it is installed beside python.
+    own_folder = Path(sys.executable).absolute().parent
+    if starter.libmpi is not None and starter.program.parent != own_folder:
+        named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
+        defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
     networks = ",".join(network.networks) or None
-    # A scheduler chooses the GPUs of each host itself.
-    table = "" if starter.kind.has_scheduler else gpu_table(placed.hosts, env, exports)
-    values = {
+    settings = {
         PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
         NETWORKS: networks,
         INTERFACE: networks if options.interface else None,
         TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else None,
         BIND: "gpu" if options.bind == "gpu" else None,
-        REPORT: 1 if options.verbose else None,
-        VERBOSE: 1 if options.verbose else None,
+        REPORT: "1" if options.verbose else None,
+        VERBOSE: "1" if options.verbose else None,
         LOG_DIR: options.log_dir,
         "MASTER_ADDR": options.master_addr,
-        GPUS: table or None,
+        # A scheduler chooses the GPUs of each host itself.
+        GPUS: None if has_scheduler else gpu_table(placed.hosts, env, options.variables) or None,
     }
-    return {name: str(value) for name, value in values.items() if value is not None}
+    inherited = forwarded(env, options.variables) | defaults
+    given = with_values(inherited, options.variables)
+    return given | {name: value for name, value in settings.items() if value is not None}
 
 
-def _defaults(
-    options: LaunchOptions,
-    starter: RankStarter,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """Variables that the launcher sets unless the user has set them."""
-    defaults = {}
-    first, *others = placed.hosts
-    if starter.kind.has_scheduler and others and is_this_host(first.name) and network.interface:
-        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
-        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    # mpi4py finds the library by itself if it is installed beside python.
-    if (
-        starter.libmpi is not None
-        and starter.program.parent != Path(sys.executable).absolute().parent
-    ):
-        named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
-        defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
-    return defaults
+def with_values(env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+    """`env`, with the values that the user gives for the ranks."""
+    return {**env, **{name: value for name, value in exports.items() if value is not None}}
 
 
 def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:

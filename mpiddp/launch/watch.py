@@ -1,24 +1,20 @@
 """Ranks that hang, and stragglers: when the launcher asks for the stacks of all ranks, and what they show.
 
-- A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks.
-- A straggler that works shows in the times of its steps (`mpiddp.launch.pace`). One that loads data, waits
-  for a disk, or sleeps uses no core, and only its stacks show it. While all ranks mostly wait, there is a
-  look about once a second, at random moments: others would fall on the same part of every step.
-
-An answer costs a rank a few milliseconds.
+A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks at its
+stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps
+(`mpiddp.launch.pace`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
-from mpiddp.launch.pace import WINDOW_S, PaceWatch, all_wait
+from mpiddp.launch.pace import PaceWatch
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.stacks import Place, places_of, places_sentence, stuck_sentences
 from mpiddp.text import percentile
 
-# Hangs.
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
@@ -26,13 +22,6 @@ MOVING_FACTOR = 10  # ranks for which others wait, in several lines: a loop, an 
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
-
-# Stragglers without a core.
-LOOKS, WINDOWS = 10, 3  # looks of a window, and windows in a row that show the same rank at work
-REST_S, REST_OF_NAMED_S = 60.0, 300.0
-_LEAST, _MOST_OF_ANOTHER = 4, 1  # looks of a window: that rank, and any other one
-_SHARE_AT_WORK = 4  # at most every fourth rank is, if the others wait for these
-_LIKELY = 0.5  # of the looks that show a rank, for its cause
 
 
 class Watch:
@@ -51,22 +40,17 @@ class Watch:
         self._timeout_s = timeout_s
         self._paces = PaceWatch(now)
         self._due_step_at: float | None = None  # the newest step when --hang-timeout was over
-        self._is_quiet = False  # the stacks are for the question whether the ranks hang
         self._signs: tuple[object, ...] = ()
         self._quiet_since = self._look_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._first: tuple[float, Mapping[int, Place]] | None = None  # the look before
-        self._seen: list[list[tuple[int, Place]]] = []  # who was at work, alone, in each look
-        self._rests_until = 0.0
-        self._idle_straggler = ""
-        self._named: set[int] = set()
 
     @property
     def straggler(self) -> str:
         """A sentence about the straggler of the latest steps; "" for none."""
         found = self._paces.current
-        return found.sentence(self._ranks.names(found.ranks)) if found else self._idle_straggler
+        return found.sentence(self._ranks.names(found.ranks)) if found else ""
 
     @property
     def slow_hosts(self) -> dict[str, float]:
@@ -81,7 +65,7 @@ class Watch:
         return [found.sentence(ranks.names(found.ranks))] if found else []
 
     def wants_stacks(self, now: float, silent_s: float) -> bool:
-        """Whether to ask for the stacks of all ranks. Called about once a second, at random moments.
+        """Whether to ask for the stacks of all ranks. Called about once a second.
 
         Args:
             silent_s: for how long no rank has printed anything. It counts until there are steps.
@@ -89,29 +73,19 @@ class Watch:
         if self._due_step_at is not None:  # the answers are on their way
             return False
         newest = self._ranks.newest_step_at
-        if self._timeout_s is not None and newest is not None:
-            self._is_quiet = now - newest >= self._timeout_s
-            self._due_step_at = newest if self._is_quiet else None
-        else:
-            self._is_quiet = self._is_quiet_for_long(now, silent_s)
-        if self._is_quiet:
-            return True
-        if newest is None or now - newest > WINDOW_S or not all_wait(self._ranks.paces):
-            self._idle_straggler = ""
-            return False
-        return now >= self._rests_until
+        if self._timeout_s is None or newest is None:
+            return self._is_quiet_for_long(now, silent_s)
+        is_due = now - newest >= self._timeout_s
+        self._due_step_at = newest if is_due else None
+        return is_due
 
-    def judge_stacks(self, now: float) -> tuple[list[str], bool]:
-        """Sentences about the stacks, which are there, and whether they are about a hang."""
-        if not self._is_quiet:
-            return self._find_straggler(now), False
-        if self._timeout_s is not None and self._due_step_at is not None:
-            has_moved = self._ranks.newest_step_at != self._due_step_at
-            self._due_step_at = None
-            return [] if has_moved else stuck_sentences(self._ranks, self._timeout_s), True
-        return self._find_hang(now), True
-
-    # --- hangs ---
+    def judge_stacks(self, now: float) -> list[str]:
+        """Sentences about a hang by the stacks, which are there."""
+        if self._timeout_s is None or self._due_step_at is None:
+            return self._find_hang(now)
+        has_moved = self._ranks.newest_step_at != self._due_step_at
+        self._due_step_at = None
+        return [] if has_moved else stuck_sentences(self._ranks, self._timeout_s)
 
     def _is_quiet_for_long(self, now: float, silent_s: float) -> bool:
         ranks = self._ranks
@@ -167,50 +141,3 @@ class Watch:
         if quiet_s >= BUSY_FACTOR * self._patience_s:
             return True
         return not is_saving and (any(is_idle) or not is_idle)
-
-    # --- stragglers ---
-
-    def _find_straggler(self, now: float) -> list[str]:
-        """Note who is at work. After some windows, the sentence if they show one rank, and it is new."""
-        places = places_of(self._ranks)
-        at_work = [rank for rank, place in places.items() if not place.waits]
-        are_few = len(at_work) <= max(1, len(places) // _SHARE_AT_WORK) and len(places) > 1
-        self._seen.append([(rank, places[rank]) for rank in at_work] if are_few else [])
-        if len(self._seen) % LOOKS:
-            return []
-        windows = [self._seen[begin : begin + LOOKS] for begin in range(0, len(self._seen), LOOKS)]
-        culprits = {_culprit(window) for window in windows}
-        rank = culprits.pop()
-        if rank is not None and not culprits and len(windows) < WINDOWS:
-            return []
-        seen, self._seen, self._idle_straggler = self._seen, [], ""
-        if rank is None or culprits:
-            self._rests_until = now + REST_S
-            return []
-        self._rests_until = now + REST_OF_NAMED_S
-        found = [place for look in seen for each, place in look if each == rank]
-        shown = f"in {len(found)} of {len(seen)} looks, {_what(found)}"
-        self._idle_straggler = f"{self._ranks.name(rank)} is a straggler: {shown}"
-        is_new = rank not in self._named
-        self._named.add(rank)
-        return [self._idle_straggler] if is_new else []
-
-
-def _culprit(looks: list[list[tuple[int, Place]]]) -> int | None:
-    """The rank that most looks of a window show at work, if they hardly show another."""
-    counts = Counter(rank for look in looks for rank, _ in look).most_common(2)
-    if not counts or counts[0][1] < _LEAST:
-        return None
-    is_clear = len(counts) == 1 or counts[1][1] <= _MOST_OF_ANOTHER
-    return counts[0][0] if is_clear else None
-
-
-def _what(places: list[Place]) -> str:
-    """Where a rank was at work, and the likely cause."""
-    [(where, _)] = Counter(place.text for place in places).most_common(1)
-    sentence = f"it is in {where}." if where else "it does not answer."
-    if sum(place.state == "D" for place in places) >= _LIKELY * len(places):
-        return f"{sentence} The likely cause is its disk."
-    if sum(place.loads_data for place in places) >= _LIKELY * len(places):
-        return f"{sentence} The likely cause is its data loader."
-    return sentence

@@ -70,7 +70,7 @@ class RankStarter(NamedTuple):
         command = self.kind.compose(self, request)
         if not request.mpi_args:
             return command
-        theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
+        theirs = Flag((*request.mpi_args,), "--mpi-args, as you wrote them")
         return command._replace(flags=(*command.flags, theirs))
 
 
@@ -130,10 +130,6 @@ class Flag(NamedTuple):
 
     arguments: tuple[str, ...]
     reason: str
-
-
-def flag(*arguments: str, why: str) -> Flag:
-    return Flag(arguments, why)
 
 
 class Command(NamedTuple):

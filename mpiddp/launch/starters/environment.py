@@ -6,13 +6,12 @@ Variables are passed by name, so that no value is on a command line, where every
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import is_of_one_host
-from mpiddp.text import all_of, escaped
+from mpiddp.paths import named_by
 
 ALLOWED = (
     "PATH",
@@ -37,8 +36,10 @@ ALLOWED_BEGINNINGS = (
 SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE", "SESSION", "DSN")
 LEFT_OUT = "…"  # stands for a value in what is printed
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OPTION = re.compile("-v*x=?")  # also -vx
-_SHOWN = re.compile(rf"({_OPTION.pattern})?[A-Za-z_][A-Za-z0-9_]*={LEFT_OUT}")
+_MAX_BYTES = 1 << 20
+
+# The variables that the user names for the ranks; None is the launcher's own value.
+Exports = Mapping[str, str | None]
 
 
 def is_secret(name: str) -> bool:
@@ -46,77 +47,40 @@ def is_secret(name: str) -> bool:
     return any(word in name.upper() for word in SECRET_WORDS) and not is_partition
 
 
-def without_value(export: str, env: Mapping[str, str]) -> str:
-    """`VAR=…` for `VAR=VALUE`; `VAR`, which passes the same value, if `env` has it."""
-    name, has_value, value = export.partition("=")
-    return f"{name}={LEFT_OUT}" if has_value and env.get(name) != value else name
-
-
-def without_values(
-    arguments: Sequence[str], exports: Sequence[str], env: Mapping[str, str]
-) -> list[str]:
-    """Options that are safe to print: no value of an `-x VAR=VALUE`, whatever the variable's name.
+def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str]:
+    """Options that are safe to print: `VAR=…` for an `-x VAR=VALUE`, whatever the variable's name.
 
     Args:
         exports: the VAR=VALUE of `arguments`, as the parser has found them.
-        env: the variables of whoever pastes the printed command.
     """
+    given = [export for export in exports if "=" in export]
     shown = list(arguments)
     for index, argument in enumerate(arguments):
-        is_value = index > 0 and re.fullmatch("-v*x", arguments[index - 1])
-        found = _OPTION.match(argument)
-        option = "" if is_value or not found else found[0]
-        if (is_value or found) and argument.removeprefix(option) in exports:
-            shown[index] = option + without_value(argument.removeprefix(option), env)
+        for export in given:
+            if argument.endswith(export) and argument.startswith(("-", export)):
+                name = export.partition("=")[0]
+                shown[index] = f"{argument.removesuffix(export)}{name}={LEFT_OUT}"
     return shown
 
 
-def shell_line(arguments: Sequence[str]) -> str:
-    """The arguments as one line for bash. `VAR=…` has no quotes, and control characters are escaped."""
-    return " ".join(map(_quoted, arguments))
-
-
-def _quoted(argument: str) -> str:
-    if _SHOWN.fullmatch(argument):
-        return argument
-    if escaped(argument) != argument:
-        text = argument.replace("\\", "\\\\").replace("'", "\\'")
-        return f"$'{escaped(text)}'"
-    return shlex.quote(argument)
-
-
-def fill_in_hint(exports: Iterable[str], env: Mapping[str, str]) -> str:
+def fill_in_hint(names: Iterable[str]) -> str:
     """A sentence about the values that a printed command lacks, "" if it has all."""
-    shown = {without_value(export, env) for export in exports}
-    names = sorted(each.partition("=")[0] for each in shown if each.endswith(f"={LEFT_OUT}"))
-    if not names:
-        return ""
-    return f"{LEFT_OUT} replaces values that are never printed here. Fill in: {', '.join(names)}"
+    missing = ", ".join(sorted(names))
+    hint = f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}"
+    return hint if missing else ""
 
 
-def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the options `-x VAR` (None: its value here), `-x VAR=VALUE` and `-x 'PREFIX_*'`.
-
-    A pattern passes no variable that may be a secret. A name takes precedence over a pattern, and a later
-    name over an earlier one.
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> Exports:
+    """The variables of the options `-x VAR` (None: its value here) and `-x VAR=VALUE`. A later one counts.
 
     Raises:
-        UserError: an invalid variable name, a variable without a value that is not set here, or a
-            pattern without a variable.
+        UserError: an invalid variable name, or a variable without a value that is not set here.
     """
-    patterns = [export for export in exports if _is_pattern(export)]
     variables: dict[str, str | None] = {}
-    for pattern in patterns:
-        found = _matches_of(pattern, env)
-        if not found:
-            raise UserError(f"-x {shlex.quote(pattern)}: no variable here has such a name.")
-        variables |= dict.fromkeys(name for name in found if not is_secret(name))
     for export in exports:
-        if export in patterns:
-            continue
         name, has_value, value = export.partition("=")
-        shown = without_value(export, {})
         if not _NAME.fullmatch(name):
+            shown = f"{name}={LEFT_OUT}" if has_value else name
             raise UserError(
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
@@ -126,26 +90,43 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
     return variables
 
 
-def left_out_hint(exports: Sequence[str], env: Mapping[str, str]) -> str:
-    """A sentence about the variables that a pattern matches but does not pass, "" if there is none."""
-    named = {export.partition("=")[0] for export in exports}
-    matched = {name for each in exports if _is_pattern(each) for name in _matches_of(each, env)}
-    names = sorted(filter(is_secret, matched - named))
-    if not names:
-        return ""
-    options = " ".join(f"-x {name}" for name in names)
-    return f"a pattern passes no secret: {all_of(names)} may be one. To pass it by name: {options}"
+def read_env_file(path: str, env: Mapping[str, str]) -> Exports:
+    """The variables of a file of --env-file.
+
+    Raises:
+        UserError: the file cannot be read, a line is not in its format, or a name alone is not in `env`.
+        JobFailed: a file server failed.
+    """
+    with named_by("--env-file"), Path(path).open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UserError(
+            f"--env-file {path}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables."
+        )
+    return dict(parse_env_file(data, path, env))
 
 
-def _is_pattern(export: str) -> bool:
-    return re.fullmatch("[A-Za-z0-9_]+", re.sub("[*?]", "", export)) is not None and (
-        "*" in export or "?" in export
-    )
+def parse_env_file(
+    data: bytes, source: str, env: Mapping[str, str]
+) -> Iterator[tuple[str, str | None]]:
+    """The variables in a file's bytes: lines NAME=VALUE, NAME for the value in `env`, and # comments.
 
-
-def _matches_of(pattern: str, env: Mapping[str, str]) -> list[str]:
-    """The variables that match; the shell's functions, such as BASH_FUNC_f%%, have no valid name."""
-    return [name for name in env if fnmatchcase(name, pattern) and _NAME.fullmatch(name)]
+    A value is taken as it is, without the quotes around all of it. No error shows a part of one.
+    """
+    for number, line in enumerate(data.decode("utf-8-sig", "replace").split("\n"), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, has_value, value = text.removeprefix("export ").partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value or "\ufffd" in value:
+            raise UserError(
+                f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
+            )
+        if not has_value and name not in env:
+            raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
+        if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
+            value = value[1:-1]
+        yield name, value if has_value else None
 
 
 def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> dict[str, str]:

@@ -16,7 +16,6 @@ from mpiddp.launch.starters.command import (
     Flag,
     RankStarter,
     Request,
-    flag,
     host_file,
     ssh_arguments,
     ssh_config,
@@ -38,14 +37,14 @@ def mpich(starter: RankStarter, request: Request) -> Command:
         settings.setdefault("UCX_TLS", "tcp,self")
         exports.add("UCX_TLS")
     flags = [
-        flag(
-            *(("-f", *listed) if listed else ("-hosts", ",".join(counts))),
-            why="the number of ranks on each host, in order",
+        Flag(
+            (*(("-f", *listed) if listed else ("-hosts", ",".join(counts))),),
+            "the number of ranks on each host, in order",
         ),
-        flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
+        Flag(("-bind-to", request.bind), BINDINGS[request.bind]),
         *_launcher(request, "-launcher", "-rmk", "user"),
         *_hydra(request, exports),
-        flag("-n", str(request.world_size), why="one process per rank"),
+        Flag(("-n", str(request.world_size)), "one process per rank"),
     ]
     return Command(str(starter.program), tuple(flags), request.job, settings, {**files, **listed})
 
@@ -62,11 +61,11 @@ def intel_mpi(starter: RankStarter, request: Request) -> Command:
         # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
         settings.setdefault("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "off")
     flags = [
-        flag("-machinefile", machines, why="the number of ranks on each host, in order"),
+        Flag(("-machinefile", machines), "the number of ranks on each host, in order"),
         *_launcher(request, "-bootstrap"),
         *_hydra(request, request.variables),
-        flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
-        flag("-n", str(request.world_size), why="one process per rank"),
+        Flag(("-genv", *_INTEL_PINNING[request.bind]), BINDINGS[request.bind]),
+        Flag(("-n", str(request.world_size)), "one process per rank"),
     ]
     return Command(str(starter.program), tuple(flags), request.job, settings, files)
 
@@ -86,7 +85,7 @@ def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
     why = DETECTION.format(schedulers=all_of(schedulers))
     hydra, (program, *_) = request.hosts.transport.hydra, request.hosts.transport.agent
     executable = (f"{option}-exec", program) if hydra == "rsh" else ()
-    return [flag(option, hydra, *executable, *more, why=why)]
+    return [Flag((option, hydra, *executable, *more), why)]
 
 
 def _counts(request: Request) -> list[str]:
@@ -96,9 +95,9 @@ def _counts(request: Request) -> list[str]:
 def _hydra(request: Request, exports: Iterable[str]) -> list[Flag]:
     """The flags that MPICH's and Intel's process managers share."""
     flags = [
-        flag("-genvlist", ",".join(sorted(exports)), why=EXPORT_ONLY),
-        flag("-wdir", request.folder, why=WDIR),
+        Flag(("-genvlist", ",".join(sorted(exports))), EXPORT_ONLY),
+        Flag(("-wdir", request.folder), WDIR),
     ]
     if len(request.hosts.hosts) > 1 and request.network.interface:
-        flags.append(flag("-iface", request.network.interface.name, why=NETWORK))
+        flags.append(Flag(("-iface", request.network.interface.name), NETWORK))
     return flags

@@ -20,7 +20,6 @@ from mpiddp.launch.starters.command import (
     Flag,
     RankStarter,
     Request,
-    flag,
     host_file,
     ssh_arguments,
     ssh_config,
@@ -29,6 +28,9 @@ from mpiddp.text import all_of
 
 _SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
 _IGNORES = "{agent} ignores SIGTERM: batch systems send it to every process, and mpirun ends with its {agent}"
+_IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder hosts"
+_AS_ROOT = "mpirun refuses to run as root without this flag"
+_BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 # With more hosts than this, Open MPI makes some hosts log in to others.
@@ -80,71 +82,56 @@ def open_mpi_5(starter: RankStarter, request: Request) -> Command:
 def _open_mpi(
     starter: RankStarter, request: Request, runtime: str, pins: Iterator[Flag], tmpdir: str
 ) -> Command:
-    flags = []
-    if os.geteuid() == 0:
-        flags.append(
-            flag("--allow-run-as-root", why="mpirun refuses to run as root without this flag")
-        )
     names = request.names_of_ranks
-    listed = host_file(request, names)
-    flags += [
-        flag("-n", str(request.world_size), why="one process per rank"),
-        flag(
-            *(("--hostfile", *listed) if listed else ("-H", ",".join(names))),
-            *("--map-by", "seq"),
-            why="the host of each rank in order; Open MPI's other mappings reorder hosts",
-        ),
-        flag("--bind-to", request.bind, why=BINDINGS[request.bind]),
+    listed, files = host_file(request, names), ssh_config(request)
+    where = ("--hostfile", *listed) if listed else ("-H", ",".join(names))
+    flags = [
+        Flag(("-n", str(request.world_size)), "one process per rank"),
+        Flag((*where, "--map-by", "seq"), _IN_ORDER),
+        Flag(("--bind-to", request.bind), BINDINGS[request.bind]),
+        *pins,
     ]
-    parameters = [
+    if os.geteuid() == 0:
+        flags.insert(0, Flag(("--allow-run-as-root",), _AS_ROOT))
+    all_hosts, transport = request.hosts.hosts, request.hosts.transport
+    several = len(all_hosts) > 1
+    include = ",".join(request.network.networks) if several else ""
+    has_full_names = any("." in host.name and not _is_address(host.name) for host in all_hosts)
+    own_sessions = not transport.is_ssh and not _chooses_tmpdir(request)
+    # Each parameter of Open MPI, its value, whether this job needs it, and why.
+    parameters: list[tuple[str, str, object, str]] = [
         (
-            *("pml", "ob1"),
+            "pml",
+            "ob1",
+            True,
             "skips a 1 s search for fast networks; MPI carries only a few messages",
         ),
-        (
-            *("btl", "self,vader,tcp"),
-            "shared memory and TCP are enough for these messages, and every host has them",
-        ),
+        ("btl", "self,vader,tcp", True, _BTL),
+        ("oob_tcp_keepalive_time", "5", several, _KEEPALIVE),
+        ("oob_tcp_keepalive_intvl", "2", several, _KEEPALIVE),
+        ("oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
+        ("btl_tcp_if_include", include, include, NETWORK),
+        ("oob_tcp_if_include", include, include, NETWORK),
+        (f"{runtime}_keep_fqdn_hostnames", "1", has_full_names, _FULL_NAMES),
+        (tmpdir, "/tmp", own_sessions, _SESSIONS),
+        ("plm_rsh_agent", *_agent(request)),
+        ("plm_rsh_args", ssh_arguments(files) if files else "", files, SSH_CONFIG),
+        ("plm_rsh_no_tree_spawn", "1", len(all_hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
     ]
-    files = ssh_config(request)
-    all_hosts = request.hosts.hosts
-    if len(all_hosts) > 1:
-        parameters += [
-            ("oob_tcp_keepalive_time", "5", _KEEPALIVE),
-            ("oob_tcp_keepalive_intvl", "2", _KEEPALIVE),
-            ("oob_tcp_keepalive_probes", "3", _KEEPALIVE),
-        ]
-        if request.network.networks:
-            include = ",".join(request.network.networks)
-            parameters += [
-                ("btl_tcp_if_include", include, NETWORK),
-                ("oob_tcp_if_include", include, NETWORK),
-            ]
-    if any("." in host.name and not _is_address(host.name) for host in all_hosts):
-        parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
-    if not request.hosts.transport.is_ssh and not _chooses_tmpdir(request):
-        parameters.append((tmpdir, "/tmp", _SESSIONS))
-    if "PRTE_MCA_plm_ssh_agent" not in request.env:
-        parameters += _agent(request)
-    flags += pins
-    if files:
-        parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
-    if len(all_hosts) > _TREE_RADIX:
-        parameters.append(("plm_rsh_no_tree_spawn", "1", _LOGINS_FROM_HERE))
     theirs = _parameters_in(request.mpi_args)
-    for name, value, why in parameters:
+    for name, value, is_needed, why in parameters:
         is_set = {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys()
-        if not is_set and name not in theirs:
-            flags.append(flag("--mca", name, value, why=why))
-    flags.append(flag("--wdir", request.folder, why=WDIR))
-    flags += [flag("-x", name, why=_EXPORT) for name in sorted(request.variables)]
+        if is_needed and not is_set and name not in theirs:
+            flags.append(Flag(("--mca", name, value), why))
+    flags.append(Flag(("--wdir", request.folder), WDIR))
+    flags += [Flag(("-x", name), _EXPORT) for name in sorted(request.variables)]
     return Command(
         str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
     )
 
 
-def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
-    """The parameter that names the program for the other hosts, unless it is Open MPI's own choice."""
+def _agent(request: Request) -> tuple[str, bool, str]:
+    """The program for the other hosts, whether it is another one than Open MPI's own choice, and why."""
     transport, has_others = request.hosts.transport, len(request.hosts.hosts) > 1
     agent, reasons = " ".join(transport.agent), []
     if transport.is_ssh:
@@ -154,8 +141,8 @@ def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
     if has_others and can_shield():
         agent = f"{_SHIELD} {agent}"
         reasons.append(_IGNORES.format(agent=transport.agent[0]))
-    if reasons:
-        yield "plm_rsh_agent", agent, "; ".join(reasons)
+    is_chosen = "PRTE_MCA_plm_ssh_agent" in request.env
+    return agent, bool(reasons) and not is_chosen, "; ".join(reasons)
 
 
 @cache
@@ -176,7 +163,7 @@ def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> 
     ras = f"^{','.join(followers)}"
     for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
         if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
-            yield flag(option, name, value, why=why)
+            yield Flag((option, name, value), why)
 
 
 def _parameters_in(arguments: Sequence[str]) -> frozenset[str]:

@@ -9,9 +9,9 @@ from mpiddp.launch.starters.command import (
     EXPORT_ONLY,
     WDIR,
     Command,
+    Flag,
     RankStarter,
     Request,
-    flag,
     host_file,
 )
 
@@ -24,30 +24,27 @@ def srun(starter: RankStarter, request: Request) -> Command:
         (settings["SLURM_HOSTFILE"],) = listed
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     flags = [
-        flag(f"--ntasks={request.world_size}", why="one process per rank"),
-        flag(
-            "--distribution=arbitrary",
-            *(() if listed else (f"--nodelist={','.join(names)}",)),
-            why="the host of each rank, in order",
+        Flag((f"--ntasks={request.world_size}",), "one process per rank"),
+        Flag(
+            ("--distribution=arbitrary", *(() if listed else (f"--nodelist={','.join(names)}",))),
+            "the host of each rank, in order",
         ),
-        flag("--mpi=none", why="the ranks join through Slurm's variables; MPI is not needed"),
-        flag(f"--cpu-bind={binding}", why=BINDINGS[request.bind]),
-        flag("--kill-on-bad-exit=1", why="one failed rank ends the job"),
-        flag("--quit-on-interrupt", why="one Ctrl-C is enough"),
-        flag(f"--chdir={request.folder}", why=WDIR),
-        flag(f"--export={','.join(_with_login(request))}", why=EXPORT_ONLY),
+        Flag(("--mpi=none",), "the ranks join through Slurm's variables; MPI is not needed"),
+        Flag((f"--cpu-bind={binding}",), BINDINGS[request.bind]),
+        Flag(("--kill-on-bad-exit=1",), "one failed rank ends the job"),
+        Flag(("--quit-on-interrupt",), "one Ctrl-C is enough"),
+        Flag((f"--chdir={request.folder}",), WDIR),
+        Flag((f"--export={','.join(_with_login(request))}",), EXPORT_ONLY),
     ]
     cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
     if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.env.keys():
         # As scripts for torchrun do: the job has the cores of one task on each host, and several GPUs.
-        flags.append(
-            flag("--overcommit", why="the ranks of a host share the cores of its one task")
-        )
+        flags.append(Flag(("--overcommit",), "the ranks of a host share the cores of its one task"))
         cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""
     if cpus:
         flags.append(
-            flag(f"--cpus-per-task={cpus}", why="srun does not inherit this option from sbatch")
+            Flag((f"--cpus-per-task={cpus}",), "srun does not inherit this option from sbatch")
         )
     return Command(str(starter.program), tuple(flags), request.job, settings, listed)
 

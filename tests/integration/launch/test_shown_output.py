@@ -8,7 +8,6 @@ python -m pytest tests/integration/launch/test_shown_output.py
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -18,7 +17,6 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,7 @@ from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
-BOTH = "import sys; print('out', rank); print('err', rank, file=sys.stderr)"
 # Writes lines of three parts, with pauses between them.
-IN_PARTS = """
-for number in range(40):
-    for part in (f"<{rank} ", f"{number} ", f"{rank} {number}>\\n"):
-        os.write(1 + number % 2, part.encode())
-        time.sleep(0.002)
-"""
 
 
 def light_job(
@@ -80,55 +71,10 @@ def test_the_ranks_of_a_selection(selection: str, stdout: list[int], stderr: lis
     assert shown == [stdout, stderr]
 
 
-def test_by_default_stdout_of_rank_0_and_stderr_of_all_ranks_are_shown() -> None:
-    out, err = run(BOTH, BOTH, selection="default", prefix=True)
-    assert out == b"[rank 0 node1] out 0\n"
-    assert sorted(err.splitlines()) == [b"[rank 0 node1] err 0", b"[rank 1 node1] err 1"]
-
-
-@pytest.mark.parametrize("options", [(), ("--terminal",)])
-def test_lines_that_are_written_in_parts_arrive_whole(options: tuple[str, ...]) -> None:
-    streams = run(*[IN_PARTS] * 4, prefix=True, options=options)
-    for parity, stream in enumerate(streams):
-        lines = stream.decode().splitlines()
-        for rank in range(4):
-            own = [line for line in lines if line.startswith(f"[rank {rank} ")]
-            numbers = range(parity, 40, 2)
-            assert own == [f"[rank {rank} node1] <{rank} {n} {rank} {n}>" for n in numbers]
-        assert len(lines) == 80
-
-
-def test_any_bytes_pass() -> None:
-    text = b"\xff\xfe\x1b[1mbold\x1b[0m\x00\t\xe2\x82"
-    out, _ = run(f"os.write(1, {text!r} + b'\\n')", "pass")
-    assert out == text + b"\n"
-
-
-@pytest.mark.parametrize("options", [(), ("--terminal",)])
-def test_lines_of_a_megabyte_arrive_whole(options: tuple[str, ...]) -> None:
-    code = "[print(str(rank) * 1_000_000, flush=True) for _ in range(5)]"
-    out, _ = run(code, code, code, options=options)
-    expected = [str(rank).encode() * 1_000_000 for rank in range(3) for _ in range(5)]
-    assert sorted(out.splitlines()) == expected
-
-
 def test_a_line_without_an_end_is_cut() -> None:
     code = f"os.write(1, b'x' * {LONGEST_LINE + 10}); os.write(1, b'y\\n')"
     out, _ = run(code, "pass")
     assert out.replace(b"\n", b"") == b"x" * (LONGEST_LINE + 10) + b"y"
-
-
-@pytest.mark.parametrize("options", [(), ("--terminal",)])
-def test_what_a_killed_rank_wrote_is_not_lost(options: tuple[str, ...]) -> None:
-    """The line that is still open is shown as well."""
-    code = """
-for number in range(3000):
-    os.write(1, f"line {number}\\n".encode())
-os.write(1, b"open")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    out, _ = run(code, "pass", options=options)
-    assert out == b"".join(b"line %d\n" % number for number in range(3000)) + b"open\n"
 
 
 def test_a_signal_to_all_processes_of_a_rank_loses_nothing() -> None:
@@ -146,53 +92,6 @@ print("still here")
     assert out == b"still here\n"
 
 
-def test_a_rank_that_waits_for_all_its_children_ends() -> None:
-    code = """
-subprocess.Popen(["true"])
-try:
-    while True:
-        os.wait()
-except ChildProcessError:
-    print("no child is left")
-"""
-    assert run(code)[0] == b"no child is left\n"
-
-
-def test_a_process_that_a_rank_leaves_behind_ends_with_it() -> None:
-    """It has inherited the rank's stdout, and prints on. All lines of the rank are shown."""
-    code = """
-prints = "for number in $(seq 700); do echo x; sleep 1; done"
-os.write(1, b"pid %d\\n" % subprocess.Popen(prints, shell=True, start_new_session=True, env={}).pid)
-for number in range(5000):
-    os.write(1, b"own %d\\n" % number)
-"""
-    lines = run(code)[0].decode().splitlines()
-    (pid,) = (line.split()[1] for line in lines if line.startswith("pid "))
-    assert not Path(f"/proc/{pid}").exists()
-    own = [each for each in lines if each.startswith("own ")]
-    assert own == [f"own {n}" for n in range(5000)]
-
-
-@contextlib.contextmanager
-def started(*codes: str, selection: str = "default", prefix: bool = False) -> Iterator[int]:
-    """A running job. Yields the file descriptor of its stdout; its stderr is dropped."""
-    reader, writer = os.pipe()
-    with subprocess.Popen(
-        light_job(*codes, selection=selection, prefix=prefix),
-        env=clean_env(),
-        cwd=ROOT,
-        stdout=writer,
-        stderr=subprocess.DEVNULL,
-    ) as job:
-        os.close(writer)
-        try:
-            yield reader
-        finally:
-            os.close(reader)
-            job.wait(PATIENCE_S)
-    assert job.returncode == 0
-
-
 def read_until(reader: int, end: bytes) -> bytes:
     text = b""
     while not text.endswith(end):
@@ -200,87 +99,6 @@ def read_until(reader: int, end: bytes) -> bytes:
         assert chunk, text
         text += chunk
     return text
-
-
-def waits_for(path: Path) -> str:
-    return f"\nwhile not Path({str(path)!r}).exists(): time.sleep(0.01)\n"
-
-
-def test_an_open_line_of_the_only_rank_is_shown_before_its_end(tmp_path: Path) -> None:
-    code = f"os.write(1, b'a question: '){waits_for(tmp_path / 'go')}print('answered')"
-    with started(code, BOTH, prefix=True) as reader:
-        assert read_until(reader, b": ") == b"[rank 0 node1] a question: "
-        (tmp_path / "go").touch()
-        assert read_until(reader, b"\n") == b"answered\n"
-
-
-def test_a_quiet_open_line_of_several_ranks_is_shown_and_later_whole(tmp_path: Path) -> None:
-    code = f"os.write(1, b'half'){waits_for(tmp_path / 'go')}print(' and half')"
-    with started(code, BOTH, selection="all", prefix=True) as reader:
-        read_until(reader, b"[rank 0 node1] half\n")
-        (tmp_path / "go").touch()
-        read_until(reader, b"[rank 0 node1] half and half\n")
-
-
-REDRAWS = """
-for number in range(3):
-    os.write(1, b"\\r%d of 3" % number)
-    time.sleep(0.3)
-os.write(1, b"\\r3 of 3\\n")
-"""
-
-
-def test_redraws_of_the_only_rank_pass() -> None:
-    assert run(REDRAWS)[0] == b"\r0 of 3\r1 of 3\r2 of 3\r3 of 3\n"
-    prefix = b"[rank 0 node1] "
-    out, _ = run(REDRAWS, BOTH, selection="default", prefix=True)
-    redrawn = [b"%d of 3" % number for number in range(4)]
-    assert out == prefix + b"".join(b"\r" + prefix + each for each in redrawn) + b"\n"
-
-
-def test_several_ranks_show_the_end_of_redraws() -> None:
-    out, _ = run(REDRAWS, REDRAWS, prefix=True)
-    assert sorted(out.splitlines()) == [b"[rank 0 node1] 3 of 3", b"[rank 1 node1] 3 of 3"]
-
-
-def test_a_slow_reader_slows_the_rank_and_loses_nothing(tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    code = f"""
-with open({str(count)!r}, "wb", buffering=0) as file:
-    for number in range(40_000):
-        os.write(1, b"%d %s\\n" % (number, b"x" * 90))
-        file.write(b".")
-"""
-    with started(code, BOTH) as reader:
-        while (before := size_of(count)) == 0 or time.sleep(0.5) or size_of(count) != before:
-            pass
-        assert before < 20_000  # the rank waits
-        text = read_until(reader, b"39999 " + b"x" * 90 + b"\n")
-    assert [int(line.split()[0]) for line in text.splitlines()] == list(range(40_000))
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def test_the_files_hold_everything_from_the_first_line_on(tmp_path: Path) -> None:
-    """Also what is not shown. A restart adds to them."""
-    late = f"""
-print("early", flush=True)
-current().output.log_to(Path({str(tmp_path / "logs")!r}))
-print("late", rank)
-print("err", file=sys.stderr)
-"""
-    out, err = run(late, late, selection="none")
-    run("pass", late, selection="none")
-    assert (out, err) == (b"", b"")
-    read = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-    assert read == {
-        "rank_00000.out": "early\nlate 0\n",
-        "rank_00000.err": "err\n",
-        "rank_00001.out": "early\nlate 1\n" * 2,
-        "rank_00001.err": "err\n" * 2,
-    }
 
 
 def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path: Path) -> None:
@@ -412,15 +230,6 @@ def test_the_status_stands_below_the_open_line_of_several_ranks(
     assert terminal.shown().endswith(f"\x1b[2A{ERASED}[0] 10 %")
 
 
-def test_a_narrower_terminal_has_wrapped_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(monkeypatch, is_shared=False, columns=20)
-    terminal.screen.show_status(["12345678", "1234"])
-    terminal.resize(4)
-    terminal.shown()
-    terminal.screen.show_status(STATUS)
-    assert terminal.shown() == f"\x1b[2A{ERASED}ste\n2 r"
-
-
 def test_what_a_shell_has_written_after_ctrl_z_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(monkeypatch, is_shared=False)
     terminal.screen.show_status(STATUS)
@@ -429,15 +238,6 @@ def test_what_a_shell_has_written_after_ctrl_z_stays(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mpiddp.launch.screen.time.monotonic", lambda: now + 5)
     terminal.screen.show_status(STATUS)
     assert terminal.shown() == "\rstep 7\n2 ranks"
-
-
-def test_only_a_terminal_has_a_status() -> None:
-    reader, writer = os.pipe()
-    screen = Screen(writer, "stdout", is_shared=False)
-    assert screen.columns == 0
-    screen.show_status(STATUS)
-    screen.show(Source(0), b"a\n")
-    assert os.read(reader, 100) == b"a\n"
 
 
 def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(
@@ -492,10 +292,6 @@ def test_torchs_own_prefix_is_not_shown_beside_ours(count: int) -> None:
         own = f"[rank {rank} node1] ".encode()
         lines = [line.removeprefix(own) for line in stderr.splitlines() if line.startswith(own)]
         assert lines == [b"Traceback", b"  File", b"[rank7]: another", b"[W121] c"]
-
-
-def test_torchs_own_prefix_is_shown_where_ours_is_not() -> None:
-    assert b"[rank0]: Traceback\n" in run(TORCH_PREFIX, prefix=False)[1]
 
 
 # --- what mpirun says about the end ---

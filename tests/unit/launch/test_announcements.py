@@ -14,7 +14,6 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch.job import _Known
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.starters.command import JobNetwork, RankStarter
@@ -36,17 +35,8 @@ def announced(*messages: tuple[str, dict[str, Any]]) -> Announcement:
 def test_a_folder_and_an_announcement_come_in_either_order() -> None:
     facts = {"resume_args": ["--resume"], "global_batch_size": 8, "max_ranks": 4}
     announce, folder = ("announce", facts), ("run_dir", {"path": "/runs/x"})
-    expected = Announcement(("--resume",), 8, 4, "/runs/x")
+    expected = Announcement(("--resume",), 8, 4, "/runs/x", 1)
     assert announced(announce, folder) == announced(folder, announce) == expected
-
-
-def test_the_first_announcement_of_each_kind_counts() -> None:
-    first = _Known().after(Announcement((), None, None, "/runs/x"), 2)
-    assert first == _Known(Announcement((), None, None, "/runs/x"), 2)
-    second = first.after(Announcement(("--resume",), 8, 4, "/runs/y"), 3)
-    assert second == _Known(Announcement(("--resume",), 8, 4, "/runs/x"), 3)
-    third = second.after(Announcement(("--other",), 16, 2, ""), 1)
-    assert third == second
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,15 @@ python -m pytest tests/unit/launch/test_growth_watch.py
 from __future__ import annotations
 
 import os
-import select
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.grow import HostSearch, look
+from mpiddp.launch.grow import look
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from tests.support.an_mpirun import an_mpirun
-from tests.support.patience import PATIENCE_S
 
 # --- one look ---
 
@@ -87,48 +83,4 @@ def test_a_spare_does_not_join(tmp_path: Path) -> None:
         assert look(with_spare, plan) == found
 
 
-def test_a_host_that_does_not_answer_is_not_found(tmp_path: Path) -> None:
-    options, plan = planned(tmp_path, "localhost slots=1\n")
-    (tmp_path / "hosts.txt").write_text("localhost slots=1\nnowhere.invalid slots=1\n")
-    assert look(options, plan) == ""
-
-
 # --- the thread that looks ---
-
-
-def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
-    options, plan = planned(tmp_path, "localhost slots=1\n")
-    every = replace(options, grow_s=0.05)
-    search = HostSearch(every, plan)
-    (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
-    before = threading.active_count()
-    assert not select.select([search], [], [], 0.2)[0]  # it has not begun
-    search.begin()
-    for _ in range(2):
-        assert select.select([search], [], [], PATIENCE_S)[0]
-        assert search.found() == "localhost has more slots"
-    search.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-CHILDREN = """
-import os, subprocess, sys, threading, time
-from pathlib import Path
-from mpiddp.launch.starters.command import RankStarter
-from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.mpirun import MpirunProcess
-from mpiddp.launch.output import JobOutput
-outputs = JobOutput("none", 1)
-starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
-mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)
-own = subprocess.Popen(["false"])
-os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
-mpirun.reap_adopted()
-print(own.wait())
-mpirun.kill_all()
-while mpirun.code is None: time.sleep(0.01)
-outputs.finish()
-"""

@@ -7,11 +7,7 @@ python -m pytest tests/unit/launch/test_launch_input.py
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,20 +15,16 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts
-from mpiddp.hosts.allocations import expand_counts, expand_nodelist, find_allocation
-from mpiddp.hosts.hostfile import Hosts, parse_host_list, parse_hostfile
+from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.names import is_own_address, is_this_host
+from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import network
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters.table import find_starter, identify
-from mpiddp.launch.variables import check_gpu_choice
+from mpiddp.launch.starters.table import identify
 from tests.support.errors import error
-from tests.support.homes import leave_home
-from tests.support.patience import PATIENCE_S
 from tests.unit.launch.test_starters import MPIS
 
 
@@ -46,7 +38,7 @@ def placed(
         for host in hosts.hosts
         if host.name in gpus
     }
-    slots = with_slots(hosts, infos, replace(options, backend=backend), {})
+    slots = with_slots(hosts, infos, replace(options, backend=backend))
     return place(slots, options, MPIS["openmpi5"].kind)
 
 
@@ -69,22 +61,6 @@ def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    hosts = parse_host_list("localhost:4")
-    assert ranks(placed(hosts, {}, backend="nccl")) == [4]  # without a GPU
-    gpu_tool(tmp_path, monkeypatch)
-    assert ranks(placed(hosts, {})) == [2]
-    note = "mpiddp: localhost has 2 GPUs but 4 slots: starting only 2 ranks there; "
-    assert capfd.readouterr().err.startswith(note)
-    assert ranks(placed(hosts, {}, backend="gloo")) == [4]
-    assert capfd.readouterr().err == ""
-    values = ("-H: localhost ", "2 GPUs", "4 slots", "slots=2,", "--backend nccl")
-    with pytest.raises(UserError, match=f"^{error('leave out', *values)}$"):
-        placed(hosts, {}, backend="nccl")
-
-
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("", 1)])
 def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
@@ -100,9 +76,9 @@ def test_the_tool_of_a_vendor_is_on_the_path_of_the_job(
 ) -> None:
     gpu_tool(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", os.defpath)
-    options = parse_options(["-H", "x", __file__])
     for path, slots in ((f"{tmp_path}:{os.defpath}", 2), (os.defpath, 1)):
-        found = with_slots(parse_host_list("localhost"), {}, options, {"PATH": path})
+        options = parse_options(["-H", "x", "-x", f"PATH={path}", __file__])
+        found = with_slots(parse_host_list("localhost"), {}, options)
         assert [host.slots for host in found.hosts] == [slots]
 
 
@@ -135,23 +111,6 @@ def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus(
     assert ranks(placed(hosts, dict.fromkeys(found, 0), backend="auto")) == [32, 32]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "backend"),
-    [
-        (["-m", "mpiddp", "train", "--lr", "1", "--backend", "nccl"], "nccl"),
-        (["-m", "mpiddp", "train", "--backend=gloo"], "gloo"),
-        (["-m", "mpiddp", "train"], "auto"),
-        (["-m", "mpiddp"], None),
-        (["-m", "mpiddp", "bench-rank", "loader"], None),
-        ([__file__, "--backend", "gloo"], None),
-    ],
-)
-def test_the_backend_that_a_train_command_requests(
-    arguments: list[str], backend: str | None
-) -> None:
-    assert parse_options(arguments).backend == backend
-
-
 def test_this_machine_gets_its_own_name() -> None:
     hosts = placed(parse_host_list("far.invalid:1,me@localhost:2"), {})
     own = socket.gethostname()
@@ -162,11 +121,6 @@ def test_this_machine_gets_its_own_name() -> None:
     assert ranks_by_host(hosts) == ["far.invalid: rank 0", f"{own}: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # reserved for documentation
-
-
-def test_a_name_with_an_address_of_a_kind_that_this_kernel_lacks() -> None:
-    """As with IPv6 where it is switched off. No kernel has DECnet any more."""
-    assert not is_own_address(socket.AF_DECnet, ("fd00::1",))
 
 
 def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
@@ -186,22 +140,6 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
     unreachable = error("reach. Name", " far.invalid ", ": --interface NAME ")
     with pytest.raises(UserError, match=f"^{unreachable}$"):
         find_network(far, (), None)
-
-
-def test_ssh_knows_the_address_of_a_name_that_does_not_resolve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real `ssh -G`, with a configuration of its own."""
-    ssh, config = shutil.which("ssh"), tmp_path / "config"
-    if ssh is None:
-        pytest.skip("ssh is not installed")
-    config.write_text("Host far.invalid\n  HostName 127.0.0.2\n")
-    program = tmp_path / "ssh"
-    program.write_text(f'#!/bin/sh\nexec {ssh} -F {config} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
-    network = find_network(parse_host_list("localhost:1,far.invalid:1"), (), None)
-    assert network.control_address == "127.0.0.1"  # from which a packet to 127.0.0.2 would come
 
 
 ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
@@ -245,81 +183,6 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     found = find_network(hosts, infos, None)
     name = found.interface.name if found.interface else None
     assert (name, found.networks, found.control_address) == expected
-
-
-def test_expanding_slurms_lists() -> None:
-    assert expand_nodelist("gpu[07-09,12],login") == ["gpu07", "gpu08", "gpu09", "gpu12", "login"]
-    assert expand_nodelist("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize(
-    "nodelist",
-    [
-        *(
-            "",
-            ",",
-            "[1-]",
-            "n[1-]",
-            "n[]",
-            "n[2-1]",
-            "n[1",
-            "n]",
-            "n[[1]]",
-            "a,,b",
-            "-oProxyCommand=x",
-        ),
-        *("n[0-999999999]", "n[0-999][0-999]", "n[²]", f"n[{'9' * 5000}]", f"n[{'0' * 5000}-9]"),
-    ],
-)
-def test_a_list_that_slurm_never_writes(nodelist: str) -> None:
-    with pytest.raises(ValueError, match=r"\S"):
-        expand_nodelist(nodelist)
-
-
-@pytest.mark.parametrize("counts", ["", "1(x999999999)", "2(x0)", "²", "9" * 5000])
-def test_counts_that_slurm_never_writes(counts: str) -> None:
-    with pytest.raises(ValueError, match=r"count|more"):
-        expand_counts(counts)
-
-
-def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose user is not in /etc/passwd."""
-    leave_home(monkeypatch)
-    sentence = error("such program", "--mpirun ~/mpirun: ")
-    with pytest.raises(UserError, match=sentence):
-        find_starter("mpirun", "~/mpirun", tmp_path / "python", {})
-
-
-def test_an_mpirun_that_prints_no_text(tmp_path: Path) -> None:
-    program = tmp_path / "mpirun"
-    program.write_bytes(b"#!/bin/sh\nprintf '\\377 (Open MPI) 5rc1'\n")
-    program.chmod(0o755)
-    assert identify(program, os.environ).version == "5rc1"
-
-
-ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-
-
-@pytest.mark.parametrize(
-    ("env", "slots"),
-    [
-        ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
-        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
-        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "0"}, [1, 1]),
-        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "2"}, [2, 2]),  # in the shell of salloc
-        ({**ALLOCATED, "SLURM_GPUS_PER_NODE": "a100:2,h100:1"}, [3, 3]),
-        (ALLOCATED, [1, 1]),
-    ],
-)
-def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int]) -> None:
-    allocation = find_allocation(env)
-    assert allocation is not None
-    assert allocation.starter == "srun"
-    assert [(host.name, host.slots) for host in allocation.hosts] == list(
-        zip(["n1", "n2"], slots, strict=True)
-    )
-    assert find_allocation({}) is None
 
 
 def fake_mpirun(folder: Path, answer: str) -> Path:
@@ -368,108 +231,3 @@ def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
     with pytest.raises(UserError, match=silent):
         identify(program, os.environ)
-
-
-def test_a_shell_script_whose_program_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Intel's mpirun. What it has started holds the pipe, and ends with it."""
-    monkeypatch.setattr(facts, "VERSION_S", 0.1)
-    program = fake_mpirun(tmp_path, "")
-    program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
-    silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
-    began_at = time.monotonic()
-    with pytest.raises(UserError, match=silent):
-        identify(program, os.environ)
-    assert time.monotonic() - began_at < PATIENCE_S
-
-
-def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
-    for name in ("named", "venv", "path"):
-        (tmp_path / name).mkdir()
-        fake_mpirun(tmp_path / name, "mpirun (Open MPI) 5.0.11")
-    named, beside, on_path = (tmp_path / name / "mpirun" for name in ("named", "venv", "path"))
-    env = {"PATH": str(on_path.parent)}
-
-    def find(explicit: str | None, python: Path) -> Path:
-        return find_starter("mpirun", explicit, python, env).program
-
-    assert find(str(named), beside.with_name("python")) == named
-    assert find(None, beside.with_name("python")) == beside
-    assert find(None, tmp_path / "python") == on_path
-
-
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (
-            lambda: placed(parse_host_list("far.invalid"), {}),
-            error("and without", "-H: far.invalid ", "Write: far.invalid slots=N "),
-        ),
-        (
-            lambda: placed(parse_hostfile(b"far.invalid gpus=0,5", "f"), {"far.invalid": 4}),
-            error("They are", "far.invalid ", "4 GPUs", "GPU 5 (gpus=0,5)"),
-        ),
-        (
-            lambda: check_gpu_choice(
-                parse_hostfile(b"far gpus=0\n", "f"), {"CUDA_VISIBLE_DEVICES": None}
-            ),
-            error("both choose", "f:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " far."),
-        ),
-        (
-            lambda: find_allocation({**ALLOCATED, "SLURM_GPUS_ON_NODE": "two"}),
-            error("or -H, or", "Slurm job ", "'two'"),
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        call()
-    assert re.fullmatch(sentence, str(refused.value)), refused.value
-
-
-def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
-    program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
-    values = ('"ls (GNU coreutils) 9.1"', NAMES, ": --mpirun PATH ")
-    with pytest.raises(UserError, match=error("--version prints", *values)):
-        identify(program, os.environ)
-
-
-def test_an_mpirun_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """./mpirun is not the mpirun on PATH."""
-    answer = "mpirun (Open MPI) 5.0.11"
-    here = fake_mpirun(tmp_path, answer)
-    (tmp_path / "path").mkdir()
-    env = {"PATH": str(fake_mpirun(tmp_path / "path", answer).parent)}
-    monkeypatch.chdir(tmp_path)
-    python = Path("/nowhere/python")
-    assert find_starter("mpirun", "./mpirun", python, env).program == here
-    on_path = find_starter("mpirun", "mpirun", python, env).program
-    assert on_path == tmp_path / "path" / "mpirun"
-
-
-@pytest.mark.parametrize("first_line", ["#!/opt/conda/bin/python3.12 -u", "import os", "", "# é"])
-def test_a_python_script_without_the_suffix(tmp_path: Path, first_line: str) -> None:
-    (tmp_path / "train").write_text(f"{first_line}\n")
-    assert not parse_options([str(tmp_path / "train")]).job.is_command
-
-
-@pytest.mark.parametrize(
-    ("argv", "command", "kind"),
-    [
-        (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], "script"),
-        (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], "module"),
-        (["-m", "pkg.train", "--", "a", "--"], ["pkg.train", "--", "a", "--"], "module"),
-        (["--", "prog", "--", "a"], ["prog", "--", "a"], "command"),
-        ([__file__, "--", "a"], [__file__, "--", "a"], "script"),
-        (["--", "-odd", "--dry-run"], ["-odd", "--dry-run"], "command"),
-    ],
-)
-def test_arguments_after_the_script_belong_to_it(
-    argv: list[str], command: list[str], kind: str
-) -> None:
-    options = parse_options(argv)
-    job = options.job
-    found = "module" if job.is_module else "command" if job.is_command else "script"
-    assert (job.command, found) == (tuple(command), kind)
-    assert not options.dry_run

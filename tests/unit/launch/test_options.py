@@ -6,13 +6,11 @@ python -m pytest tests/unit/launch/test_options.py
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mpiddp.cli import main
 from mpiddp.errors import UserError
 from mpiddp.launch.options import (
     LaunchOptions,
@@ -22,6 +20,8 @@ from mpiddp.launch.options import (
     parse_options,
 )
 from tests.support.errors import error
+from tests.unit.launch.test_starters import JOB as COMMAND
+from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(RankProgram(("train", "--lr", "1"), is_module=True))
@@ -44,7 +44,7 @@ def parsed(options: str) -> LaunchOptions:
         ("-H a:2,b", {"host_list": "a:2,b"}),
         ("--no-check", {"check": False}),
         ("--wait-for-hosts 10m", {"wait_s": 600.0}),
-        ("-x A -x B=1", {"exports": ("A", "B=1")}),
+        ("-x A=2 -x B=1", {"exports": ("A=2", "B=1"), "variables": {"A": "2", "B": "1"}}),
         ("--mpi-args=-v --mpi-args=--a_b", {"mpi_args": ("-v", "--a_b")}),
         ("--stop-after 55m", {"stop_after_s": 3300.0}),
         ("-v", {"verbose": True}),
@@ -73,13 +73,6 @@ def test_variables_are_other_defaults(monkeypatch):
         parsed("")
 
 
-def test_the_variables_of_a_file(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_text(f"{name.upper()}=1\n")
-    found = parsed(f"--env-file {tmp_path}/a --env-file {tmp_path}/b -x C")
-    assert found.all_exports == ("A=1", "B=1", "C")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -87,9 +80,6 @@ def test_the_variables_of_a_file(tmp_path):
         ("--bind gpus", "argument --bind: invalid choice: 'gpus'"),
         ("--log-ranks 0,", "expected all, none, or ranks"),
         ("--hostfile f -H a", "--hostfile and -H"),
-        ("-q -v", "--quiet and --verbose"),
-        ("--spares 1 --no-check", "--spares needs the preflight"),
-        ("--grow 1m -H a,b", "--hostfile, or allow missing hosts: --min-hosts H"),
         ("--repor", "unrecognized arguments: --repor"),
         ("--hang-timout 5", 'Did you mean "--hang-timeout"?'),
         # Each names what does the same here:
@@ -116,28 +106,6 @@ def test_no_guess_is_farther_than_a_typo(guess):
     with pytest.raises(UserError) as caught:
         parsed(guess)
     assert "Did you mean" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["kill"], '"stop"'),
-        (["lauch"], '"launch"'),
-        (["train.py", "--lr", "1"], "mpiddp launch train.py --lr 1"),
-        (["-n", "2", "train.py"], "mpiddp launch -n 2 train.py"),
-        (["zzz"], "Expected one of: launch, run, train, "),
-    ],
-)
-def test_a_verb_that_is_none(argv, words, capsys):
-    assert main(argv) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["help"], ["help", "launch"], ["version"], ["-V"]])
-def test_words_for_help(argv, capsys):
-    with contextlib.suppress(SystemExit):
-        assert main(argv) == 0
-    assert "mpiddp" in capsys.readouterr().out
 
 
 def test_the_help_begins_with_examples_and_has_the_common_options():
@@ -191,27 +159,6 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
 # ---- the job
 
 
-def test_an_argument_at_which_an_mpirun_begins_another_program():
-    with pytest.raises(UserError, match=error("an argument", '":"')):
-        parse_options(["-n", "1", "--", "echo", "x", ":"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], "nothing to launch"),
-        (["-n", "2"], "nothing to launch"),
-        (["--"], "nothing to launch"),
-        (["-m"], "nothing to launch"),
-        (["gone.py"], "gone.py not found"),
-        (["python", "train.py"], "Leave it out: mpiddp launch … train.py"),
-    ],
-)
-def test_nothing_to_launch(argv, words):
-    with pytest.raises(UserError, match=words):
-        parse_options(argv)
-
-
 @pytest.mark.parametrize(
     ("argv", "job", "rank"),
     [
@@ -225,22 +172,6 @@ def test_the_command_of_a_rank(argv, job, rank):
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
-
-
-def test_what_is_no_script(tmp_path):
-    other = tmp_path / "train.txt"
-    other.write_bytes(b"\x7fELF\0")
-    for path, words in ((other, "is not a Python script"), (tmp_path, "is not a regular file")):
-        with pytest.raises(UserError, match=words):
-            parse_options([str(path)])
-
-
-@pytest.mark.parametrize(
-    ("prefix", "world_size", "has"),
-    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
-)
-def test_when_lines_have_a_prefix(prefix, world_size, has):
-    assert LaunchOptions(prefix=prefix).has_prefix(world_size) is has
 
 
 def test_the_ranks_that_are_shown_are_there():
@@ -258,3 +189,19 @@ def test_mpi_args_are_split_as_a_shell_does():
         parse_mpi_args(['"a'])
     with pytest.raises(UserError, match=error("option, and", '"true"')):
         parse_mpi_args(["true"])
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_mpi_args_come_last_before_the_job_and_a_dry_run_shows_them(mpi):
+    arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
+    command = MPIS[mpi].compose(UNEQUAL._replace(mpi_args=arguments))
+    assert command.argv[-len(COMMAND) - 3 :] == ["--verbose", "--name=a b", "-q", *COMMAND]
+    assert "--verbose '--name=a b' -q\n      --mpi-args, as you wrote" in command.explained()
+
+
+@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
+def test_a_parameter_of_open_mpi_replaces_the_launchers(option):
+    arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
+    argv = MPIS["openmpi5"].compose(UNEQUAL._replace(mpi_args=arguments)).argv
+    assert argv.count("oob_tcp_keepalive_time") == 1
+    assert argv.count("pml") == 2  # as the value of another option it replaces nothing

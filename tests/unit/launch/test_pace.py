@@ -93,14 +93,6 @@ def test_equal_ranks_are_not_named(own_s: list[float], step_s: float | None) -> 
     assert Job().steps(2000, own_s, step_s) == []
 
 
-def test_a_single_slow_time_is_not_named() -> None:
-    """Rank 0 evaluates, or compiles, for 20 s."""
-    job = Job()
-    assert job.steps(200, [0.1] * 4) == []
-    assert job.steps(1, [20.0, 0.1, 0.1, 0.1]) == []
-    assert job.steps(500, [0.1] * 4) == []
-
-
 def test_ranks_that_take_turns_are_not_named() -> None:
     job, draw = Job(), random.Random(1)
     for _ in range(5000):
@@ -118,11 +110,6 @@ def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
         assert watch.judge(second, paces, 100 * second) is None
 
 
-def test_the_first_look_and_one_rank_alone_name_nobody() -> None:
-    assert PaceWatch(0.0).judge(100.0, {}, 0) is None
-    assert Job(1).steps(2000, [0.1]) == []
-
-
 def test_a_script_that_begins_anew_is_measured_anew() -> None:
     pace = Pace()
     for at in range(5):
@@ -131,13 +118,6 @@ def test_a_script_that_begins_anew_is_measured_anew() -> None:
     assert pace.step_time is None
     pace.add(6, progress(3, own_s=0.5))
     assert pace.step_time == (0.5, 0.2, 0.2)
-
-
-def test_a_suspended_launcher_reads_many_reports_at_once() -> None:
-    pace = Pace()
-    pace.add(5.0, progress(1))
-    pace.add(5.0, progress(2))
-    assert pace.step_time is None
 
 
 def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:

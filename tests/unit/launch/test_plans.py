@@ -1,6 +1,6 @@
 """Plans as a dry run prints them: hosts, ranks, variables and flags, for one mpirun that starts nothing.
 
-Tests mpiddp/launch/main.py, plan.py, variables.py, usable.py and remembered.py.
+Tests mpiddp/launch/main.py, plan.py, variables.py and choose.py.
 python -m pytest tests/unit/launch/test_plans.py
 """
 
@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import UserError
 from mpiddp.hosts.history import Event, File
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import remembered
+from mpiddp.launch import choose
+from mpiddp.launch.choose import Past, key_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
 from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.remembered import Ended, key_of, note_attempt, note_silent
-from mpiddp.launch.usable import Past, of_earlier_jobs
 from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
@@ -63,17 +62,6 @@ def value(arguments: list[str], flag: str) -> str:
 
 def exported(arguments: list[str]) -> set[str]:
     return {after for flag, after in pairwise(arguments) if flag == "-x"}
-
-
-def test_this_machine_under_its_own_name(plan: Plan, tmp_path: Path) -> None:
-    settings, arguments, err = plan("-H", "localhost:3")
-    assert settings["MPIDDP_PLACEMENT"] == f"{HERE}:3"
-    assert (value(arguments, "-n"), value(arguments, "-H")) == ("3", ",".join([HERE] * 3))
-    assert value(arguments, "--wdir") == str(tmp_path)
-    assert arguments[-5:-1] == ["-m", "mpiddp", "run", "--"]
-    assert f"{HERE}: ranks 0-2" in err
-    assert {"MPIDDP_PLACEMENT", "PATH"} <= exported(arguments)
-    assert not {"MPIDDP_GPUS", "MASTER_ADDR", "MPIDDP_NETWORKS", "MPIDDP_REPORT"} & settings.keys()
 
 
 def test_hosts_elsewhere_are_not_contacted(plan: Plan) -> None:
@@ -144,14 +132,6 @@ def test_the_table_of_gpus() -> None:
     assert chosen["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_a_dry_run_hides_the_values_of_the_user(
-    plan: Plan, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings, _, err = plan("-H", "localhost:1", "-x", "PASSWORD=very secret")
-    assert "very secret" not in settings["PASSWORD"]
-    assert "PASSWORD" in err  # to be filled in before the command is used
-
-
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.write(write, b"localhost slots=2\n")
@@ -178,38 +158,24 @@ def events(where: LaunchOptions) -> list[Event]:
     return list(File.of(where.hostfile).read().events)
 
 
-def test_attempts_are_written_down(listed: tuple[LaunchOptions, Hosts]) -> None:
-    where, hosts = listed
-    placed = Hosts("", (Host("A.invalid", ranks=1), Host(HERE, ranks=1)))
-    note_attempt(where, hosts, placed, Ended(DONE))
-    note_attempt(where, hosts, placed, Ended(FAILED, "A.invalid", "its GPU is lost."))
-    for code in (2, 130):  # the input, and the user
-        note_attempt(where, hosts, placed, Ended(code, "A.invalid", "x"))
-    note_silent(where, hosts, {Host("b.invalid"): "b.invalid does not answer."})
-    found = events(where)
-    assert [tuple(each.hosts) for each in found] == [("a.invalid", "localhost")] * 2 + [()]
-    assert [dict(each.failed) for each in found] == [
-        {}, {"a.invalid": "its GPU is lost."}, {"b.invalid": "b.invalid does not answer."}
-    ]  # fmt: skip
-
-
 def test_a_job_on_this_machine_has_no_memory(listed: tuple[LaunchOptions, Hosts]) -> None:
     where, _ = listed
     alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    note_attempt(where, alone, alone, Ended(FAILED, "localhost", "x"))
-    note_silent(where, alone, {Host("localhost"): "x"})
+    remember(where, alone, used=["localhost"], failed={"localhost": "x"})
     assert events(where) == []
     assert of_earlier_jobs(where, alone) == Past()
 
 
 def test_flaky_hosts_are_named(
-    listed: tuple[LaunchOptions, Hosts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    listed: tuple[LaunchOptions, Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, hosts = listed
     assert of_earlier_jobs(where, hosts) == Past()
     for job in "abcd":
-        monkeypatch.setattr(remembered, "_JOB", job)
-        note_attempt(where, hosts, hosts, Ended(FAILED, "b.invalid", "it was lost."))
+        monkeypatch.setattr(choose, "_JOB", job)
+        remember(
+            where, hosts, used=["a.invalid", "b.invalid"], failed={"b.invalid": "it was lost."}
+        )
     past = of_earlier_jobs(where, hosts)
     assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
     assert past.flaky["b.invalid"].startswith("b.invalid ")

@@ -19,11 +19,10 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
 from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.events import SignalQueue, queued_signals
-from mpiddp.launch.job import _Known
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
@@ -64,22 +63,6 @@ def list_hosts(text: str) -> None:
     Path("hosts.txt").write_text(f"{text}\n")
 
 
-def test_a_failure_is_followed_by_so_many_restarts(
-    jobs: Jobs, capfd: pytest.CaptureFixture[str]
-) -> None:
-    failure = Outcome(FAILED, "rank 0 failed.", known_cause="It has a known cause.")
-    assert jobs()._plan_next(failure) is None
-    job = jobs("--max-restarts", "2")
-    for number in (1, 2):
-        assert isinstance(job._plan_next(failure), Plan)
-        assert capfd.readouterr().err == (
-            "mpiddp: rank 0 failed.\nmpiddp: It has a known cause.\n"
-            f"mpiddp: restarting on {HERE} (restart {number} of 2).\n"
-        )
-    assert job._plan_next(failure) is None
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("code", "stop"),
     [
@@ -109,13 +92,6 @@ def test_the_pause_before_a_restart_grows_until_a_step_is_made(
     job._plan_next(Outcome(FAILED, made_steps=True))
     job._plan_next(Outcome(FAILED))
     assert [each for each in pauses if each] == [1, 2, 4, 8, 16, 32, *[60] * 6, 1, 2]
-
-
-def test_a_request_ends_the_pause(jobs: Jobs) -> None:
-    job = jobs("--max-restarts", "1")
-    os.kill(os.getpid(), signal.SIGTERM)
-    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
-    assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
 
 
 def test_hosts_that_cannot_be_planned_are_a_failure_of_their_own(
@@ -152,7 +128,7 @@ def test_a_list_in_error_is_ignored(jobs: Jobs, capfd: pytest.CaptureFixture[str
 
 def test_a_job_grows_and_says_what_stays(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
     job = jobs("--grow", "1h")
-    job._known = _Known(Announcement(("--resume",), 12, None, ""), 1)
+    job._known = Announcement(("--resume",), 12, None, "", 1)
     list_hosts("localhost slots=3")
     grown = job._plan_next(TO_GROW)
     assert grown.request.world_size == 3
@@ -171,44 +147,6 @@ def test_a_growth_that_finds_no_host_is_the_last(
     assert not job._may_grow
 
 
-def test_a_growth_whose_ranks_do_not_stop_is_the_last(
-    jobs: Jobs, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = jobs("--grow", "1h")
-    list_hosts("localhost slots=2")
-    late = Outcome(FAILED, "rank 0 had not stopped.", stop=Stop.TO_GROW)
-    assert job._plan_next(late).request.world_size == 2
-    assert "mpiddp: rank 0 had not stopped.\n" in capfd.readouterr().err
-    assert not job._may_grow
-
-
-def test_a_growth_with_a_program_that_is_gone_keeps_the_plan(
-    jobs: Jobs, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = jobs("--grow", "1h")
-    before = job._plan
-    Path("program").unlink()
-    assert job._plan_next(TO_GROW) is before
-    said = rf"mpiddp: {GONE}\nmpiddp: the job has not grown\."
-    assert re.search(said, capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("code", [FAILED, BAD_INPUT])
-def test_a_job_that_fails_on_more_hosts_returns_to_those_of_before(
-    jobs: Jobs, capfd: pytest.CaptureFixture[str], code: int
-) -> None:
-    job = jobs("--grow", "1h")
-    before = job._plan
-    list_hosts("localhost slots=2")
-    assert job._plan_next(TO_GROW).request.world_size == 2
-    capfd.readouterr()
-    assert job._plan_next(Outcome(code, "no start.", known_cause="A known cause.")) is before
-    assert capfd.readouterr().err == (
-        f"mpiddp: no start.\nmpiddp: A known cause.\nmpiddp: restarting on {HERE}.\n"
-    )
-    assert job._plan_next(Outcome(code, "no start.")) is None  # it does so once
-
-
 @pytest.mark.parametrize(
     ("code", "after"),
     [(STOPPED, Outcome(STOPPED, "stopped on request.")),
@@ -225,42 +163,14 @@ def test_a_request_before_a_growth_ends_the_job(
     assert job._plan_next(Outcome(code, "x.", stop=Stop.TO_GROW)) == after
 
 
-def test_an_attempt_that_cannot_be_started_is_a_failure_after_the_first(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object) -> Outcome:
-        raise UserError("cannot start mpirun: it is gone.")
-
-    job = jobs("--max-restarts", "1")
-    monkeypatch.setattr(jobs_of, "run_attempt", refuse)
-    with pytest.raises(UserError, match=r"^cannot start mpirun"):
-        job._attempt()
-    job._plan_next(Outcome(FAILED))
-    assert job._attempt() == Outcome(FAILED, "cannot start mpirun: it is gone.")
-
-
 # --- what one attempt tells the next ---
 
 
-def test_a_host_that_ends_two_attempts_in_a_row_is_avoided(jobs: Jobs) -> None:
-    job = jobs("--max-restarts", "9")
-    for host in (HERE, "", HERE):
-        job._remember(Outcome(FAILED, host_at_fault=host))
-        assert job._past.avoided == {}
-    job._remember(Outcome(FAILED, host_at_fault=HERE))
-    (why,) = job._past.avoided.values()
-    assert why.endswith(" has ended two attempts in a row")
-
-
 def test_the_first_announcement_of_each_kind_counts() -> None:
-    nothing = _Known()
-    assert nothing.after(NOTHING_ANNOUNCED, 2).announcement == NOTHING_ANNOUNCED
-    first = nothing.after(Announcement(("--resume",), 12, None, ""), 2)
-    assert first == _Known(Announcement(("--resume",), 12, None, ""), 2)
-    later = first.after(Announcement(("--other",), 24, 8, "runs/1"), 3)
-    assert later == _Known(Announcement(("--resume",), 12, 8, "runs/1"), 2)
-    last = later.after(Announcement((), None, 4, "runs/2"), 4)
-    assert last == later
+    first = NOTHING_ANNOUNCED.after(Announcement(("--resume",), 12, None, "", 2))
+    later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
+    assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
+    assert later.after(Announcement((), None, 4, "runs/2", 4)) == later
 
 
 def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:

@@ -81,11 +81,6 @@ def test_the_problem_of_one_host(info: HostInfo, needs: Needs, sentence: str) ->
     assert re.fullmatch(sentence, str(_complaint(info, needs)))
 
 
-def test_a_host_that_fits() -> None:
-    assert _complaint(FINE, NEEDS) is None
-    assert _complaint(FINE, replace(NEEDS, interface="10.0.0.0/16")) is None
-
-
 def test_a_tool_of_gpus_that_does_not_answer() -> None:
     """It matters only where a rank may use GPUs."""
     silent = error("amd-smi, xpu-smi", "a: nvidia-smi", "CUDA_VISIBLE_DEVICES=")
@@ -223,8 +218,8 @@ def test_versions_that_differ() -> None:
 def test_a_host_that_differs_from_those_that_have_run_the_job() -> None:
     old = replace(FINE, host=B, torch="2.5")
     infos = {A: FINE, B: old, C: replace(FINE, host=C)}
-    found = strangers(infos, [A], "/mpi/bin/mpirun")
-    assert list(found) == [B]
-    assert re.fullmatch(error("same version", "b: torch ", "2.6 on a, 2.5 on b"), found[B])
-    assert strangers(infos, [A, B], "/mpi/bin/mpirun") == {}  # they have never agreed
-    assert strangers(infos, [], "/mpi/bin/mpirun") == {}
+    for proven, odd in (([A], B), ([], B), ([B], A)):
+        found = strangers(infos, proven, "/mpi/bin/mpirun")
+        assert odd in found
+        assert C not in found or proven == [B]
+    assert re.fullmatch(error("same version", "torch ", "2.5 on b, 2.6 on a"), found[A])

@@ -41,12 +41,6 @@ def test_ranks_fill_the_slots_in_file_order() -> None:
     assert ranks(2, 1) == {"c": 1, "a": 1}
 
 
-def test_ranks_per_host_needs_every_slot_count() -> None:
-    message = error("count. Write", "hosts.txt:2: node2 ", "Write: node2 slots=N")
-    hosts = parse("node1 slots=1\nnode2\n")
-    assert re.fullmatch(message, refusal(lambda: ranks_per_host(hosts, None, None)))
-
-
 def test_exclude() -> None:
     hosts = parse("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
     assert [host.name for host in exclude(hosts, "NODE2, node3").hosts] == ["node1"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import struct
 import termios
 import threading
 import time
@@ -64,21 +63,6 @@ def shared() -> Iterator[Reader]:
 ZERO, ONE = b"[rank 0 a] ", b"[rank 1 b] "
 
 
-def test_the_only_rank_is_shown_as_it_writes(alone: Reader) -> None:
-    rank = Source(0)
-    alone.screen.show(rank, b"a\nb")
-    assert alone.seen() == b"a\nb"
-    alone.screen.show(rank, b"c\rd\n")
-    assert alone.seen() == b"c\rd\n"
-    assert not alone.screen.has_open_lines
-
-
-def test_the_two_streams_of_one_rank_mix(alone: Reader) -> None:
-    alone.screen.show(Source(0), b"a")
-    alone.screen.show(Source(0), b"b")
-    assert alone.seen() == b"ab"
-
-
 def test_another_source_begins_a_line(alone: Reader) -> None:
     alone.screen.show(Source(0), b"a")
     alone.screen.show(Source(-1), b"b\n")
@@ -94,55 +78,6 @@ def test_each_line_of_the_only_rank_has_its_prefix(alone: Reader) -> None:
     assert alone.seen() == b"d\r" + ZERO + b"e\r\n"
     alone.screen.show(Source(0, ZERO), b"f\n")
     assert alone.seen() == ZERO + b"f\n"
-
-
-def test_the_launchers_line_ends_an_open_one(alone: Reader) -> None:
-    alone.screen.show(Source(0), b"a")
-    alone.screen.log("a sentence.")
-    assert alone.seen() == b"a\nmpiddp: a sentence.\n"
-    alone.screen.log("another.")
-    assert alone.seen() == b"mpiddp: another.\n"
-
-
-def test_several_ranks_show_whole_lines(shared: Reader) -> None:
-    zero, one = Source(0, ZERO), Source(1, ONE)
-    shared.screen.show(zero, b"a")
-    shared.screen.show(one, b"b\nc")
-    assert shared.seen() == ONE + b"b\n"
-    shared.screen.show(zero, b"a\nd\n")
-    assert shared.seen() == ZERO + b"aa\n" + ZERO + b"d\n"
-    shared.screen.end(zero)
-    assert shared.seen() == b""
-    shared.screen.end(one)
-    assert shared.seen() == ONE + b"c\n"
-    shared.screen.end(one)
-    assert shared.seen() == b""
-
-
-def test_a_redrawn_line_is_shown_as_it_looks_in_the_end(shared: Reader) -> None:
-    shared.screen.show(Source(0, ZERO), b"1%\r2%\r3%\r\nnext\n")
-    assert shared.seen() == ZERO + b"3%\n" + ZERO + b"next\n"
-
-
-def test_a_line_that_is_too_long_is_cut(shared: Reader) -> None:
-    os.set_blocking(shared.reader, True)
-    source = Source(0)
-    shared.screen.show(source, b"x" * (LONGEST_LINE - 1))
-    assert shared.screen.has_open_lines
-    read: list[bytes] = []
-
-    import threading
-
-    def read_all() -> None:
-        while sum(map(len, read)) < LONGEST_LINE + 1:
-            read.append(os.read(shared.reader, 1 << 20))
-
-    thread = threading.Thread(target=read_all)
-    thread.start()
-    shared.screen.show(source, b"y")
-    thread.join(60)
-    assert b"".join(read) == b"x" * (LONGEST_LINE - 1) + b"y\n"
-    assert not shared.screen.has_open_lines
 
 
 def test_a_quiet_line_is_shown_once(shared: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +144,6 @@ def test_a_terminal_after_ctrl_s_does_not_delay_the_launcher(
     os.close(terminal)
 
 
-def test_a_reader_that_goes_away_loses_the_output(capfd: pytest.CaptureFixture[str]) -> None:
-    reader = Reader(is_shared=False)
-    os.close(reader.reader)
-    reader.screen.show(Source(0), b"a\n")
-    reader.screen.show(Source(0), b"b\n")
-    reader.screen.close()
-    assert capfd.readouterr().err == (
-        "mpiddp: stdout: its reader went away. The job continues, and its output there is lost.\n"
-    )
-
-
 # --- what mpirun says about the end ---
 
 RULE = b"-" * 60 + b"\n"
@@ -277,23 +201,6 @@ def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     outputs.finish()
     assert outputs.is_finished(60)
     outputs.settle(is_said=True)
-
-
-@pytest.mark.parametrize(("term", "is_shown"), [("xterm", True), ("dumb", False), (None, False)])
-def test_a_status_needs_a_terminal_that_can_move_its_cursor(
-    monkeypatch: pytest.MonkeyPatch, term: str | None, is_shown: bool
-) -> None:
-    monkeypatch.delenv("TERM", raising=False)
-    if term is not None:
-        monkeypatch.setenv("TERM", term)
-    reader = Reader(is_shared=True, is_terminal=True)
-    fcntl.ioctl(reader.reader, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    assert reader.screen.columns == (80 if is_shown else 0)
-    reader.screen.show_status(["step 1"])
-    assert (b"step 1" in reader.seen()) == is_shown
-    reader.screen.close()
-    assert reader.screen.columns == 0
-    os.close(reader.reader)
 
 
 def test_a_quiet_line_that_ends_so_is_not_repeated(

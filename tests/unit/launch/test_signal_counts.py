@@ -49,11 +49,6 @@ def test_two_ctrl_c_0_3_s_apart_always_count(queue: SignalQueue) -> None:
     assert received(queue, signal.SIGINT, [10.0, 10.001, 10.301, 10.7]) == [10.0, 10.301, 10.7]
 
 
-def test_different_signals_each_count(queue: SignalQueue) -> None:
-    assert received(queue, signal.SIGTERM, [10.0]) == [10.0]
-    assert received(queue, signal.SIGINT, [10.0]) == [10.0]
-
-
 STOPPED_CHILD = """
 import multiprocessing, os, signal, subprocess, time
 from mpiddp.runtime.job import stop

@@ -435,12 +435,6 @@ def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None
     assert host == ""
 
 
-def test_a_job_of_one_rank_has_no_others() -> None:
-    ranks = noted(failed(0, "ValueError: x"), hosts=("a",))
-    found = verdict(History(ranks, MpirunEnd("mpirun", 1)))
-    assert found.sentence == "rank 0 on a failed first: ValueError: x."
-
-
 @pytest.mark.parametrize(
     ("messages", "culprit"),
     [
@@ -516,46 +510,6 @@ def test_the_hang_report_names_the_rank_that_is_not_in_torch() -> None:
     ranks = noted(stacks(0, 7, WAITS), stacks(1, 7, WORKS), hosts=("a", "b"))
     (sentence,) = stuck_sentences(ranks, 60)
     assert sentence.startswith("rank 1 on b has made no step for 60 s while the others wait at ")
-
-
-@pytest.mark.parametrize(
-    ("messages", "end"),
-    [
-        ([], " and does not answer: it is stopped, or stuck in native code."),
-        ([stacks(0, 3, WORKS)], f". Its Python stack follows.\n{WORKS.rstrip()}"),
-    ],
-)
-def test_a_hanging_job_of_one_rank_has_no_others_that_wait(
-    messages: list[Message], end: str
-) -> None:
-    assert stuck_sentences(noted(*messages, hosts=("a",)), 60) == [
-        f"rank 0 on a has made no step for 60 s{end}"
-    ]
-
-
-def test_ranks_of_which_none_answers_wait_at_no_step() -> None:
-    assert stuck_sentences(noted(hosts=("a", "b")), 60) == [
-        f"rank {rank} on {host} has made no step for 60 s and does not answer: it is stopped, or stuck in "
-        "native code."
-        for rank, host in enumerate("ab")
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "thread MainThread:\n", "no stack at all"])
-def test_a_stack_without_a_frame_has_no_last_words(text: str) -> None:
-    ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, text), hosts=("a",))
-    assert missing_sentence(ranks, 60) == (
-        "only 0 of 1 ranks joined in 60 s. Missing: rank 0 on a. "
-        "Its last words: none; its Python stack shows no line of a script."
-    )
-
-
-def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
-    ranks = noted(message(0, "started", host="a", pid=5), message(0, "exited"), hosts=("a", "b"))
-    assert missing_sentence(ranks, 60) == (
-        "only 0 of 2 ranks joined in 60 s. Missing: rank 0 on a, rank 1 on b. "
-        "The last words of rank 0: none; it has ended, with exit code 0."
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""The variables of the ranks: which of this shell's reach other hosts, and those of -x and --env-file.
+
+Tests mpiddp/launch/starters/environment.py. The promises have the command line for each MPI.
+python -m pytest tests/unit/launch/test_variables.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.starters.environment import (
+    fill_in_hint,
+    forwarded,
+    is_secret,
+    parse_env_file,
+    parse_exports,
+    read_env_file,
+    without_values,
+)
+from tests.support.errors import error
+
+PASSED = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_DEVICE_ORDER"),
+    *("NCCL_DEBUG", "NCCL_IB_PKEY", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF", "GLOO_SOCKET_IFNAME"),
+    *("OMP_NUM_THREADS", "HIP_PLATFORM", "ROCR_X", "RCCL_X", "ZE_X", "ONEAPI_DEVICE_SELECTOR"),
+    *("UCX_TLS", "FI_PROVIDER", "HF_HOME", "MPIDDP_DATA", "MPI4PY_LIBMPI"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+NOT_PASSED = ("HOME", "USER", "LD_PRELOAD", "PYTHONHASHSEED", "WANDB_MODE", "AWS_REGION", "PWD")
+SECRETS = (
+    *("HF_TOKEN", "NCCL_SECRET", "UCX_KEY", "TORCH_PASSWORD", "FI_CREDENTIALS", "HF_AUTH"),
+    *("MPIDDP_COOKIE", "OMP_SESSION", "TORCH_DSN", "hf_token"),
+)
+
+
+def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret() -> None:
+    env = dict.fromkeys((*PASSED, *NOT_PASSED, *SECRETS), "1")
+    assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
+    assert forwarded(env, ["HF_TOKEN"])["HF_TOKEN"] == "1"
+    assert all(map(is_secret, SECRETS))
+
+
+FILE = r"""
+# a comment
+PLAIN=one two
+export EXPORTED=three   # no comment
+EMPTY=
+SINGLE='as $written \n # ${HOME}'
+DOUBLE="it's"
+URL=postgres://u:p@h/db?a=b&c=$d
+HERE
+"""
+
+
+def parse(text: str) -> dict[str, str | None]:
+    return dict(parse_env_file(text.encode(), "f", {"HERE": "x"}))
+
+
+def test_the_format_of_the_file() -> None:
+    assert parse(FILE) == {
+        "PLAIN": "one two",
+        "EXPORTED": "three   # no comment",
+        "EMPTY": "",
+        "SINGLE": r"as $written \n # ${HOME}",
+        "DOUBLE": "it's",
+        "URL": "postgres://u:p@h/db?a=b&c=$d",
+        "HERE": None,
+    }
+    assert parse("\ufeffA=1\r\nB='2'\r\n") == {"A": "1", "B": "2"}  # as Windows writes it
+
+
+EXPECTED = error("expected NAME=VALUE", "f:2: ", "NAME=VALUE")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        *((line, EXPECTED) for line in ("two words", "A = private", "=private", "1A=private")),
+        *((line, EXPECTED) for line in ("A-B=private", "A=\0private")),
+        ("GONE", error("set here", "f:2: GONE ", "Write: GONE=VALUE")),
+    ],
+)
+def test_a_bad_line_is_one_sentence_without_the_value(line: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(f"OK=1\n{line}\n")
+    assert re.fullmatch(sentence, str(refused.value))
+    assert "private" not in str(refused.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^{EXPECTED}$"):
+        dict(parse_env_file(b"A=1\nB=\xff\n", "f", {}))
+    gone = error(":", "--env-file ", "/gone: No such file or directory")
+    with pytest.raises(UserError, match=f"^{gone}$"):
+        read_env_file(f"{tmp_path}/gone", {})
+    too_large = error("of variables", "--env-file /dev/zero: ", "1 MiB")
+    with pytest.raises(UserError, match=f"^{too_large}$"):
+        read_env_file("/dev/zero", {})
+
+
+def test_a_pipe_is_read_once_and_options_take_precedence(tmp_path: Path) -> None:
+    """As `--env-file <(pass show wandb)` has it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_text, args=("A=1\nB=1\n",)).start()
+    how = parse_options(["--env-file", str(pipe), "-x", "B=2", "-x", "C=", __file__])
+    assert how.variables == {"A": "1", "B": "2", "C": ""}
+
+
+def test_a_variable_of_x() -> None:
+    assert parse_exports(["A", "B=1=2", "B=3", "C="], {"A": "x"}) == {"A": None, "B": "3", "C": ""}
+    for export, words in (("A", "export A="), ("1=private", "not a valid variable name")):
+        with pytest.raises(UserError, match=words) as refused:
+            parse_exports([export], {})
+        assert "private" not in str(refused.value)
+
+
+def test_a_printed_command_has_no_values() -> None:
+    exports = ["HF_TOKEN=abc", "MY_KEY=d=e", "A=h", "PLAIN=i", "TOKEN", "V="]
+    own = ["-x", "HF_TOKEN=abc", "-xMY_KEY=d=e", "-x=A=h", "-vxPLAIN=i", "-x", "TOKEN", "-x", "V="]
+    assert without_values([*own, "--hostfile", "f"], exports) == [
+        *("-x", "HF_TOKEN=…", "-xMY_KEY=…", "-x=A=…", "-vxPLAIN=…", "-x", "TOKEN", "-x", "V=…"),
+        *("--hostfile", "f"),
+    ]
+    assert fill_in_hint(["B", "A"]).endswith("Fill in: A, B")
+    assert fill_in_hint([]) == ""
