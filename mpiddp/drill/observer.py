@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.plan import Plan, PlannedFault
-from mpiddp.drill.records import position
+from mpiddp.drill.faults import Plan, PlannedFault
+from mpiddp.drill.records import file_of, position
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 
@@ -66,9 +67,7 @@ class _Observer:
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers = ""
-        name = f"rank_{rank}_{time.time_ns()}.jsonl"
-        self._file = (folder / name).open("w", buffering=1)
-        self._write(kind="start", rank=rank)
+        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Remember the outermost module of the first forward pass. Each call of it takes a batch."""
@@ -172,12 +171,8 @@ def _in_handler() -> bool:
     """Whether a handler of a signal is on the stack of this thread."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     codes = [getattr(signal.getsignal(number), "__code__", None) for number in numbers]
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code in codes and threading.current_thread() is threading.main_thread():
-            return True
-    return False
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
 
 
 def _watch_saves(observer: _Observer) -> None:
@@ -188,7 +183,7 @@ def _watch_saves(observer: _Observer) -> None:
         name = f if is_path else getattr(f, "name", "")
         path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
         data, write = b"", None
-        if observer.plan.is_of_save and (path or not observer.plan.in_files):
+        if observer.plan.row.is_of_save and (path or not observer.plan.in_files):
             save(obj, copy := io.BytesIO(), *args, **kwargs)
             data = copy.getvalue()
             write = Path(f).write_bytes if is_path else f.write
