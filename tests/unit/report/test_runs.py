@@ -21,25 +21,6 @@ from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
 
 
-def test_the_runs_of_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "runs/a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
-    write_run(tmp_path / "runs/b", failures={1: "OSError: gone"}, ends=False)
-    script = tmp_path / "runs/c\x1b[31m"
-    (script / "checkpoints").mkdir(parents=True)
-    (script / "metrics.jsonl").write_text('{"step": 7, "loss": 0.5}\n{"st')
-    (tmp_path / "runs/notes").mkdir()
-    assert cli.main(["runs"]) == 0
-    assert capsys.readouterr().out == (
-        "RUN        STATE    STEP  ACCURACY     LOSS            RATE  DURATION\n"
-        "a          done    1,000    91.00%   0.1972  1,000 images/s    17 min\n"
-        "b          failed    100    91.00%  0.06387  1,049 images/s     100 s\n"
-        "c\\x1b[31m  -           7         -      0.5               -         -\n"
-    )
-
-
 def test_columns_that_hold_nothing_are_not_printed_and_names_are_short(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
