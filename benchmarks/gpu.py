@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpiddp.bench.figures import ratios, spread, turns
 from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
-from mpiddp.bench.start import JOB
+from mpiddp.bench.start import JOB, LAUNCHERS, time_start
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -95,7 +93,8 @@ def cifar10(bench: Bench) -> Figure:
 
 def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -> Figure:
     out = bench.folder / name
-    options = [*(tiny if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
+    small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny)
+    options = [*(small if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
     bench.run(sys.executable, "-m", "mpiddp", "bench", name, *options)
     found: Figure = json.loads((out / f"{name}.json").read_text())["results"]
     return found
@@ -103,39 +102,26 @@ def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -
 
 def step(bench: Bench) -> Figure:
     sizes = ("--dataset=image-folder", "--arch=resnet50", "--batch-size=256", "--rounds=3")
-    tiny = ("--arch=resnet20", "--batch-size=4", "--rounds=1", "--steps=4")
-    return _bench(bench, "step", sizes, tiny)
+    return _bench(bench, "step", sizes, ("--steps=4",))
 
 
 def loader(bench: Bench) -> Figure:
     sizes = ("--arch=resnet50", "--batch-size=256", "--images=2048", "--workers=8,12,16")
-    tiny = ("--arch=resnet20", "--batch-size=4", "--images=8", "--batches=2", "--workers=1")
-    return _bench(bench, "loader", sizes, (*tiny, "--rounds=1"))
+    return _bench(bench, "loader", sizes, ("--images=8", "--batches=2", "--workers=1"))
 
 
 def start(bench: Bench) -> Figure:
     """From the command to the end of the first all-reduce: `mpiddp launch` and torchrun."""
     job = (JOB[0], "gloo" if bench.is_tiny else "nccl")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *job]
-    commands = {"mpiddp": [*launch_command("-H", "localhost:1"), *job], "torchrun": torchrun}
-    found: dict[str, list[float]] = {name: [] for name in commands}
-    for number, name in turns(list(commands), 1 if bench.is_tiny else 5, warmup=1):
-        since = time.time()
-        [at] = re.findall(r"1 ranks at ([\d.]+)", bench.run(*commands[name]))
+    found: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    for number, name in turns(LAUNCHERS, 1 if bench.is_tiny else 5, warmup=1):
+        wall_s = time_start(name, 1, 600.0, job)["wall_s"]
         if number > 0:
-            found[name].append(float(at) - since)
-    return {"wall_s": found, "ratio": spread(ratios(found["mpiddp"], found["torchrun"]))["median"]}
+            found[name].append(wall_s)
+    return {"wall_s": found, "ratio": spread(ratios(*found.values()))["median"]}
 
 
 MEASURED = {each.__name__: each for each in (resnet50, resnet152, start, step, loader, cifar10)}
-
-
-def figures(names: Sequence[str], folder: Path) -> Iterator[Figure]:
-    here = machine()
-    bench = Bench(folder, is_tiny=not here["gpus"])
-    for name in names:
-        figure = MEASURED[name](bench)
-        yield {"name": name, "gpus": here["gpus"], "torch": here["torch"], "figure": figure}
 
 
 def main() -> None:
@@ -143,11 +129,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), metavar="FILE")
     parser.add_argument("--only", default=",".join(MEASURED), metavar="NAME,NAME")
     options = parser.parse_args()
+    here = machine()
     with tempfile.TemporaryDirectory() as folder:
-        for figure in figures(options.only.split(","), Path(folder)):
-            print(json.dumps(figure), flush=True)
+        bench = Bench(Path(folder), is_tiny=not here["gpus"])
+        for name in options.only.split(","):
+            found = {"gpus": here["gpus"], "torch": here["torch"], "figure": MEASURED[name](bench)}
+            line = json.dumps({"name": name, **found})
+            print(line, flush=True)
             with options.out.open("a") as file:
-                file.write(json.dumps(figure) + "\n")
+                file.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -29,18 +29,11 @@ TESTS = ("tests/unit/launch", "tests/unit/hosts")
 COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
 LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
 
-_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Lt: ast.GtE,
-    ast.GtE: ast.Lt,
-    ast.Gt: ast.LtE,
-    ast.LtE: ast.Gt,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+_PAIRS: tuple[tuple[type[ast.cmpop], type[ast.cmpop]], ...] = (
+    *((ast.Eq, ast.NotEq), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE)),
+    *((ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
+)
+_OPPOSITE = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
