@@ -16,6 +16,7 @@ from mpiddp.drill.faults import FAULTS
 from mpiddp.drill.records import Attempt, History, Recording, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.drill.verdict import judge
+from tests.support.an_mpirun import an_mpirun
 
 KILL = FAULTS[0]
 SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}
@@ -110,10 +111,12 @@ def test_files_of_options_are_found_from_another_folder(
     Path("hosts").write_text("localhost slots=2")
     for name in (".env", "train.py"):
         Path(name).touch()
+    mpirun = an_mpirun(tmp_path)
     given = ["-n", "2", "--hostfile", "hosts", "--env-file=./.env", "-x", "A=hosts", "--grace=9"]
+    given += ["--mpirun", "./mpirun"]
     _, command = main._parse(["--steps", "3", *given, "train.py", "--out", "{out}"])
     assert command.options == (
-        *("--hostfile", f"{tmp_path}/hosts", "-n", "2", "-xA=hosts"),
+        *("--hostfile", f"{tmp_path}/hosts", "-n", "2", "--mpirun", mpirun, "-xA=hosts"),
         *(f"--env-file={tmp_path}/.env", "--grace", "9.0"),
     )
     assert command.job == (f"{tmp_path}/train.py", "--out", "{out}")
