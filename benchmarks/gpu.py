@@ -15,9 +15,8 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mpiddp.bench.figures import ratios, spread, turns
+from mpiddp.bench.figures import Result, ratios, spread, turns
 from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
 from mpiddp.bench.start import JOB, LAUNCHERS, time_start
@@ -30,7 +29,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "--compile reduce-overhead": ("--compile=reduce-overhead",),
 }
 TARGET_ACCURACY = 0.94
-Figure = dict[str, Any]
 
 
 class Bench:
@@ -45,7 +43,7 @@ class Bench:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def train(self, *options: str) -> Figure:
+    def train(self, *options: str) -> Result:
         """The summary of a training on one GPU."""
         self._count += 1
         out = self.folder / str(self._count)
@@ -54,10 +52,10 @@ class Bench:
             options = (*options, *tiny, "--steps-per-epoch=2")
         job = ("-m", "mpiddp", "train", f"--out={out}", "--save-every=100000", *options)
         self.run(*launch_command("-H", "localhost:1"), *job)
-        found: Figure = json.loads((out / "summary.json").read_text())
+        found: Result = json.loads((out / "summary.json").read_text())
         return found
 
-    def alternate(self, variants: Mapping[str, Sequence[str]], *shared: str) -> Figure:
+    def alternate(self, variants: Mapping[str, Sequence[str]], *shared: str) -> Result:
         """images/s of each variant in two rounds."""
         found: dict[str, list[float]] = {name: [] for name in variants}
         for _, name in turns(list(variants), 1 if self.is_tiny else 2):
@@ -65,13 +63,13 @@ class Bench:
         return {"images_per_s": found}
 
 
-def resnet50(bench: Bench) -> Figure:
+def resnet50(bench: Bench) -> Result:
     """ResNet-50 with each of the defaults switched off, and under torch.compile."""
     model = ("--dataset=image-folder", "--use-syn", "--arch=resnet50", "--batch-size=256")
     return bench.alternate(SETTINGS, *model, "--epochs=1", "--steps-per-epoch=60")
 
 
-def resnet152(bench: Bench) -> Figure:
+def resnet152(bench: Bench) -> Result:
     """ResNet-152 at 32×32 with 8192 images: the defaults and the fp32 of the guides."""
     model = ("--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192", "--epochs=8")
     found = bench.alternate({name: SETTINGS[name] for name in (DEFAULTS, PLAIN)}, *model)
@@ -79,7 +77,7 @@ def resnet152(bench: Bench) -> Figure:
     return {**found, "ratio": spread(ratios(speeds[DEFAULTS], speeds[PLAIN]))["median"]}
 
 
-def cifar10(bench: Bench) -> Figure:
+def cifar10(bench: Bench) -> Result:
     """CIFAR-10 to 94 %: ever fewer epochs, as long as they reach it."""
     found = {}
     for epochs in (24, 16, 12, 10):
@@ -91,26 +89,26 @@ def cifar10(bench: Bench) -> Figure:
     return found
 
 
-def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -> Figure:
+def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -> Result:
     out = bench.folder / name
     small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny)
     options = [*(small if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
     bench.run(sys.executable, "-m", "mpiddp", "bench", name, *options)
-    found: Figure = json.loads((out / f"{name}.json").read_text())["results"]
+    found: Result = json.loads((out / f"{name}.json").read_text())["results"]
     return found
 
 
-def step(bench: Bench) -> Figure:
+def step(bench: Bench) -> Result:
     sizes = ("--dataset=image-folder", "--arch=resnet50", "--batch-size=256", "--rounds=3")
     return _bench(bench, "step", sizes, ("--steps=4",))
 
 
-def loader(bench: Bench) -> Figure:
+def loader(bench: Bench) -> Result:
     sizes = ("--arch=resnet50", "--batch-size=256", "--images=2048", "--workers=8,12,16")
     return _bench(bench, "loader", sizes, ("--images=8", "--batches=2", "--workers=1"))
 
 
-def start(bench: Bench) -> Figure:
+def start(bench: Bench) -> Result:
     """From the command to the end of the first all-reduce: `mpiddp launch` and torchrun."""
     job = (JOB[0], "gloo" if bench.is_tiny else "nccl")
     found: dict[str, list[float]] = {name: [] for name in LAUNCHERS}

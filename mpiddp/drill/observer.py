@@ -62,8 +62,7 @@ class _Observer:
         self._samples: list[int] = []  # of this step
         self._ahead = 0  # batches that the script has before it calls its model
         self._is_resumed = any(folder.glob(f"rank_{rank}_*.jsonl"))
-        self.steps = 0  # of this process
-        self._position = 0  # the step that this process has resumed from
+        self.step = 0  # of the run: that of the resume until the first one of this process
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers = ""
@@ -97,21 +96,20 @@ class _Observer:
             # A model may be divided or wrapped so that it has other parameters; then none is known.
             is_of_model=not of_model or any(id(each) in of_model for each in parameters),
         )
-        self._position = position(self.folder, self.rank, state["weights"])
+        self.step = position(self.folder, self.rank, state["weights"])
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if optimizer is not self._optimizer:
             return
-        self.steps += 1
+        self.step += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if not self._samples:  # the model that is called is not the first that was
             self._samples = [number for _, numbers in self.batches for number in numbers]
             self.batches.clear()
         samples, self._samples = self._samples, []
         self._write(kind="step", rates=rates, samples=samples, **self._state(optimizer))
-        step = self._position + self.steps
-        self.fault.after_step(step)
-        if self.plan.last and step >= self.plan.last:
+        self.fault.after_step(self.step)
+        if self.plan.last and self.step >= self.plan.last:
             raise SystemExit(0)
 
     def saving(self, path: str, write: Callable[[bytes], object] | None, data: bytes) -> None:
@@ -119,10 +117,9 @@ class _Observer:
 
         A save that a fault breaks is not recorded: nothing can resume from it.
         """
-        step = self._position + self.steps
         if write is not None:
-            self.fault.in_save(step, write, data)
-        self._write(kind="save", step=step, path=path, in_handler=_in_handler())
+            self.fault.in_save(self.step, write, data)
+        self._write(kind="save", step=self.step, path=path, in_handler=_in_handler())
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = list(_parameters(optimizer))
