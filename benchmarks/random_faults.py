@@ -57,6 +57,7 @@ GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
 _RANK = r"\S*python\S* -m mpiddp (run|train)\b"
+_PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
     "mpirun": r"(\S*sh )?\S*(mpirun|prterun|mpiexec\S*) ",
@@ -327,8 +328,9 @@ def own_tracebacks(output: str) -> int:
     If a rank of a raw mpirun is killed, the first of the others to notice prints where `mpiddp train` was.
     """
     package = f'File "{Path(mpiddp.__file__).parent}/'
-    blocks = output.split("Traceback (most recent call last):")[1:]
-    known = [explain(block.splitlines()) for block in blocks if package in block]
+    blocks = _PREFIX.sub("", output).split("Traceback (most recent call last):")[1:]
+    errors = [re.search(r"^\S.*", block, re.MULTILINE) for block in blocks if package in block]
+    known = [explain([error[0]]) if error else None for error in errors]
     return sum(not each or each.failure.weight != Weight.CONSEQUENCE for each in known)
 
 
