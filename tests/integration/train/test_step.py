@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.errors import UserError
 from mpiddp.train.checkpoint import _restore
+from mpiddp.train.datasets import batches, open_data
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
@@ -26,10 +27,12 @@ from mpiddp.train.step import (
     State,
     build_optimizer,
     build_scaler,
+    learning_rate,
     load_weights,
     mark_last_gradient,
     train_step,
 )
+from mpiddp.world import World
 from tests.support.training import configured
 
 
@@ -65,6 +68,18 @@ def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
     step = Step(tuple(passes), 2 * len(passes))
     train_step(state, ddp, of_passes, step, 0.1, config, phase_ends=ends.append)
     assert [phase for phase, _ in groupby(ends)] == phases
+
+
+def test_the_first_epochs_are_at_low_resolution_for_whoever_trains() -> None:
+    """For `--check-determinism` too."""
+    config = configured("--use-syn", "--low-res-epochs=1")
+    data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
+    order = [torch.tensor([0, 1])]
+    sizes = []
+    for epoch in (0, 1):
+        ((images, _),) = batches(data.train, order, config, torch.device("cpu"), epoch=epoch)
+        sizes.append(tuple(images.shape[2:]))
+    assert sizes == [(24, 24), (32, 32)]
 
 
 def test_weight_decay_excludes_batch_norm_and_biases() -> None:
@@ -123,6 +138,16 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
     scaler.step(optimizer)
     momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
     assert all(momentum is None or not momentum.any() for momentum in momenta)
+
+
+def test_the_learning_rate_of_each_schedule() -> None:
+    """The peak scales with the batch, a quarter of the epochs warms up, and two of them reach 0."""
+    for schedule, last in (("one-cycle", 0.0), ("cosine", 0.0), ("step", 1e-3), ("constant", 1.0)):
+        config = configured("--lr=0.5", "--batch-size=512", "--epochs=8", f"--schedule={schedule}")
+        rates = [learning_rate(step, 10, config) for step in range(80)]
+        assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
+        assert max(rates) == pytest.approx(1.0)
+        assert rates[79] == pytest.approx(last, abs=0.02)
 
 
 def test_weights_but_for_another_number_of_classes(tmp_path: Path) -> None:
