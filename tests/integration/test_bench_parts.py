@@ -57,11 +57,14 @@ from argparse import Namespace
 from importlib import import_module
 from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
 from mpiddp.world import World
-sizes, (name, *training) = set(), sys.argv[1:]
-before_forward(lambda module, inputs: hasattr(module, "reducer") and sizes.add(inputs[0].shape[-1]))
+last, (name, *training) = {}, sys.argv[1:]
+def note(module, inputs):
+    if hasattr(module, "reducer"):  # DistributedDataParallel
+        last[module] = inputs[0].shape[-1]  # its first batches only fix its buckets
+before_forward(note)
 options = Namespace(steps=4, rounds=1, warmup=1)
 import_module(f"mpiddp.bench.ranks.{name}").rank(World.from_env(), options, training)
-print(*sizes)
+print(*set(last.values()))
 """
 
 
