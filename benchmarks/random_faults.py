@@ -56,7 +56,8 @@ BRIEFLY = "STOP+CONT"
 GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
-_RANK = r"\S*python\S* -m mpiddp (run|train)\b"
+_RANK = r"\S*python\S* -m mpiddp (run|train)\b"  # or the agent that starts it
+_SCRIPT = r"\S*python\S* -c from mpiddp\.runtime\.script "  # what an agent starts
 _PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -220,6 +221,8 @@ def _kind(process: Process, table: dict[int, Process]) -> str:
     if process.name == OUTPUT_PROCESS:
         return OUTPUT
     parent = table.get(process.parent)
+    if re.match(_SCRIPT, process.command) and not (parent and re.match(_SCRIPT, parent.command)):
+        return "rank"
     while parent is not None:
         if re.match(_RANK, parent.command):
             return CHILD  # a DataLoader's worker, a command and what it starts
@@ -475,8 +478,7 @@ def main() -> int:
     add("--out", type=Path, default=Path("random.jsonl"), metavar="FILE", help=out)
     add("--one-job", action="store_true", help="one training, killed repeatedly")
     add("--epochs", type=whole(1), default=50, metavar="N", help="of --one-job, of 500 steps each")
-    mean = "mean time between two faults of --one-job"
-    add("--kill-every", type=duration, default=60.0, metavar="1m", help=mean)
+    add("--kill-every", type=duration, default=60.0, metavar="1m", help="mean time between faults")
     options = parser.parse_args()
     return soak(options) if options.one_job else random_jobs(options)
 
