@@ -20,13 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import (
-    DefaultsShown,
-    OneSentenceParser,
-    as_arguments,
-    duration,
-    examples,
-)
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_options
