@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from mpiddp.bench.figures import ratios, spread, turns
+from mpiddp.bench.figures import Result, ratios, spread, turns
 from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
-from mpiddp.bench.start import JOB
+from mpiddp.bench.start import JOB, LAUNCHERS, time_start
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -32,7 +29,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "--compile reduce-overhead": ("--compile=reduce-overhead",),
 }
 TARGET_ACCURACY = 0.94
-Figure = dict[str, Any]
 
 
 class Bench:
@@ -47,7 +43,7 @@ class Bench:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def train(self, *options: str) -> Figure:
+    def train(self, *options: str) -> Result:
         """The summary of a training on one GPU."""
         self._count += 1
         out = self.folder / str(self._count)
@@ -56,10 +52,10 @@ class Bench:
             options = (*options, *tiny, "--steps-per-epoch=2")
         job = ("-m", "mpiddp", "train", f"--out={out}", "--save-every=100000", *options)
         self.run(*launch_command("-H", "localhost:1"), *job)
-        found: Figure = json.loads((out / "summary.json").read_text())
+        found: Result = json.loads((out / "summary.json").read_text())
         return found
 
-    def alternate(self, variants: Mapping[str, Sequence[str]], *shared: str) -> Figure:
+    def alternate(self, variants: Mapping[str, Sequence[str]], *shared: str) -> Result:
         """images/s of each variant in two rounds."""
         found: dict[str, list[float]] = {name: [] for name in variants}
         for _, name in turns(list(variants), 1 if self.is_tiny else 2):
@@ -67,13 +63,13 @@ class Bench:
         return {"images_per_s": found}
 
 
-def resnet50(bench: Bench) -> Figure:
+def resnet50(bench: Bench) -> Result:
     """ResNet-50 with each of the defaults switched off, and under torch.compile."""
     model = ("--dataset=image-folder", "--use-syn", "--arch=resnet50", "--batch-size=256")
     return bench.alternate(SETTINGS, *model, "--epochs=1", "--steps-per-epoch=60")
 
 
-def resnet152(bench: Bench) -> Figure:
+def resnet152(bench: Bench) -> Result:
     """ResNet-152 at 32×32 with 8192 images: the defaults and the fp32 of the guides."""
     model = ("--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192", "--epochs=8")
     found = bench.alternate({name: SETTINGS[name] for name in (DEFAULTS, PLAIN)}, *model)
@@ -81,7 +77,7 @@ def resnet152(bench: Bench) -> Figure:
     return {**found, "ratio": spread(ratios(speeds[DEFAULTS], speeds[PLAIN]))["median"]}
 
 
-def cifar10(bench: Bench) -> Figure:
+def cifar10(bench: Bench) -> Result:
     """CIFAR-10 to 94 %: ever fewer epochs, as long as they reach it."""
     found = {}
     for epochs in (24, 16, 12, 10):
@@ -93,49 +89,37 @@ def cifar10(bench: Bench) -> Figure:
     return found
 
 
-def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -> Figure:
+def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -> Result:
     out = bench.folder / name
-    options = [*(tiny if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
+    small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny)
+    options = [*(small if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
     bench.run(sys.executable, "-m", "mpiddp", "bench", name, *options)
-    found: Figure = json.loads((out / f"{name}.json").read_text())["results"]
+    found: Result = json.loads((out / f"{name}.json").read_text())["results"]
     return found
 
 
-def step(bench: Bench) -> Figure:
+def step(bench: Bench) -> Result:
     sizes = ("--dataset=image-folder", "--arch=resnet50", "--batch-size=256", "--rounds=3")
-    tiny = ("--arch=resnet20", "--batch-size=4", "--rounds=1", "--steps=4")
-    return _bench(bench, "step", sizes, tiny)
+    return _bench(bench, "step", sizes, ("--steps=4",))
 
 
-def loader(bench: Bench) -> Figure:
+def loader(bench: Bench) -> Result:
     sizes = ("--arch=resnet50", "--batch-size=256", "--images=2048", "--workers=8,12,16")
-    tiny = ("--arch=resnet20", "--batch-size=4", "--images=8", "--batches=2", "--workers=1")
-    return _bench(bench, "loader", sizes, (*tiny, "--rounds=1"))
+    return _bench(bench, "loader", sizes, ("--images=8", "--batches=2", "--workers=1"))
 
 
-def start(bench: Bench) -> Figure:
+def start(bench: Bench) -> Result:
     """From the command to the end of the first all-reduce: `mpiddp launch` and torchrun."""
     job = (JOB[0], "gloo" if bench.is_tiny else "nccl")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *job]
-    commands = {"mpiddp": [*launch_command("-H", "localhost:1"), *job], "torchrun": torchrun}
-    found: dict[str, list[float]] = {name: [] for name in commands}
-    for number, name in turns(list(commands), 1 if bench.is_tiny else 5, warmup=1):
-        since = time.time()
-        [at] = re.findall(r"1 ranks at ([\d.]+)", bench.run(*commands[name]))
+    found: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
+    for number, name in turns(LAUNCHERS, 1 if bench.is_tiny else 5, warmup=1):
+        wall_s = time_start(name, 1, 600.0, job)["wall_s"]
         if number > 0:
-            found[name].append(float(at) - since)
-    return {"wall_s": found, "ratio": spread(ratios(found["mpiddp"], found["torchrun"]))["median"]}
+            found[name].append(wall_s)
+    return {"wall_s": found, "ratio": spread(ratios(*found.values()))["median"]}
 
 
 MEASURED = {each.__name__: each for each in (resnet50, resnet152, start, step, loader, cifar10)}
-
-
-def figures(names: Sequence[str], folder: Path) -> Iterator[Figure]:
-    here = machine()
-    bench = Bench(folder, is_tiny=not here["gpus"])
-    for name in names:
-        figure = MEASURED[name](bench)
-        yield {"name": name, "gpus": here["gpus"], "torch": here["torch"], "figure": figure}
 
 
 def main() -> None:
@@ -143,11 +127,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), metavar="FILE")
     parser.add_argument("--only", default=",".join(MEASURED), metavar="NAME,NAME")
     options = parser.parse_args()
+    here = machine()
     with tempfile.TemporaryDirectory() as folder:
-        for figure in figures(options.only.split(","), Path(folder)):
-            print(json.dumps(figure), flush=True)
+        bench = Bench(Path(folder), is_tiny=not here["gpus"])
+        for name in options.only.split(","):
+            found = {"gpus": here["gpus"], "torch": here["torch"], "figure": MEASURED[name](bench)}
+            line = json.dumps({"name": name, **found})
+            print(line, flush=True)
             with options.out.open("a") as file:
-                file.write(json.dumps(figure) + "\n")
+                file.write(f"{line}\n")
 
 
 if __name__ == "__main__":

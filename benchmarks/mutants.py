@@ -1,4 +1,4 @@
-"""How many small faults in the launcher's code do the unit tests notice?
+"""How many small faults in the launcher's code do the tests notice that start no rank?
 
     python -m benchmarks.mutants --seed 1 --number 50
 
@@ -25,22 +25,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
-TESTS = ("tests/unit/launch", "tests/unit/hosts")
+# Those that start no rank: the record of every command line, the units, what a user mistypes.
+GOLDEN = "tests/promises/test_variables.py::test_the_command_line_of_each_mpi"
+TESTS = (GOLDEN, "tests/unit/launch", "tests/unit/hosts", "tests/refusals")
 COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
 LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
 
-_OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Lt: ast.GtE,
-    ast.GtE: ast.Lt,
-    ast.Gt: ast.LtE,
-    ast.LtE: ast.Gt,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
+_PAIRS: tuple[tuple[type[ast.cmpop], type[ast.cmpop]], ...] = (
+    *((ast.Eq, ast.NotEq), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE)),
+    *((ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
+)
+_OPPOSITE = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
@@ -116,6 +111,8 @@ def _not_run(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from ast.walk(node)
             case ast.ClassDef():
                 yield from (each for part in node.decorator_list for each in ast.walk(part))
+            case ast.keyword(arg="metavar"):  # words of a help
+                yield node.value
 
 
 def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
@@ -149,10 +146,8 @@ def is_noticed(folder: Path, tests: Sequence[str], limit_s: float | None = None)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mutants",
-        description="How many small faults in the launcher's code do the unit tests notice?",
-    )
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=about)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=50)
     parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="FOLDER")
@@ -164,6 +159,7 @@ def main() -> int:
         for name in COPIED:
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copied(ROOT / name, Path(scratch, name))
+        Path(scratch, ".mpi").symlink_to(ROOT / ".mpi")
         began = time.monotonic()
         if is_noticed(Path(scratch), options.tests):
             raise SystemExit("the tests fail without any mutant")

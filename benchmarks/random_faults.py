@@ -2,7 +2,7 @@
 
     python -m benchmarks.random_faults --minutes 60 --seed 7 --out random.jsonl
     python -m benchmarks.random_faults --seed 7 --only 12 --out again.jsonl     # the twelfth job alone
-    python -m benchmarks.random_faults --one-job --minutes 20 --kill-every 60   # a soak
+    python -m benchmarks.random_faults --one-job --epochs 50 --kill-every 60   # a soak
 
 The seed and its number define a job: how it starts, its options, and its faults. Each job is resumed until
 its steps are done, by the command that it has printed, or else by its own. Then no bit of its weights may
@@ -29,15 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import mpiddp
-from benchmarks.harness import ENV, MPIS, OPENMPI5, markdown
+from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
+from mpiddp.explain.explain import explain
+from mpiddp.explain.failures import Weight
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
+from tests.support.cluster.faults import unreachable
 from tests.support.cluster.host import ROOT_PATH, Process
 from tests.support.mpis import library_of, mpirun_of
+from tests.support.place import MPIS
 from tests.support.ranks import ROOT
 from tests.support.training import contents, records, unequal
 
@@ -52,7 +56,9 @@ BRIEFLY = "STOP+CONT"
 GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
-_RANK = r"\S*python\S* -m mpiddp (run|train)\b"
+_RANK = r"\S*python\S* -m mpiddp (run|train)\b"  # or the agent that starts it
+_SCRIPT = r"\S*python\S* -c from mpiddp\.runtime\.script "  # what an agent starts
+_PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
     "mpirun": r"(\S*sh )?\S*(mpirun|prterun|mpiexec\S*) ",
@@ -203,17 +209,20 @@ def victims(job: Job, target: str) -> list[tuple[Host, Process]]:
     if target == GROUP:  # the job's command leads its process group
         node = job.hosts["node0"]
         return [(node, process) for process in node.processes()[:1]]
-    found = []
-    for host in job.hosts.hosts:
-        table = {process.pid: process for process in host.processes()}
-        found += [(host, each) for each in table.values() if _kind(each, table) == target]
-    return found
+    return [(host, each) for host in job.hosts.hosts for each in of_kind(host, target)]
+
+
+def of_kind(host: Host, kind: str) -> list[Process]:
+    table = {process.pid: process for process in host.processes()}
+    return [each for each in table.values() if _kind(each, table) == kind]
 
 
 def _kind(process: Process, table: dict[int, Process]) -> str:
     if process.name == OUTPUT_PROCESS:
         return OUTPUT
     parent = table.get(process.parent)
+    if re.match(_SCRIPT, process.command) and not (parent and re.match(_SCRIPT, parent.command)):
+        return "rank"
     while parent is not None:
         if re.match(_RANK, parent.command):
             return CHILD  # a DataLoader's worker, a command and what it starts
@@ -310,10 +319,22 @@ def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
     with contextlib.suppress(OSError):  # there are none
         result.different = True
         result.different = bool(unequal(weights(plan, folder), right))
-    result.tracebacks = output.count(f'File "{Path(mpiddp.__file__).parent}/')
+    result.tracebacks = own_tracebacks(output)
     if not result.is_right:
         result.said = output[-6000:] + "".join(f"\nleft: {process.command}" for process in left)
     return result
+
+
+def own_tracebacks(output: str) -> int:
+    """The tracebacks with a line of mpiddp, but for those of a rank that has lost another one.
+
+    If a rank of a raw mpirun is killed, the first of the others to notice prints where `mpiddp train` was.
+    """
+    package = f'File "{Path(mpiddp.__file__).parent}/'
+    blocks = _PREFIX.sub("", output).split("Traceback (most recent call last):")[1:]
+    errors = [re.search(r"^\S.*", block, re.MULTILINE) for block in blocks if package in block]
+    known = [explain([error[0]]) if error else None for error in errors]
+    return sum(not each or each.failure.weight != Weight.CONSEQUENCE for each in known)
 
 
 def _is_done(plan: Plan, folder: Path, result: Result) -> bool:
@@ -328,7 +349,7 @@ def weights(plan: Plan, folder: Path) -> Any:
 
 def undisturbed(plan: Plan, hosts: Cluster) -> Any:
     """The weights of this program on as many ranks of each host, whose threads they share; of one MPI."""
-    plain = Plan(OPENMPI5, plan.program, "launch", plan.where, plan.ranks)
+    plain = Plan(MPIS[0], plan.program, "launch", plan.where, plan.ranks)
     folder = hosts.shared / f"{plan.program}-{plan.where}"
     job = start(hosts, folder, plain)
     code = job.end(2 * END_S)
@@ -377,7 +398,6 @@ HOSTS = "node0:1,node1:1,node2:1"
 VICTIMS = ("node1", "node2")
 EPOCH, LOG_EVERY = 500, 10  # steps
 CUT_S = 25.0  # the launcher gives the host up after about 12 s; a later restart finds it again
-EXPECTED_GOODPUT = 0.7
 
 
 def soak(options: argparse.Namespace) -> int:
@@ -388,14 +408,10 @@ def soak(options: argparse.Namespace) -> int:
     draw = random.Random(options.seed)
     with cluster.up(3) as hosts:
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
-        trial = hosts.shared / "trial"
-        _run(hosts, _train(trial, 1, 200))
-        step_s = _seconds_of_steps(trial) / 200
-        epochs = max(1, round(options.minutes * 60 * EXPECTED_GOODPUT / step_s / EPOCH))
         since, injected = time.monotonic(), Counter[str]()
         with (hosts.shared / "said").open("w") as file:
             job = hosts["node0"].popen(
-                _train(disturbed, epochs, EPOCH),
+                _train(disturbed, options.epochs),
                 cwd=ROOT,
                 env=ENV,
                 stdout=file.fileno(),
@@ -411,8 +427,9 @@ def soak(options: argparse.Namespace) -> int:
         said = (hosts.shared / "said").read_text()
         assert job.returncode == 0, said[-6000:]
         useful_s = _seconds_of_steps(disturbed)
-        _run(hosts, _train(alone, epochs, EPOCH))
-        steps = epochs * EPOCH
+        ran = hosts["node0"].run(_train(alone, options.epochs), cwd=ROOT, env=ENV, timeout_s=7200)
+        assert ran.returncode == 0, ran.stderr
+        steps = options.epochs * EPOCH
         different = unequal(contents(disturbed, steps), contents(alone, steps))
     restarts = said.count("restarting on")
     print(f"faults injected: {dict(injected)}, restarts: {restarts}, steps: {steps}")
@@ -424,30 +441,21 @@ def soak(options: argparse.Namespace) -> int:
 def _disturb(host: Host, kind: str) -> bool:
     """Return False if there is no such process, as between two attempts."""
     if kind == "link":
-        # Setting the interface down would lose the routes that lead through it.
-        for verb, pause_s in (("add", CUT_S), ("del", 0.0)):
-            host.run(["ip", "rule", verb, "pref", "1", "blackhole"], check=True)
-            time.sleep(pause_s)
+        with unreachable(host):
+            time.sleep(CUT_S)
         return True
-    table = {process.pid: process for process in host.processes()}
-    for each in table.values():
-        if _kind(each, table) == kind:
-            with contextlib.suppress(LookupError, ProcessLookupError):  # it has just ended
-                os.kill(host.pid_here(each.pid), signal.SIGKILL)
-                return True
+    for each in of_kind(host, kind)[:1]:
+        with contextlib.suppress(LookupError):  # it has just ended
+            os.kill(host.pid_here(each.pid), signal.SIGKILL)
+            return True
     return False
 
 
-def _train(out: Path, epochs: int, steps_per_epoch: int) -> list[str]:
+def _train(out: Path, epochs: int) -> list[str]:
     command = [sys.executable, "-m", "mpiddp", "launch", "--max-restarts", "1000", "-H", HOSTS]
     command += ["-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"]
-    command += ["--amp", "off", "--epochs", str(epochs), "--steps-per-epoch", str(steps_per_epoch)]
+    command += ["--amp", "off", "--epochs", str(epochs), "--steps-per-epoch", str(EPOCH)]
     return [*command, "--save-every", "5s", "--log-every", str(LOG_EVERY), "--out", str(out)]
-
-
-def _run(hosts: Cluster, command: list[str]) -> None:
-    ran = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=7200)
-    assert ran.returncode == 0, ran.stderr
 
 
 def _seconds_of_steps(run: Path) -> float:
@@ -468,9 +476,9 @@ def main() -> int:
     add("--only", type=whole(1), metavar="N", help="run only the N-th job of the seed")
     out = "append one line of JSON per job"
     add("--out", type=Path, default=Path("random.jsonl"), metavar="FILE", help=out)
-    add("--one-job", action="store_true", help="one training of about --minutes, killed repeatedly")
-    mean = "mean time between two faults of --one-job"
-    add("--kill-every", type=duration, default=60.0, metavar="1m", help=mean)
+    add("--one-job", action="store_true", help="one training, killed repeatedly")
+    add("--epochs", type=whole(1), default=50, metavar="N", help="of --one-job, of 500 steps each")
+    add("--kill-every", type=duration, default=60.0, metavar="1m", help="mean time between faults")
     options = parser.parse_args()
     return soak(options) if options.one_job else random_jobs(options)
 

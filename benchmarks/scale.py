@@ -27,7 +27,6 @@ from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.bench.options import option
 
 MEASURED = ("launcher", "server")
-TIMEOUT_S = 900
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,7 @@ def _cost(name: str, ranks: int) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.ranks.light_clients", name, str(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "LIGHT_CLIENTS_FOLDER": folder}
-        done = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S
-        )
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=900)
     cost: dict[str, float] = json.loads(done.stdout)
     return cost
 

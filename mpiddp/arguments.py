@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -170,3 +170,20 @@ def duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace) -> list[str]:
+    """What was given for these options, as a command line has it, for a command that takes them too."""
+    found = []
+    for action in actions:
+        value, flag = getattr(values, action.dest), action.option_strings[0]
+        if value == action.default or (action.nargs == 0 and value != action.const):
+            continue
+        if action.nargs == 0:
+            found.append(flag)
+        elif isinstance(value, list):
+            equals = "=" if flag.startswith("--") else ""
+            found += [f"{flag}{equals}{each}" for each in value]
+        else:
+            found += [flag, str(value)]
+    return found

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.attempt import Terms, run_attempt
@@ -75,11 +76,14 @@ def clients(ranks: int) -> None:
 def server(ranks: int) -> None:
     """What the process beside rank 0 does for a job without a launcher: the ranks agree twice, and leave."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    members = _start("members", ranks, listener.getsockname()[1])
+    port = str(listener.getsockname()[1])
+    command = [sys.executable, "-m", __spec__.name, "members", str(ranks), port]
+    members: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    members.stdout.readline()  # it has imported everything, which does not count
     allow_open(2 * PER_RANK * ranks + OPEN_BESIDES)
     before = resource.getrusage(resource.RUSAGE_SELF)
     since = time.monotonic()
-    _let_begin(members)
+    members.stdin.close()
     with selectors.DefaultSelector() as selector:
         serve(ChannelServer(listener, _KEY, ranks, selector), selector)
     members.wait()
@@ -120,20 +124,6 @@ def _agree(connections: Sequence[socket.socket]) -> None:
             connection.sendall(line)
         for connection in connections:
             connection.recv(4096)
-
-
-def _start(part: str, *arguments: int) -> subprocess.Popen[str]:
-    """Start another part as a process, and wait until it has imported everything, which does not count."""
-    command = [sys.executable, "-m", __spec__.name, part, *map(str, arguments)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
-def _let_begin(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 def report(since: float, before: resource.struct_rusage | None = None) -> None:

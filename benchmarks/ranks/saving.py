@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import sys
@@ -10,7 +9,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
@@ -20,6 +18,7 @@ from mpiddp.runtime.job.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.datasets import batches
+from mpiddp.train.measure import StepTimer
 from mpiddp.train.parallel import wrap
 from mpiddp.train.step import backward
 from mpiddp.world import World
@@ -46,7 +45,8 @@ def main() -> None:
         def block(variant: str, first: int) -> list[float]:
             """Run a block and return the seconds of each step."""
             dist.barrier()
-            marks = [_now(device)]
+            timer = StepTimer(device)
+            timer.resume()
             for index in range(options.steps):
                 backward(ddp, iter(images), step, state.scaler, config)
                 state.optimizer.step()
@@ -55,8 +55,8 @@ def main() -> None:
                     checkpoint.save(checkpoints, state, Progress(first + 1), config)
                     if variant == AT_ONCE:
                         wait_for_saves()
-                marks.append(_now(device))
-            return [end - start for start, end in itertools.pairwise(marks)]
+                timer.tick()
+            return timer.read()
 
         step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
         cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
@@ -74,12 +74,6 @@ def main() -> None:
         if job.is_rank_0:
             shutil.rmtree(root)
             emit({"step_s": step_s, "cpu_s": cpu_s})
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

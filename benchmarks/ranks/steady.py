@@ -11,31 +11,17 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import mpiddp
 
 SIZE, BATCH = 64, 8
 SAVE_EVERY = 5
 STEP_S = 0.05
-
-
-class Samples(Dataset[torch.Tensor]):
-    """The samples of one rank, from a step on. Each [SIZE + 1] follows from its number."""
-
-    def __init__(self, rank: int, ranks: int, first: int, last: int) -> None:
-        self._rank, self._ranks, self._first, self._last = rank, ranks, first, last
-
-    def __len__(self) -> int:
-        return (self._last - self._first + 1) * BATCH
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        step, place = divmod(index, BATCH)
-        seed = ((self._first + step) * BATCH + place) * self._ranks + self._rank
-        return torch.randn(SIZE + 1, generator=torch.Generator().manual_seed(seed))
 
 
 def main(folder: Path, steps: int) -> None:
@@ -46,8 +32,10 @@ def main(folder: Path, steps: int) -> None:
         if saved:
             weights, momentum = saved.state["weights"], saved.state["momentum"]
         first = saved.step + 1 if saved else 1
-        samples = Samples(world.rank, world.world_size, first, steps)
-        for step, batch in enumerate(DataLoader(samples, BATCH, num_workers=1), first):
+        everything = (steps, world.world_size, BATCH, SIZE + 1)
+        samples = torch.randn(everything, generator=torch.Generator().manual_seed(0))
+        own: Any = samples[first - 1 :, world.rank].flatten(0, 1)
+        for step, batch in enumerate(DataLoader(own, BATCH, num_workers=1), first):
             inputs, targets = batch[:, :SIZE], batch[:, SIZE]
             gradient = inputs.T @ (inputs @ weights - targets) / BATCH
             dist.all_reduce(gradient)

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, examples
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_options
@@ -166,29 +166,15 @@ def _jobs(
     values: argparse.Namespace, where: Sequence[argparse.Action], training: list[str]
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
-    options = [option for each in where for option in _as_options(each, values)]
-    if not where:
-        options = ["-H", "localhost:1"]
+    options = as_arguments(where, values) if where else ["-H", "localhost:1"]
     fewer = [each for each in where if each.dest not in _OF_ALL_SLOTS]
     plan = make_plan(parse_options([*options, "-m", "mpiddp", "bench-rank"]), os.environ)
     hosts = plan.request.hosts
     return Jobs(
-        tuple(option for each in fewer for option in _as_options(each, values)),
+        tuple(as_arguments(fewer, values)),
         plan.request.world_size,
         max(host.ranks for host in hosts.hosts),
         plan.starter.name,
         values.timeout,
         tuple(training),
     )
-
-
-def _as_options(action: argparse.Action, values: argparse.Namespace) -> list[str]:
-    """What was given for this option, as a command line has it."""
-    value, flag = getattr(values, action.dest), action.option_strings[0]
-    if value == action.default:
-        return []
-    if action.nargs == 0:
-        return [flag]
-    if isinstance(value, list):
-        return [f"{flag}={each}" if flag.startswith("--") else f"{flag}{each}" for each in value]
-    return [flag, str(value)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,16 +57,18 @@ def _point(ranks: int, rounds: int, timeout_s: float) -> Result:
     return found
 
 
-def time_start(launcher: str, ranks: int, timeout_s: float) -> dict[str, float]:
-    """Start JOB: seconds until its first all-reduce, CPU seconds of all its processes.
+def time_start(
+    launcher: str, ranks: int, timeout_s: float, job: Sequence[str] = JOB
+) -> dict[str, float]:
+    """Start the job: seconds until its first all-reduce, CPU seconds of all its processes.
 
     Raises:
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *JOB]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *job]
     if launcher == "mpiddp":
         limit = f"{timeout_s:.0f}"
-        command = [*launch_command("-H", f"localhost:{ranks}", "--timeout", limit), *JOB]
+        command = [*launch_command("-H", f"localhost:{ranks}", "--timeout", limit), *job]
     finished = time_command(command, timeout_s=timeout_s)
     (at,) = re.findall(rf"{ranks} ranks at ([\d.]+)", "\n".join(finished.lines))
     return {"wall_s": float(at) - finished.started_at, "cpu_s": finished.cpu_s}

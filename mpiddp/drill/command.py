@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from mpiddp.arguments import as_arguments
 from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
 OUT = "{out}"  # in an argument of the script: the folder of the run
 _RESUME = re.compile(r"mpiddp: to resume: \S+ (.*)")
-_FILES = ("--hostfile", "--env-file", "--mpirun")  # options of `mpiddp launch`
+_FILES = ("hostfile", "env_files", "mpirun")  # options of `mpiddp launch`
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,7 @@ class Command:
     """What the user asked for: the options of `mpiddp launch`, and the job with its arguments."""
 
     options: tuple[str, ...]
-    job: tuple[str, ...]
-    is_module: bool
+    job: tuple[str, ...]  # the script, or -m and the module
     ranks: int
     has_hosts: bool  # besides this one
 
@@ -42,7 +44,7 @@ class Command:
         own = ["--hang-timeout", str(hang_s)] if hang_s else []
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
-        return ["launch", *own, *self.options, *size, *["-m"] * self.is_module, *job]
+        return ["launch", *own, *self.options, *size, *job]
 
     def resume(self, printed: str, otherwise: list[str]) -> list[str]:
         """The command that the launcher has printed, or the same one again."""
@@ -54,14 +56,16 @@ class Command:
         return Path.cwd() if self.names_folder else out
 
 
-def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) -> Command:
-    """The command of `mpiddp launch ARGV`, which ends with `job`. Its hosts are checked, as before any start.
+def read_command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> Command:
+    """The command of the parsed options of `mpiddp launch`. Its hosts are checked, as before any start.
 
     Raises:
         UserError: an invalid option, a script that does not exist, a host that cannot be used.
     """
+    job = ["-m", *values.module] if values.module else values.script
     # `mpiddp train` can check its options without a folder too.
-    options = parse_options([each.replace(OUT, ".") for each in argv], "mpiddp drill")
+    argv = [each.replace(OUT, ".") for each in (*as_arguments(actions, values), *job)]
+    options = parse_options(argv, "mpiddp drill")
     if options.job.is_command:
         raise UserError(
             "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
@@ -70,29 +74,16 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
     placed = make_plan(options, os.environ).request.hosts
-    own = argv[: len(argv) - len(job) - is_module]  # without the -m
-    script, *rest = job
-    if not is_module:
-        script = _absolute(script)
-    return Command(
-        tuple(_with_absolute_files(own)),
-        (script, *rest),
-        is_module,
-        placed.world_size,
-        len(placed.hosts) > 1,
-    )
+    for name in _FILES:
+        setattr(values, name, _absolute(getattr(values, name)))
+    if not values.module:
+        job = [_absolute(job[0]), *job[1:]]
+    launch = tuple(as_arguments(actions, values))
+    return Command(launch, tuple(job), placed.world_size, len(placed.hosts) > 1)
 
 
-def _with_absolute_files(options: Sequence[str]) -> list[str]:
-    """Without {out}, a run has another working folder."""
-    found = []
-    for before, option in zip(("", *options), options, strict=False):
-        name, equals, value = option.partition("=") if "=" in option else (before, "", option)
-        is_file = name in _FILES and Path(value).exists()
-        text = _absolute(value) if is_file else value
-        found.append(f"{name}={text}" if equals else text)
-    return found
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 - a link stays a link
+def _absolute(path: Any) -> Any:
+    """Each path of a file, for a run in another working folder. A link stays a link."""
+    if isinstance(path, list):
+        return [_absolute(each) for each in path]
+    return os.path.abspath(path) if path and Path(path).exists() else path  # noqa: PTH100

@@ -14,16 +14,16 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.drill.command import OUT, Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Drill, Rehearsal
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.launch.options import option_parser, parse_values
+from mpiddp.launch.options import LaunchOptions, option_parser, parse_values
 from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted, did_you_mean
 
@@ -45,13 +45,13 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
     seed = options.seed if options.seed is not None else random.randrange(1000)
     work = _new_folder(options.work, command)
-    drill, results = Drill(command, work, options.steps, seed), list[Result]()
+    results = list[Result]()
     try:
-        for result in _results(drill, options.only):
+        for result in _results(Drill(command, work, options.steps, seed), options.only):
             results.append(result)
             why = result.cause and f": {result.cause}"
-            verdict = f"{result.fault}: {_VERDICTS[result.passed]}{why}"
-            _say(f"{len(results)}/{len(options.only) + 1} {verdict}")
+            done = f"{len(results)}/{len(options.only) + 1}"
+            _say(f"{done} {result.fault}: {_VERDICTS[result.passed]}{why}")
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
@@ -75,25 +75,15 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     steps, saves = undisturbed.recording.length, undisturbed.recording.saved_steps
     counts = f"{counted(steps, 'step')}, {counted(len(saves), 'save')}"
     _say(f"undisturbed: {counts}, {undisturbed.seconds:.0f} s")
-    if undisturbed.codes != [DONE] or not steps:
+    if undisturbed.codes != (DONE,) or not steps:
         return
     if steps < drill.last:
         _say(f"the script ends after {steps} steps, before --steps {drill.last}")
-    if not saves:
-        _say("the undisturbed run never called torch.save")
-    has_said = False
     for fault in faults:
         if why := _why_not(fault, drill.command, undisturbed):
             yield Result(fault.name, None, f"left out: {why}")
-            continue
-        result = judge(undisturbed, fault, drill.run(fault, undisturbed))
-        if result.differs_from is not None and not has_said:
-            has_said = True
-            _say(
-                "weights, samples and random numbers not compared: two runs differ from step "
-                f"{result.differs_from}"
-            )
-        yield result
+        else:
+            yield judge(undisturbed, fault, drill.run(fault, undisturbed))
 
 
 def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
@@ -107,6 +97,12 @@ def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
 
 def table(results: Sequence[Result]) -> str:
     sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
+    differing = [each.differs_from for each in results if each.differs_from is not None]
+    if differing:
+        sentences.append(
+            "Weights, samples and random numbers are not compared: two runs differ from step "
+            f"{differing[0]}."
+        )
     return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
 
 
@@ -125,6 +121,8 @@ def _row(result: Result) -> tuple[str, ...]:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     """The options of the drill, and the command that it runs."""
     parser = option_parser("none")
+    taken = {each.name for each in fields(LaunchOptions)}
+    of_launch = [each for each in parser._actions if each.dest in taken]
     parser.prog, parser.usage = "mpiddp drill", "%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Run a script undisturbed, then once with each fault and a resume, and compare. "
@@ -134,29 +132,21 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
         "Takes the options of mpiddp launch too: mpiddp launch --help-all\n"
         "Exit codes: 0 all faults passed, 1 one did not, 2 bad input."
     )
-    own = OneSentenceParser(prog="mpiddp drill", add_help=False, allow_abbrev=False)
-    _add_options(own)
-    _add_options(parser)  # for --help, and to find where the job begins
-    values = parse_values(parser, argv)
-    job = values.module or values.script
-    options, rest = own.parse_known_args(argv[: len(argv) - len(job)])
-    return options, read_command([*rest, *job], job, is_module=bool(values.module))
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the drill")
+    add = parser.add_argument_group("the drill").add_argument
     steps = "end every run after N steps (default: where the script ends)"
-    group.add_argument("--steps", type=whole(2), default=0, metavar="N", help=steps)
+    add("--steps", type=whole(2), default=0, metavar="N", help=steps)
     only = f"the faults, or none, by default all of: {', '.join(NAMES)}"
-    group.add_argument("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
+    add("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
     seed = "seed of the steps and ranks (default: random)"
-    group.add_argument("--seed", type=whole(0), metavar="K", help=seed)
+    add("--seed", type=whole(0), metavar="K", help=seed)
     work = (
         "a new folder for the runs, which all hosts see (default: a temporary one, with several hosts in the "
         "working folder)"
     )
-    group.add_argument("--work", metavar="DIR", help=work)
-    group.add_argument("--json", action="store_true", help="print the results as JSON")
+    add("--work", metavar="DIR", help=work)
+    add("--json", action="store_true", help="print the results as JSON")
+    values = parse_values(parser, argv)
+    return values, read_command(values, of_launch)
 
 
 def _faults(text: str) -> tuple[Fault, ...]:

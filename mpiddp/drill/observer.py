@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.plan import Plan, PlannedFault
-from mpiddp.drill.records import position
+from mpiddp.drill.faults import Plan, PlannedFault
+from mpiddp.drill.records import file_of, position
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 
@@ -61,14 +62,11 @@ class _Observer:
         self._samples: list[int] = []  # of this step
         self._ahead = 0  # batches that the script has before it calls its model
         self._is_resumed = any(folder.glob(f"rank_{rank}_*.jsonl"))
-        self.steps = 0  # of this process
-        self._position = 0  # the step that this process has resumed from
+        self.step = 0  # of the run: that of the resume until the first one of this process
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers = ""
-        name = f"rank_{rank}_{time.time_ns()}.jsonl"
-        self._file = (folder / name).open("w", buffering=1)
-        self._write(kind="start", rank=rank)
+        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Remember the outermost module of the first forward pass. Each call of it takes a batch."""
@@ -98,21 +96,20 @@ class _Observer:
             # A model may be divided or wrapped so that it has other parameters; then none is known.
             is_of_model=not of_model or any(id(each) in of_model for each in parameters),
         )
-        self._position = position(self.folder, self.rank, state["weights"])
+        self.step = position(self.folder, self.rank, state["weights"])
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if optimizer is not self._optimizer:
             return
-        self.steps += 1
+        self.step += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if not self._samples:  # the model that is called is not the first that was
             self._samples = [number for _, numbers in self.batches for number in numbers]
             self.batches.clear()
         samples, self._samples = self._samples, []
         self._write(kind="step", rates=rates, samples=samples, **self._state(optimizer))
-        step = self._position + self.steps
-        self.fault.after_step(step)
-        if self.plan.last and step >= self.plan.last:
+        self.fault.after_step(self.step)
+        if self.plan.last and self.step >= self.plan.last:
             raise SystemExit(0)
 
     def saving(self, path: str, write: Callable[[bytes], object] | None, data: bytes) -> None:
@@ -120,10 +117,9 @@ class _Observer:
 
         A save that a fault breaks is not recorded: nothing can resume from it.
         """
-        step = self._position + self.steps
         if write is not None:
-            self.fault.in_save(step, write, data)
-        self._write(kind="save", step=step, path=path, in_handler=_in_handler())
+            self.fault.in_save(self.step, write, data)
+        self._write(kind="save", step=self.step, path=path, in_handler=_in_handler())
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = list(_parameters(optimizer))
@@ -172,12 +168,8 @@ def _in_handler() -> bool:
     """Whether a handler of a signal is on the stack of this thread."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     codes = [getattr(signal.getsignal(number), "__code__", None) for number in numbers]
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code in codes and threading.current_thread() is threading.main_thread():
-            return True
-    return False
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and any(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
 
 
 def _watch_saves(observer: _Observer) -> None:
@@ -188,7 +180,7 @@ def _watch_saves(observer: _Observer) -> None:
         name = f if is_path else getattr(f, "name", "")
         path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
         data, write = b"", None
-        if observer.plan.is_of_save and (path or not observer.plan.in_files):
+        if observer.plan.row.is_of_save and (path or not observer.plan.in_files):
             save(obj, copy := io.BytesIO(), *args, **kwargs)
             data = copy.getvalue()
             write = Path(f).write_bytes if is_path else f.write

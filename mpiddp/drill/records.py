@@ -15,7 +15,6 @@ State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
 class Attempt:
     """One process of a rank, from its start to its end. `first`: the state before its first step."""
 
-    rank: int
     first: State | None
     steps: list[State]
     saves: list[State]  # of each file
@@ -103,32 +102,27 @@ class Recording:
         return Counter(number for step in steps for number in step["samples"])
 
 
+def file_of(folder: Path, rank: int, started_ns: int) -> Path:
+    return folder / f"rank_{rank}_{started_ns}.jsonl"
+
+
 def read(folder: Path) -> Recording:
-    """The recording in this folder. What a killed process has half written is left out."""
-    attempts: dict[int, list[Attempt]] = {}
-    for attempt in _read_attempts(folder, "*"):
-        attempts.setdefault(attempt.rank, []).append(attempt)
-    return Recording([History(attempts[rank]) for rank in sorted(attempts)])
+    """The recording in this folder."""
+    ranks = {int(file.stem.split("_")[1]) for file in folder.glob("rank_*.jsonl")}
+    return Recording([History(_read_attempts(folder, rank)) for rank in sorted(ranks)])
 
 
 def position(folder: Path, rank: int, weights: str) -> int:
     """The step that earlier attempts of this rank had reached with these weights; 0 if none."""
-    return History(_read_attempts(folder, str(rank))[:-1]).find(weights) or 0
+    return History(_read_attempts(folder, rank)[:-1]).find(weights) or 0
 
 
-def _read_attempts(folder: Path, rank: str) -> list[Attempt]:
-    """In the order of their starts, which their files' names end with."""
-    files = folder.glob(f"rank_{rank}_*.jsonl")
-    ordered = sorted(files, key=lambda file: int(file.stem.rpartition("_")[2]))
-    return [found for each in ordered if (found := _read_attempt(each)) is not None]
-
-
-def _read_attempt(file: Path) -> Attempt | None:
-    events = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
-    if not events:
-        return None
-    by_kind: dict[str, list[State]] = {"start": [], "first": [], "step": [], "save": []}
-    for event in events:
-        by_kind[event["kind"]].append(event)
-    first = by_kind["first"][0] if by_kind["first"] else None
-    return Attempt(events[0]["rank"], first, by_kind["step"], by_kind["save"])
+def _read_attempts(folder: Path, rank: int) -> list[Attempt]:
+    """In the order of their starts. What a killed process has half written is left out."""
+    found = []
+    for file in sorted(folder.glob(f"rank_{rank}_*.jsonl")):  # the times have as many digits
+        events = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
+        kinds = ("first", "step", "save")
+        firsts, steps, saves = ([each for each in events if each["kind"] == k] for k in kinds)
+        found.append(Attempt(firsts[0] if firsts else None, steps, saves))
+    return found

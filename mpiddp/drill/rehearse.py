@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.drill.command import Command
-from mpiddp.drill.faults import Fault, damage_newest_save
-from mpiddp.drill.plan import FIRED, Plan
+from mpiddp.drill.faults import FIRED, UNDISTURBED, Fault, Plan, damage_newest_save
 from mpiddp.drill.records import Recording, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import kill_marked, marked
@@ -23,23 +23,36 @@ UNDISTURBED_S = 3600.0  # for the undisturbed run
 _LEAST_S = 60.0  # for any other command, or four times as long as the undisturbed one
 _END_S = 5.0  # for processes to end after the launcher
 _POLL_S = 0.02
-_NOTHING = Fault("undisturbed", act="")
+
+
+class Ended(NamedTuple):
+    """A command that has ended: its code, its stderr, and the number of its processes that still ran.
+
+    The code is None for one that took too long.
+    """
+
+    code: int | None
+    said: str
+    leftover: int = 0
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What happened. `codes`: of the first command and of the resume; None for one that took too long.
-
-    injected: whether the fault has hit. leftover: processes of this host that still ran after a command had
-    ended.
-    """
+    """What happened. `ended`: the first command and the resume. `injected`: whether the fault has hit."""
 
     injected: bool
-    codes: list[int | None]
-    said: list[str]  # by each command on stderr
-    leftover: int
+    ended: list[Ended]
     seconds: float
     recording: Recording
+
+    @property
+    def codes(self) -> tuple[int | None, ...]:
+        return tuple(each.code for each in self.ended)
+
+    @property
+    def leftover(self) -> int:
+        """The processes of this host that still ran after a command had ended."""
+        return sum(each.leftover for each in self.ended)
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Drill:
     seed: int
 
     def undisturbed(self) -> Rehearsal:
-        return self._rehearse(_NOTHING, Plan(last=self.last), UNDISTURBED_S, 0)
+        return self._rehearse(UNDISTURBED, Plan(last=self.last), UNDISTURBED_S)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
         limit_s = max(_LEAST_S, 4 * undisturbed.seconds)
@@ -67,28 +80,27 @@ class Drill:
         saved, length, ahead = undisturbed.saved_steps, undisturbed.length, undisturbed.ahead
         second = saved[min(1, len(saved) - 1)] if saved else 0
         if fault.is_of_save:
-            return Plan(fault.act, 0, second, self.last, undisturbed.saves_files, ahead)
+            return Plan(fault.name, 0, second, self.last, undisturbed.saves_files, ahead)
         rng = self._random(fault)
         rank = rng.randrange(self.command.ranks - fault.fewer_ranks_first)
         # After the second save there is an older one too, to which a damaged newest one can give way. In the
         # later half a run has finished epochs.
         early = max(length // 2, second + 1)
         step = rng.randint(min(early, length - 1), max(1, length - 1))
-        return Plan(fault.act, rank, max(1, step), self.last, ahead=ahead)
+        return Plan(fault.name, rank, max(1, step), self.last, ahead=ahead)
 
     def _random(self, fault: Fault) -> random.Random:
         return random.Random(f"{self.seed} {fault.name}")
 
-    def _rehearse(self, fault: Fault, planned: Plan, limit_s: float, hang_s: int) -> Rehearsal:
+    def _rehearse(self, fault: Fault, plan: Plan, limit_s: float, hang_s: int = 0) -> Rehearsal:
         """The run, and its resume if it has not come to its end."""
-        command, folder = self.command, self.work / fault.name
+        command, folder, fewer = self.command, self.work / fault.name, fault.fewer_ranks_first
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
-        planned.write(records)
+        plan.write(records)
         since = time.monotonic()
         run = _Run(records, command.folder(out), limit_s)
-        fewer = fault.fewer_ranks_first
         first = command.arguments(out, fewer=fewer, hang_s=hang_s)
         ended = [run.run(first, "first", command.ranks - fewer, fault.send)]
         injected = (records / FIRED).exists()
@@ -99,23 +111,7 @@ class Drill:
             if not fault.changes_ranks:
                 again = command.resume(ended[0].said, again)
             ended.append(run.run(again, "resume"))
-        return Rehearsal(
-            injected,
-            [each.code for each in ended],
-            [each.said for each in ended],
-            sum(each.leftover for each in ended),
-            time.monotonic() - since,
-            read(records),
-        )
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A command that has ended: its code, its stderr, and the number of its processes that still ran."""
-
-    code: int | None
-    said: str
-    leftover: int
+        return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,9 @@ class _Run:
         label: str,
         ranks: int = 0,
         send: Callable[[int], None] | None = None,
-    ) -> _Ended:
+    ) -> Ended:
         """Run `mpiddp ARGUMENTS`. When so many ranks hold, `send` gets the pid of the launcher."""
-        path = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
@@ -158,7 +154,7 @@ class _Run:
             deadline = time.monotonic() + self.limit_s
             try:
                 while process.poll() is None and time.monotonic() < deadline:
-                    if send is not None and self._all_hold(ranks):
+                    if send is not None and len([*self.records.glob("held_*")]) == ranks:
                         send(process.pid)
                         time.sleep(0.2)  # its effects are seen before the ranks go on
                         (self.records / FIRED).touch()
@@ -169,10 +165,7 @@ class _Run:
                 if code is None:
                     self._end_leftover(wait_s=0.0)
                     process.kill()
-        return _Ended(code, said.read_text(errors="replace"), self._end_leftover(_END_S))
-
-    def _all_hold(self, ranks: int) -> bool:
-        return all((self.records / f"held_{rank}").exists() for rank in range(ranks))
+        return Ended(code, said.read_text(errors="replace"), self._end_leftover(_END_S))
 
     def _end_leftover(self, wait_s: float) -> int:
         """Give the processes of the run this time to end. Kill those that remain, and return their number."""

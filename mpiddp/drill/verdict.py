@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import History, Recording, State
-from mpiddp.drill.rehearse import Rehearsal
+from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import BAD_INPUT, DONE
 
 _DAMAGED = re.compile(
@@ -54,13 +53,10 @@ class _Case:
 
     fault: Fault
     before: Recording
-    disturbed: Rehearsal
+    after: Recording
+    ended: list[Ended]  # the first command, and the resume
 
     @property
-    def after(self) -> Recording:
-        return self.disturbed.recording
-
-    @cached_property
     def differs_from(self) -> int | None:
         """If None, a resumed run should end with the same bits."""
         if self.fault.fewer_ranks_first or not self.after.ranks or not self.before.ranks:
@@ -73,35 +69,31 @@ class _Case:
     def is_comparable(self) -> bool:
         return not self.fault.changes_ranks and self.differs_from is None
 
-    @cached_property
+    @property
     def weights_equal(self) -> bool | None:
         return [*_ends(self.before)] == [*_ends(self.after)] if self.is_comparable else None
 
 
 def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     """Compare a disturbed run with the undisturbed one."""
-    codes = tuple(disturbed.codes)
+    last = disturbed.ended[-1]
     if not disturbed.injected:
-        ended = disturbed.codes[-1] == DONE
-        why = "the script ended before" if ended else last_error(disturbed)
-        return Result(fault.name, None, f"did not occur: {why}", codes)
-    case = _Case(fault, undisturbed.recording, disturbed)
-    before, after = case.before, case.after
+        why = "the script ended before" if last.code == DONE else last_error(last)
+        return Result(fault.name, None, f"did not occur: {why}", disturbed.codes)
+    before, after = undisturbed.recording, disturbed.recording
+    case = _Case(fault, before, after, disturbed.ended)
     cause = next(_causes(case), "")
     at, saved = after.resumed_from, after.saved_before_fault
-    repeated = skipped = None
-    if case.is_comparable:
-        repeated = (after.samples() - before.samples()).total()
-        skipped = (before.samples() - after.samples()).total()
+    repeated, skipped = after.samples() - before.samples(), before.samples() - after.samples()
     return Result(
         fault.name,
         not cause,
         cause,
-        codes,
+        disturbed.codes,
         differs_from=case.differs_from,
         steps_lost=None if at is None else after.reached - at,
-        samples_repeated=repeated,
-        samples_skipped=skipped,
+        samples_repeated=repeated.total() if case.is_comparable else None,
+        samples_skipped=skipped.total() if case.is_comparable else None,
         checkpoint_lost=None if at is None or not saved else at < max(saved),
         weights_equal=case.weights_equal,
         leftover_processes=disturbed.leftover,
@@ -110,19 +102,19 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
 
 def judge_undisturbed(undisturbed: Rehearsal) -> Result:
     """Whether the script can be drilled at all, and what shows without a fault."""
-    recording, code, cause = undisturbed.recording, undisturbed.codes[-1], ""
-    if code is None:
+    recording, [end], cause = undisturbed.recording, undisturbed.ended, ""
+    if end.code is None:
         cause = (
             "the undisturbed run did not end within an hour: end it after fewer steps, --steps N"
         )
-    elif code != DONE:
-        cause = f"the undisturbed run ended with code {code}: {last_error(undisturbed)}"
+    elif end.code != DONE:
+        cause = f"the undisturbed run ended with code {end.code}: {last_error(end)}"
     elif not recording.length:
         cause = "no step of a torch optimizer was seen"
     elif shared := _shared_file(recording):
         cause = f"{shared}: save on rank 0 alone"
-    codes = tuple(undisturbed.codes)
-    return Result("none", not cause, cause, codes, leftover_processes=undisturbed.leftover)
+    leftover = undisturbed.leftover
+    return Result("none", not cause, cause, undisturbed.codes, leftover_processes=leftover)
 
 
 def _causes(case: _Case) -> Iterator[str]:
@@ -145,9 +137,9 @@ def _causes(case: _Case) -> Iterator[str]:
 def _habits(case: _Case) -> Iterator[str]:
     """What is wrong whatever the weights are at the end."""
     firsts = [rank.attempts[-1].first for rank in case.after.ranks]
-    is_cut = case.fault.is_request and case.disturbed.codes[0] != DONE
-    if case.disturbed.leftover:
-        yield f"processes of the job remained after its end: {case.disturbed.leftover}"
+    is_cut = case.fault.is_request and case.ended[0].code != DONE
+    if leftover := sum(each.leftover for each in case.ended):
+        yield f"processes of the job remained after its end: {leftover}"
     if any(save["in_handler"] for save in case.after.saves):
         yield (
             "the script saves within its signal handler, in the middle of a step: let the handler set a "
@@ -158,7 +150,7 @@ def _habits(case: _Case) -> Iterator[str]:
             "the optimizer updates tensors that are no longer the model's: load the weights in place, or "
             "create the optimizer after the model"
         )
-    if is_cut and "DataLoader worker" in case.disturbed.said[0]:
+    if is_cut and "DataLoader worker" in case.ended[0].said:
         yield (
             "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
             "worker_init_fn, and let the rank decide"
@@ -167,20 +159,20 @@ def _habits(case: _Case) -> Iterator[str]:
 
 def _resume(case: _Case) -> Iterator[str]:
     """What is wrong with the resume as a whole."""
-    fault, before, after = case.fault, case.before, case.after
-    at, saved, code = after.resumed_from, after.saved_before_fault, case.disturbed.codes[-1]
+    fault, before, after, last = case.fault, case.before, case.after, case.ended[-1]
+    at, saved = after.resumed_from, after.saved_before_fault
     # A script whose first weights are others each time resumes from no known step, also if it begins anew.
-    failed = at is None and code != DONE
+    failed = at is None and last.code != DONE
     if not before.saves and not at and not failed:
         yield f"no checkpoint was written within {before.length} steps: nothing survives"
     points = [rank.last_resume for rank in after.ranks]
     if len(set(points)) > 1 and not fault.changes_ranks:
         shown = ", ".join(f"rank {n} from step {at}" for n, at in enumerate(points))
         yield f"the ranks resume from different states ({shown}): load the checkpoint on every rank"
-    if code is None:
+    if last.code is None:
         yield "the resumed run did not end in time"
-    elif code != DONE:
-        yield _failed_resume(case)
+    elif last.code != DONE:
+        yield _failed_resume(fault, last)
     if at == 0 and saved:
         yield (
             f"the run begins anew, although it had saved at step {max(saved)}: load the newest checkpoint "
@@ -196,14 +188,14 @@ def _resume(case: _Case) -> Iterator[str]:
         yield "the weights at the resume are those of no step of the run"
 
 
-def _failed_resume(case: _Case) -> str:
-    fault, said, error = case.fault, case.disturbed.said[-1], last_error(case.disturbed)
-    how = f"the resumed run ended with code {case.disturbed.codes[-1]}: {error}"
-    if "Weights only load failed" in said:
+def _failed_resume(fault: Fault, last: Ended) -> str:
+    error = last_error(last)
+    how = f"the resumed run ended with code {last.code}: {error}"
+    if "Weights only load failed" in last.said:
         return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
     if fault.is_of_save:
         return f"the checkpoint is torn ({error}): write into a file beside it, then os.replace"
-    if fault.damage is not None and _DAMAGED.search(said):
+    if fault.damage is not None and _DAMAGED.search(last.said):
         return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
     return how
 
@@ -245,10 +237,8 @@ def _rate_cause(before: History, at: int, now: State) -> str:
 
 
 def _order_cause(before: History, at: int, now: State) -> str:
-    earlier, samples = (
-        [sorted(step["samples"]) for step in before.steps[1:]],
-        sorted(now["samples"]),
-    )
+    earlier = [sorted(step["samples"]) for step in before.steps[1:]]
+    samples = sorted(now["samples"])
     if samples not in earlier[:at]:
         return (
             "the samples after the resume are others: save the seed of the order, the epoch and the position "
@@ -267,7 +257,7 @@ def _steps_of_epoch(steps: list[list[int]]) -> int:
     """The steps before the first sample that comes again."""
     seen: set[int] = set()
     for number, samples in enumerate(steps):
-        if seen & set(samples):
+        if seen.intersection(samples):
             return number
         seen.update(samples)
     return len(steps)
@@ -291,23 +281,21 @@ def _shared_file(recording: Recording) -> str:
     """A sentence about a file that several ranks write."""
     writers: dict[str, list[str]] = {}
     for number, rank in enumerate(recording.ranks):
-        for path in {save["path"] for attempt in rank.attempts for save in attempt.saves}:
+        for path in {save["path"] for attempt in rank.attempts for save in attempt.saves} - {""}:
             writers.setdefault(path, []).append(str(number))
-    shared = (
-        f"ranks {', '.join(ranks)} write into one file, {Path(path).name}"
-        for path, ranks in writers.items()
-        if path and len(ranks) > 1
-    )
-    return next(shared, "")
+    shared = ((path, ranks) for path, ranks in writers.items() if len(ranks) > 1)
+    path, ranks = next(shared, ("", []))
+    return path and f"ranks {', '.join(ranks)} write into one file, {Path(path).name}"
 
 
-def last_error(rehearsal: Rehearsal) -> str:
-    said = _COLOUR.sub("", rehearsal.said[-1])
+def last_error(end: Ended) -> str:
+    """The error that a command has printed: of Python, of mpiddp, or else its last line."""
+    said = _COLOUR.sub("", end.said)
     lines = [line for line in said.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("mpiddp: ")]
-    if rehearsal.codes[-1] == BAD_INPUT:
+    if end.code == BAD_INPUT:
         # A rank refuses its input; what the launcher said before is no error.
         ours = [line for line in lines if line not in ours][-1:]
-    errors = _ERROR.findall(said) or ours or lines[-1:]
-    text = (errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip()
+    errors = _ERROR.findall(said) or ours or lines[-1:] or ["it printed no error"]
+    text = errors[0].removeprefix("mpiddp: ").strip()
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

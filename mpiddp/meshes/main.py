@@ -15,7 +15,7 @@ import os
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
-from mpiddp.hosts.hostfile import MAX_SLOTS, parse_host_list, read_hostfile, slots_of
+from mpiddp.hosts.hostfile import parse_host_list, read_hostfile, slots_of
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
@@ -32,18 +32,15 @@ def main(argv: list[str]) -> int:
         UserError: bad usage, or sizes that do not fit the hosts.
     """
     options = parse_options(argv)
-    training = _training(options)
-    hosts = _hosts(options)
-    across = options.tp_across_hosts
-    sizes = resolve(
-        parse_sizes(options.sizes), hosts, tp_across_hosts=across, layers=training.layers
-    )
+    training, hosts = _training(options), _hosts(options)
+    requested, across = parse_sizes(options.sizes), options.tp_across_hosts
+    sizes = resolve(requested, hosts, tp_across_hosts=across, layers=training.layers)
     layout = Layout(sizes, tuple(hosts))
     sent = traffic(layout, training)
     if options.json:
         print(json.dumps(report.record(layout, sent)))
     else:
-        print(report.text(layout, sent, training, all_groups=options.all))
+        print(report.text(layout, sent, training))
     return 0
 
 
@@ -83,7 +80,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         add(f"--{name}", type=whole(1), default=default, metavar="N", help=purpose)
     sharded = "dp shards the parameters (FSDP), as dp_shard does"
     add("--fsdp", action="store_true", help=sharded)
-    add("--all", action="store_true", help="print every host and every group")
     add("--json", action="store_true", help="print one line of JSON, with every group")
     return parser.parse_intermixed_args(argv)
 
@@ -114,8 +110,6 @@ def _training(options: argparse.Namespace) -> Training:
 def _hosts(options: argparse.Namespace) -> list[str]:
     """The host of every rank, in the order in which `mpiddp launch` numbers them."""
     if options.hosts is not None:
-        if options.hosts * options.gpus > MAX_SLOTS:
-            raise UserError(f"--hosts {options.hosts}: at most {MAX_SLOTS} GPUs are planned.")
         return [f"host{index}" for index in range(options.hosts) for _ in range(options.gpus)]
     if options.host_list is not None:
         named = parse_host_list(options.host_list)
@@ -126,10 +120,5 @@ def _hosts(options: argparse.Namespace) -> list[str]:
     else:
         raise UserError(
             "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"
-        )
-    if named.without_slots:
-        host = named.without_slots[0]
-        raise UserError(
-            f"{named.where(host)}: {host.name} has no slot count. Example: {host.name} slots=8"
         )
     return [host.name for host in named.hosts for _ in range(slots_of(named, host))]

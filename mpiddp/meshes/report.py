@@ -19,12 +19,10 @@ from mpiddp.text import size_text as bytes_text
 _SHOWN = 3  # of a long list, and its last entry
 
 
-def text(
-    layout: Layout, traffic: Sequence[Traffic], training: Training, *, all_groups: bool = False
-) -> str:
-    """The report. `all_groups` lists every host and every group."""
+def text(layout: Layout, traffic: Sequence[Traffic], training: Training) -> str:
+    """The report, with the first and the last entries of a long list."""
     head = f"{cluster_text(Counter(layout.hosts))}: {size_text(layout.sizes)}"
-    parts = [head, _hosts(layout, all_groups), _groups(layout, all_groups)]
+    parts = [head, _hosts(layout), _groups(layout)]
     return "\n\n".join([*filter(None, parts), *([_traffic(traffic, training)] if traffic else [])])
 
 
@@ -43,13 +41,13 @@ def record(layout: Layout, traffic: Sequence[Traffic]) -> dict[str, Any]:
     return {"hosts": dict(Counter(layout.hosts)), "mesh": mesh, "dimensions": dimensions}
 
 
-def _hosts(layout: Layout, all_hosts: bool) -> str:
+def _hosts(layout: Layout) -> str:
     """A line for each host: its ranks and their coordinates."""
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(layout.hosts):
         ranks_of.setdefault(host, []).append(rank)
     rows = [("host", "ranks", *layout.sizes)]
-    for host in _shortened(list(ranks_of), all_hosts):
+    for host in _shortened(list(ranks_of)):
         ranks = ranks_of.get(host, [])  # none of the "…" that stands for the others
         columns = zip(*map(layout.coordinates_of, ranks), strict=True)
         cells = [compact(sorted(set(each))) for each in columns] or [""] * len(layout.sizes)
@@ -57,18 +55,16 @@ def _hosts(layout: Layout, all_hosts: bool) -> str:
     return align_columns(rows)
 
 
-def _groups(layout: Layout, all_groups: bool) -> str:
+def _groups(layout: Layout) -> str:
     """For each dimension of more than one rank: how many groups, over how many hosts, which ranks."""
     lines = []
-    for name, size in reversed(list(layout.sizes.items())):
-        if size == 1:
-            continue
+    for name in (name for name in reversed(list(layout.sizes)) if layout.sizes[name] > 1):
         groups = layout.groups(name)
         most = max(len(layout.hosts_of(group)) for group in groups)
         where = "inside 1 host" if most == 1 else f"over {most} hosts"
-        lines.append(f"{name}: {counted(len(groups), 'group')} of {size} ranks, each {where}")
-        shown = _shortened([compact(group) for group in groups], all_groups)
-        lines += [f"  {group}" for group in shown] if all_groups else [f"  {'  '.join(shown)}"]
+        number = counted(len(groups), "group")
+        lines.append(f"{name}: {number} of {layout.sizes[name]} ranks, each {where}")
+        lines.append(f"  {'  '.join(_shortened([compact(group) for group in groups]))}")
     return "\n".join(lines)
 
 
@@ -99,8 +95,8 @@ def compact(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _shortened(entries: Sequence[str], all_entries: bool) -> list[str]:
+def _shortened(entries: Sequence[str]) -> list[str]:
     """The first entries and the last one of a long list, with "…" between them."""
-    if all_entries or len(entries) <= _SHOWN + 2:
+    if len(entries) <= _SHOWN + 2:
         return list(entries)
     return [*entries[:_SHOWN], "…", entries[-1]]

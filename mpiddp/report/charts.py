@@ -14,13 +14,12 @@ from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from mpiddp.report.curves import Curve, some_of, thinned
+from mpiddp.report.curves import Curve, thinned
 from mpiddp.report.html import COLOURS, letter, text
 from mpiddp.report.read import Run
 
 _PIXELS = 1000  # of a chart on a wide screen
 _MAX_POINTS = 60_000  # over all charts, of 22 bytes each in the page
-_MAX_MARKS = 200
 _MAX_DOTS = 60  # a curve of more values is a line alone
 # The curves that people look at first; others follow by name.
 _FIRST = ("train_loss", "loss", "test_loss", "test_accuracy", "accuracy", "lr", "images_per_s")
@@ -70,9 +69,8 @@ def _draw_curve(chart: Any, run: Run, points: tuple[Any, Any], index: int) -> No
     chart.line(*points, line_width=1.5, **look)
     if len(points[0]) <= _MAX_DOTS:
         chart.scatter(*points, size=4, **look)
-    saves = some_of([save.step for save in run.saves], _MAX_MARKS)
-    resumed = some_of([start.step for start in run.starts[1:]], _MAX_MARKS)
-    for steps, line in ((saves, {"line_dash": "dotted"}), (resumed, {"line_width": 2})):
+    resumed = [start.step for start in run.starts[1:]]
+    for steps, line in (([*run.saves], {"line_dash": "dotted"}), (resumed, {"line_width": 2})):
         if steps:
             chart.vspan(x=steps, line_color=COLOURS[index], line_alpha=0.6, **line)
 
@@ -90,8 +88,6 @@ def _chart(x_label: str, **ranges: Any) -> Any:
         active_scroll=None,
         tooltips=[("run", "$name"), (x_label, "$x{0,0}"), ("value", "$y{0.0000}")],
         x_axis_label=x_label,
-        background_fill_alpha=0,
-        border_fill_alpha=0,
         outline_line_color=None,
         **ranges,
     )

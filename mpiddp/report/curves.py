@@ -6,7 +6,6 @@ A mean would hide the one loss that explodes among a thousand; both extremes kee
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 
 class Curve:
@@ -45,10 +44,3 @@ def thinned(curve: Curve, parts: int) -> tuple[array[float], array[float]]:
         extremes = {begin + within.index(min(within)), begin + within.index(max(within))}
         kept |= dict.fromkeys(sorted(extremes))
     return array("d", [steps[i] for i in kept]), array("d", [values[i] for i in kept])
-
-
-def some_of(values: Sequence[float], most: int) -> list[float]:
-    """At most `most` of the values, evenly spread, the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[(index + 1) * len(values) // most - 1] for index in range(most)]

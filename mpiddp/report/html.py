@@ -16,17 +16,11 @@ COLOURS = (
 MAX_RUNS = len(COLOURS)  # more curves in one chart cannot be told apart
 _MOST_CHARACTERS = 4000
 
-# Light and dark as the system has it, for a phone and for a wide screen. The charts are drawn once, for a
-# light page. On a dark one CSS turns their lightness over and keeps their hues, so they follow the system at
-# once, without a script.
+# For a phone and for a wide screen.
 STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --text: #1c1e21; --quiet: #5f6670; --line: #dfe2e6; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #14161a; --text: #e4e6ea; --quiet: #a0a7b1; --line: #33373e; }
-  .chart, .swatch { filter: invert(0.92) hue-rotate(180deg); }
-}
+:root { --quiet: #5f6670; --line: #dfe2e6; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1280px; padding: 16px; background: var(--page); color: var(--text);
+body { margin: 0 auto; max-width: 1280px; padding: 16px; background: #ffffff; color: #1c1e21;
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 24px; margin: 8px 0; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 8px; }

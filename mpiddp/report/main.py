@@ -70,8 +70,9 @@ def page(runs: Sequence[Run]) -> str:
             section("Failures", tables.failures(runs)),
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
-            section("Settings", tables.settings(runs)),
-            section("Environment", tables.environment(runs)),
+            section("Settings", tables.compared("setting", [run.config for run in runs])),
+            # mpiddp/train/record.py writes it: versions, git commit and changes, packages, variables.
+            section("Environment", tables.compared("fact", [run.start_record for run in runs])),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]
     )
@@ -79,7 +80,6 @@ def page(runs: Sequence[Run]) -> str:
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,">
 <title>{text(listed([run.name for run in runs]))}</title>
 <style>{STYLE}</style>

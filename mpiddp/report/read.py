@@ -36,12 +36,6 @@ UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
-class Save:
-    step: int
-    at: float  # seconds since 1970
-
-
-@dataclass(frozen=True)
 class Failure:
     """The sentence with which a rank ended. Times are in seconds since 1970."""
 
@@ -85,7 +79,7 @@ class Run:
     config: dict[str, Any]
     summary: dict[str, Any]
     curves: dict[str, Curve]
-    saves: list[Save]
+    saves: dict[int, float]  # the time of each step's checkpoint, in seconds since 1970
     starts: list[Start]
     notes: list[str]
     start_record: dict[str, Any]  # of its newest start: command, versions, git, environment
@@ -104,7 +98,7 @@ class Run:
     def step(self) -> int | None:
         """The last step that it recorded or saved."""
         recorded = [int(curve.steps[-1]) for curve in self.curves.values() if curve.steps]
-        return max([*recorded, *(save.step for save in self.saves)], default=None)
+        return max([*recorded, *self.saves], default=None)
 
     def shown(self, form: str, *names: str) -> str:
         """The last value of the first name that has one: the summary's at the run's end, else a record's."""
@@ -150,7 +144,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)
     curves = _curves(run.metrics, notes, only_end=only_end)
-    saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
+    saves = {step_of(each): _mtime(each) for each in list_steps(run.checkpoints)}
     is_running = is_locked(run.owner)
     starts = _starts(run, notes)
     if starts and starts[-1].ends is None:  # nothing else tells when it ended

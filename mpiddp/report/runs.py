@@ -15,7 +15,6 @@ from mpiddp.paths import named_by
 from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
 from mpiddp.text import align_columns, duration, escaped
 
-_LONGEST_NAME = 40
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 
 
@@ -66,12 +65,12 @@ def _row_of(folder: Path) -> tuple[str, ...]:
     try:
         return _row(read_run(folder, only_end=True))
     except OSError as error:
-        return (_short(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
+        return (escaped(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
 
 
 def _row(run: Run) -> tuple[str, ...]:
     return (
-        _short(run.name),
+        escaped(run.name),
         run.state,
         UNKNOWN if run.step is None else f"{run.step:,}",
         run.shown("{:.2%}", "test_accuracy"),
@@ -79,9 +78,3 @@ def _row(run: Run) -> tuple[str, ...]:
         run.shown("{:,.0f} images/s", "images_per_s"),
         UNKNOWN if run.seconds is None else duration(run.seconds),
     )
-
-
-def _short(name: str) -> str:
-    """A name that does not widen every line."""
-    whole = escaped(name)
-    return whole if len(whole) <= _LONGEST_NAME else f"{whole[: _LONGEST_NAME - 1]}…"

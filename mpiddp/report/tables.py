@@ -34,7 +34,7 @@ def facts(runs: Sequence[Run]) -> str:
         "step time p50": [run.shown("{:.4f} s", "step_time_p50_s") for run in runs],
         "step time p95": [run.shown("{:.4f} s", "step_time_p95_s") for run in runs],
         "time of the steps": [_time(run) for run in runs],
-        "saves kept": [listed([f"{s.step:,}" for s in run.saves]) or UNKNOWN for run in runs],
+        "saves kept": [listed([f"{step:,}" for step in run.saves]) or UNKNOWN for run in runs],
     }
     return by_run({name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}})
 
@@ -62,7 +62,7 @@ def time_lost(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         restarts = list(pairwise(run.starts))
         for before, start in restarts[-_MAX_ROWS:]:
-            saves = [save.at for save in run.saves if before.begins <= save.at < start.begins]
+            saves = [at for at in run.saves.values() if before.begins <= at < start.begins]
             idle = repeated = None
             if before.ends is not None:
                 idle = max(0.0, start.begins - before.ends)
@@ -73,25 +73,13 @@ def time_lost(runs: Sequence[Run]) -> str:
     return table(("restart", "from step", "work repeated", "nothing ran", "after"), rows)
 
 
-def settings(runs: Sequence[Run]) -> str:
-    """The settings of one run, or of several those that differ."""
-    return _compared("setting", [run.config for run in runs])
-
-
-def environment(runs: Sequence[Run]) -> str:
-    """Where the newest start of one run ran, or of several what differs; "" if no run has a record of it.
-
-    mpiddp/train/record.py writes it: command, versions, git commit and changes, packages, variables.
-    """
-    return _compared("fact", [_flat(run.start_record) for run in runs])
-
-
 def date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _compared(what: str, values: Sequence[dict[str, Any]]) -> str:
-    """All values of one run, or of several those that differ, in a table that unfolds."""
+def compared(what: str, records: Sequence[dict[str, Any]]) -> str:
+    """All values of one run, or of several those that differ, in a table that unfolds; "" without any."""
+    values = [*map(_flat, records)]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [str(each.get(name, UNKNOWN)) for each in values] for name in names}
     title = counted(len(rows), what)
@@ -112,16 +100,9 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _object(record: dict[str, Any], name: str) -> dict[str, Any]:
-    value = record.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def _placement(run: Run) -> str:
-    """The ranks of the last start by host, or those of the summary."""
+    """The ranks of the last start by host."""
     counts = Counter(run.starts[-1].hosts if run.starts else ())
-    found = {} if counts else _object(run.summary, "hosts")
-    counts.update({host: count for host, count in found.items() if isinstance(count, int)})
     if not counts:
         return UNKNOWN
     names = listed([f"{host} {count}" for host, count in counts.items()])
@@ -134,8 +115,9 @@ def _named(run: Run, name: str) -> str:
 
 def _time(run: Run) -> str:
     """What the steps of `mpiddp train`, and the pauses between them, have spent their time on."""
-    told = _object(run.summary, "phases")
-    return shares({name: number(told, name) or 0.0 for name in told}) or UNKNOWN
+    told = run.summary.get("phases")
+    phases = told if isinstance(told, dict) else {}
+    return shares({name: number(phases, name) or 0.0 for name in phases}) or UNKNOWN
 
 
 def _duration(seconds: float | None) -> str:

@@ -51,6 +51,32 @@ def test_turns_change_their_order_in_every_round() -> None:
     assert ratios([3.0, 1.0], [2.0, 4.0]) == [1.5, 0.25]
 
 
+SIZES = """
+import sys
+from argparse import Namespace
+from importlib import import_module
+from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
+from mpiddp.world import World
+last, (name, *training) = {}, sys.argv[1:]
+def note(module, inputs):
+    if hasattr(module, "reducer"):  # DistributedDataParallel
+        last[module] = inputs[0].shape[-1]  # its first batches only fix its buckets
+before_forward(note)
+options = Namespace(steps=4, rounds=1, warmup=1)
+import_module(f"mpiddp.bench.ranks.{name}").rank(World.from_env(), options, training)
+print(*set(last.values()))
+"""
+
+
+@pytest.mark.parametrize("name", ["scaling", "step"])
+def test_every_loop_reads_the_images_that_the_options_ask_for(name: str, tmp_path: Path) -> None:
+    """--low-res-epochs was accepted, and the images were whole ones."""
+    training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
+    done = run_command([sys.executable, "-c", SIZES, name, *training], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "24"
+
+
 @pytest.mark.slow
 def test_every_script_of_benchmarks_has_help_and_a_row() -> None:
     scripts = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")

@@ -1,6 +1,6 @@
 """What a rank of a drill records and does within saves and batches, in this process.
 
-Tests mpiddp/drill/observer.py and plan.py. tests/promises/test_doctor.py has whole drills.
+Tests mpiddp/drill/observer.py and faults.py. tests/promises/test_doctor.py has whole drills.
 python -m pytest tests/integration/test_drilled_saves.py
 """
 
@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mpiddp.checkpoints.state import packed
-from mpiddp.drill import plan
+from mpiddp.drill import faults
+from mpiddp.drill.faults import Plan
 from mpiddp.drill.observer import _Observer, _watch_batches, _watch_saves
-from mpiddp.drill.plan import Plan
 
 NET = torch.nn.Linear(1, 1)
 
@@ -36,12 +36,12 @@ def drilled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "save", torch.save)  # the fixture restores it
     for name in ("__init__", "_reset", "_next_index", "__next__"):
         monkeypatch.setattr(_BaseDataLoaderIter, name, getattr(_BaseDataLoaderIter, name))
-    monkeypatch.setattr(plan, "kill", kill)
+    monkeypatch.setattr(faults, "kill", kill)
 
 
 def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:
     """`mpiddp.Checkpoints` first saves a rank's own state into memory, where nothing can be torn."""
-    _watch_saves(_Observer(tmp_path, 0, Plan("kill in save", in_files=True)))
+    _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save", in_files=True)))
     own = len(packed({"a": torch.ones(1)}))
     assert own > 0
     with pytest.raises(Killed):
@@ -50,18 +50,18 @@ def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:
 
 
 def test_a_script_that_saves_into_memory_alone_is_killed_there(tmp_path: Path) -> None:
-    _watch_saves(_Observer(tmp_path, 0, Plan("kill in save")))
+    _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save")))
     with pytest.raises(Killed):
         torch.save({"a": torch.ones(1)}, io.BytesIO())
 
 
 def test_a_full_disk_has_space_for_half_of_a_save(tmp_path: Path) -> None:
     """Of every save of that attempt, and of none of a later one."""
-    _watch_saves(_Observer(tmp_path, 0, Plan("full in save", in_files=True)))
+    _watch_saves(_Observer(tmp_path, 0, Plan("full", in_files=True)))
     for name in ("a.pt", "b.pt"):
         with pytest.raises(OSError, match="No space left on device"):
             torch.save({"a": torch.ones(1)}, tmp_path / name)
-    later = _Observer(tmp_path, 0, Plan("full in save", in_files=True))
+    later = _Observer(tmp_path, 0, Plan("full", in_files=True))
     later.saving(str(tmp_path / "c.pt"), (tmp_path / "c.pt").write_bytes, b"whole")
 
 

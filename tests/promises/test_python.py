@@ -154,6 +154,29 @@ def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_mesh_is_planned_without_the_cluster(here: Here) -> None:
+    """`mpiddp mesh` prints each group of ranks, and the bytes of a step on each link, without any GPU."""
+    job = ("--hosts", "64", "--gpus", "8", "dp=32", "tp=8", "pp=2")
+    model = ("--params", "7B", "--layers", "32", "--hidden", "4096", "--seq", "4096")
+    text = here.run("mesh", *job, *model, "--micro-batches", "16").assert_ok().stdout
+    assert text.startswith("512 GPUs (64 hosts × 8): pp=2 dp=32 tp=8\n")
+    for piece in (
+        "host1   8-15     0   1   0-7",
+        "tp: 64 groups of 8 ranks, each inside 1 host\n  0-7  8-15  16-23  …  504-511",
+        "dp: 16 groups of 32 ranks, each over 32 hosts\n  0-248:8  1-249:8  2-250:8  …  263-511:8",
+        "pp: 256 groups of 2 ranks, each over 2 hosts\n  0,256  1,257  2,258  …  255,511",
+    ):
+        assert piece in text, text
+    sent = text.partition("sent in one step")[2].splitlines()[1:4]
+    assert [line.split()[:5] for line in sent] == [
+        ["tp", "60.1", "GB", "0", "B"],
+        ["dp", "0", "B", "13.6", "GB"],
+        ["pp", "0", "B", "4.3", "GB"],
+    ]
+    assert len(text.splitlines()) < 26
+    assert max(map(len, text.splitlines())) <= 110
+
+
 def test_hybrid_example(here: Here) -> None:
     """examples/hybrid.py combines data and tensor parallelism, and has the losses of one process."""
 
@@ -167,29 +190,47 @@ def test_hybrid_example(here: Here) -> None:
 
 
 def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
-    here.run("bench", name, "-H", "localhost:3", *options, "--out", "out").assert_ok()
+    here.run("bench", name, *options, "--out", "out").assert_ok()
     record = json.loads((here.folder / f"out/{name}.json").read_text())
     assert record["benchmark"] == name
     results: dict[str, Any] = record["results"]
     return results
 
 
+TINY = ("--arch", "resnet20", "--batch-size", "2", "--rounds=1")
+
+
 def test_bench(here: Here) -> None:
-    """`mpiddp bench` measures the scaling efficiency, the bus bandwidth of all-reduces, and a loader."""
-    model = ("--arch", "resnet20", "--batch-size", "2")
-    results = bench(here, "scaling", "--rounds=1", "--steps=2", "--warmup=1", *model)
+    """`mpiddp bench` measures the scaling efficiency, and the bus bandwidth of all-reduces."""
+    where = ("-H", "localhost:3")
+    results = bench(here, "scaling", *where, *TINY, "--steps=2", "--warmup=1")
     alone, *_, three = results["points"]
     assert (alone["ranks"], three["ranks"]) == (1, 3)
     speeds = [each["images_per_s"]["median"] for each in (alone, three)]
     assert three["efficiency"]["median"] == pytest.approx(speeds[1] / 3 / speeds[0])
-    results = bench(here, "allreduce", "--max-size=16K", "--seconds=0.000001", "--repeats=5")
+    results = bench(here, "allreduce", *where, "--max-size=16K", "--seconds=0.000001")
     for point in results["points"]:
         speed = point["bytes"] / point["time_s"] / 1e9
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
-    few = ("--images=8", "--batches=2", "--rounds=1", "--workers=0,1")
-    loaded = bench(here, "loader", *few, *model)
-    assert len(loaded["sources"]) == 2
-    assert all(each["times_model"] > 0 for each in loaded["sources"])
+
+
+def test_bench_beside_what_people_compare(here: Here) -> None:
+    """`mpiddp bench` measures the start beside torchrun, steps beside a bare loop, data beside the model."""
+    (point,) = bench(here, "start", "--ranks=2", "--rounds=1")["points"]
+    wall_s = {name: each["median"] for name, each in point["wall_s"].items()}
+    assert wall_s["ratio"] == pytest.approx(wall_s["mpiddp"] / wall_s["torchrun"])
+    results = bench(here, "step", "-H", "localhost:1", *TINY, "--steps=4")
+    loops = {each["loop"]: each for each in results["loops"]}
+    to_bare = loops["runner"]["step_s"]["median"] / loops["bare loop"]["step_s"]["median"]
+    assert loops["runner"]["to_bare"]["median"] == pytest.approx(to_bare)
+    assert all(results["phases"][name]["median"] > 0 for name in ("forward", "backward"))
+    results = bench(
+        here, "loader", "-H", "localhost:1", *TINY, "--images=8", "--batches=2", "--workers=0,1"
+    )
+    for source in results["sources"]:
+        times = source["images_per_s"]["median"] / results["model_images_per_s"]
+        assert source["times_model"] == pytest.approx(times)
+    assert len(results["sources"]) == 2
 
 
 def test_bench_ends_with_its_jobs(here: Here) -> None:
@@ -256,32 +297,83 @@ def test_report_of_a_large_run(here: Here) -> None:
         assert attack in browser.execute_script("return document.body.textContent")
 
 
-READ_TENSORBOARD = """
-import json, sys
+def test_runs(here: Here) -> None:
+    """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
+    write_run(here.folder / "a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
+    write_run(here.folder / "b", failures={1: "OSError: gone"}, ends=False)
+    script = here.folder / "c\x1b[31m"
+    (script / "checkpoints").mkdir(parents=True)
+    (script / "metrics.jsonl").write_text('{"step": 7, "loss": 0.5}\n{"st')
+    (here.folder / "notes").mkdir()
+    assert here.run("runs", ".").assert_ok().lines == [
+        "RUN        STATE    STEP  ACCURACY     LOSS            RATE  DURATION",
+        "a          done    1,000    91.00%   0.1972  1,000 images/s    17 min",
+        "b          failed    100    91.00%  0.06387  1,049 images/s     100 s",
+        "c\\x1b[31m  -           7         -      0.5               -         -",
+    ]
+
+
+# Each prints the records that a tool has got, as {name: [[step, value], …]}.
+READERS = {
+    "tensorboard": """
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-events = EventAccumulator(sys.argv[1])
+events = EventAccumulator("run/tensorboard")
 events.Reload()
 tags = events.Tags()["scalars"]
-print(json.dumps({tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in tags}))
-"""
+found = {tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in tags}
+""",
+    "mlflow": """
+import pathlib
+found = {}
+for file in pathlib.Path("run/mlflow").glob("*/*/metrics/*"):
+    lines = [line.split() for line in file.read_text().splitlines()]
+    found[file.name] = sorted([int(step), float(value)] for _, value, step in lines)
+""",
+    "wandb": """
+import collections, pathlib
+from wandb.proto.wandb_internal_pb2 import Record
+found = collections.defaultdict(list)
+for file in sorted(pathlib.Path("run/wandb").glob("offline-run-*/*.wandb")):
+    data, at = file.read_bytes(), 7
+    while at < len(data):  # a LevelDB log: a checksum, the length, the kind
+        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+        items = Record.FromString(data[at + 7 : end]).history.item
+        values = {(e.key or e.nested_key[0]): json.loads(e.value_json) for e in items}
+        for name in values:
+            found[name].append([values["step"], values[name]])
+        at = end
+""",
+}
 
 
-def test_log_to(here: Here) -> None:
-    """--log-to sends each record to a tool once, even after a resume. A tool that fails causes a warning."""
-    env = frameworks.environment("tensorboard")
+def log_to(here: Here, tool: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command and environment of a short training whose records go to this tool."""
+    env = frameworks.environment(tool.replace("mlflow", "mlflow_skinny"))
     data = tiny_data.image_folder(here.folder / "data", 9, 3)
     train = ("train", "--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
     train += (f"--data-dir={data}", "--image-size=32", "--global-batch-size=8", "--log-every=1")
-    train += ("--log-to=tensorboard", "--num-workers=0")
-    assert here.run(*train, "--out=run", "--stop-at-step=2", env=env).code == 75
-    here.run(*train, "--out=run", env=env).assert_ok()
-    reader = ("python", "-c", READ_TENSORBOARD, "run/tensorboard")
-    scalars = json.loads(here.run(*reader, env=env).assert_ok().stdout)
+    return (*train, f"--log-to={tool}", "--num-workers=0", "--out=run"), env
+
+
+@pytest.mark.parametrize("tool", READERS)
+def test_log_to(here: Here, tool: str) -> None:
+    """--log-to sends each record to a tool once, even after a resume."""
+    train, env = log_to(here, tool)
+    env["WANDB_MODE"] = "offline"
+    assert here.run(*train, "--stop-at-step=2", env=env).code == 75
+    here.run(*train, env=env).assert_ok()
+    reader = f"import json\n{READERS[tool]}\nprint(json.dumps(found))"
+    got = json.loads(here.run("python", "-c", reader, env=env).assert_ok().lines[-1])
     found = records(here.folder / "run")
     for name in ("train_loss", "lr", "test_accuracy"):
-        expected = [(each["step"], each[name]) for each in found if name in each]
-        assert scalars[name] == [[step, pytest.approx(value)] for step, value in expected], name
-    (here.folder / "other").mkdir()
-    (here.folder / "other/tensorboard").write_text("in the way")
-    done = here.run(*train, "--out=other", env=env).assert_ok()
+        expected = [[each["step"], each[name]] for each in found if name in each]
+        assert got[name] == [[step, pytest.approx(value)] for step, value in expected], name
+
+
+def test_log_to_a_tool_that_fails(here: Here) -> None:
+    """A tool of --log-to that fails causes one warning, and the training goes on."""
+    train, env = log_to(here, "tensorboard")
+    (here.folder / "run").mkdir()
+    (here.folder / "run/tensorboard").write_text("in the way")
+    done = here.run(*train, env=env).assert_ok()
     assert done.stderr.count("warning: --log-to tensorboard: ") == 1, done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import re
 import shlex
 import socket
@@ -19,7 +20,7 @@ import torch
 
 from tests.support import cluster as test_cluster
 from tests.support import containers, frameworks
-from tests.support.cluster import USER, Cluster, Layout, faults
+from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
 from tests.support.mpis import library_of, mpirun_of
@@ -48,6 +49,18 @@ def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
     assert [rank["host"] for rank in ranks] == place.hosts_of(3)
     assert all(rank["argv"] == ["-n", "5"] for rank in ranks)
     assert all(rank["cwd"] == str(place.folder) for rank in ranks)
+
+
+@every_mpi
+def test_bind(here: Here, mpi: str) -> None:
+    """--bind core binds each rank to a core of its own."""
+    if len(os.sched_getaffinity(0)) < 2:
+        lacking("two ranks need two cores")
+    script = here.script("import os\nprint(sorted(os.sched_getaffinity(0)))")
+    options = ("--bind", "core", "--log-ranks", "all", *here.where(2))
+    cores = here.run("launch", *options, script, mpi=mpi).assert_ok().lines
+    assert len({line.rpartition("[")[2] for line in cores}) == len(cores) == 2, cores
+    assert not any("," in line for line in cores), cores
 
 
 @pytest.mark.parametrize("how", ["hostfile", "-H", "-H and -n", "without slots", "without a host"])

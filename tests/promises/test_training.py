@@ -13,14 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mpiddp.train.datasets import DeviceImages, batches
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.place import Done, Here, Hosts, Place, here_and_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.training import (
+    configured,
     contents,
     losses,
     records,
@@ -218,6 +221,46 @@ def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
 
 
 # The same numbers each time
+
+
+def test_learning_rate(here: Here) -> None:
+    """--lr is the peak for 256 images, and scales with the batch. --schedule follows a warm-up."""
+    peak = 0.64 * 4 / 256
+    options = (
+        *SYNTHETIC[:-1],
+        "--epochs=8",
+        "--steps-per-epoch=1",
+        "--lr=0.64",
+        "--low-res-epochs=0",
+    )
+    for schedule, last in (("constant", peak), ("cosine", 0.0)):
+        out = here.folder / schedule
+        here.run("train", *options, f"--schedule={schedule}", f"--out={out}").assert_ok()
+        rates = [each["lr"] for each in records(out) if "lr" in each]
+        assert rates[:3] == pytest.approx([peak / 2, peak, peak], rel=0.1)
+        assert rates[7] == pytest.approx(last, abs=peak / 10)
+
+
+def test_images_of_a_training() -> None:
+    """Images are shifted and mirrored anew in each epoch. --low-res-epochs begins with 3/4 of the pixels."""
+    config, device, order = configured("--low-res-epochs=1"), torch.device("cpu"), torch.arange(20)
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    data = (pixels, np.zeros(20, np.int64), config, device)
+
+    def images(epoch: int) -> torch.Tensor:
+        source = DeviceImages(*data, augment=True)
+        ((found, _),) = batches(source, [order], config, device, epoch=epoch)
+        return found
+
+    assert images(0).shape[2:] == (24, 24)
+    assert not torch.equal(images(1), images(2))
+    ((plain, _),) = DeviceImages(*data, augment=False).batches([order], epoch=1)
+    shifts = [(down, right) for down in range(5) for right in range(5)]
+    for found, whole in zip(images(1), plain, strict=True):
+        views = [
+            side[:, y : y + 28, x : x + 28] for side in (whole, whole.flip(2)) for y, x in shifts
+        ]
+        assert any(torch.equal(found[:, 2:30, 2:30], view) for view in views)
 
 
 def test_seed(here: Here) -> None:

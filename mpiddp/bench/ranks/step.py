@@ -73,7 +73,7 @@ def _time_runner(
     job: Job, data: Data, order: Order, out: Path, summaries: list[dict[str, Any]]
 ) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = Namespace(**{**vars(job.config), "epochs": 1, "low_res_epochs": 0, "out": str(out)})
+    config = Namespace(**{**vars(job.config), "epochs": 1, "out": str(out)})
     bare = build_bare(job, data)
     ddp = wrap(bare.model, config, data.shape, [])
     with open_checkpoints(out, config, data.contents) as checkpoints:

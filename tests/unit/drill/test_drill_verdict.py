@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.drill import command, main
+from mpiddp.drill import main
 from mpiddp.drill.faults import FAULTS
 from mpiddp.drill.records import Attempt, History, Recording, State
-from mpiddp.drill.rehearse import Rehearsal
+from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.drill.verdict import judge
+from tests.support.an_mpirun import an_mpirun
 
 KILL = FAULTS[0]
 SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}
@@ -30,12 +31,12 @@ def state(step: int, run: str, samples: list[int] | None = None) -> State:
 def attempt(first: int, last: int, run: str, resumed: str = "") -> Attempt:
     before = state(first, run) | {"is_of_model": True, "ahead": 1}
     steps = [state(step, resumed or run) for step in range(first + 1, last + 1)]
-    return Attempt(0, before, steps, [SAVE])
+    return Attempt(before, steps, [SAVE])
 
 
 def rehearsal(*attempts: Attempt) -> Rehearsal:
-    codes: list[int | None] = [1] * (len(attempts) - 1) + [0]
-    return Rehearsal(True, codes, [""] * len(codes), 0, 1.0, Recording([History([*attempts])]))
+    ended = [Ended(1, "")] * (len(attempts) - 1) + [Ended(0, "")]
+    return Rehearsal(True, ended, 1.0, Recording([History([*attempts])]))
 
 
 UNDISTURBED = rehearsal(attempt(0, 4, "a"))
@@ -78,20 +79,23 @@ def test_weights_that_differ_after_the_resume_are_a_failure() -> None:
     assert result.cause.startswith("the random numbers after the resume are not those")
 
 
+def cause_of_a_failed_resume(code: int, said: str) -> str:
+    killed = rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a"))
+    return judge(UNDISTURBED, KILL, replace(killed, ended=[Ended(1, ""), Ended(code, said)])).cause
+
+
 def test_an_error_in_colour() -> None:
     """torch prints some of its errors in bold."""
-    said = ["", "_pickle.UnpicklingError: Weights only load failed. \x1b[1mdo those steps\x1b[0m"]
-    killed = rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a"))
-    cause = judge(UNDISTURBED, KILL, replace(killed, codes=[1, 1], said=said)).cause
+    said = "_pickle.UnpicklingError: Weights only load failed. \x1b[1mdo those steps\x1b[0m"
+    cause = cause_of_a_failed_resume(1, said)
     assert cause.startswith(
         "the resumed run ended with code 1: _pickle.UnpicklingError: Weights only load failed. do those"
     )
 
 
 def test_an_input_that_a_resume_refuses() -> None:
-    said = ["", "mpiddp: no hosts given: using this machine\nthe checkpoint has other options.\n"]
-    killed = rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a"))
-    cause = judge(UNDISTURBED, KILL, replace(killed, codes=[1, 2], said=said)).cause
+    said = "mpiddp: no hosts given: using this machine\nthe checkpoint has other options.\n"
+    cause = cause_of_a_failed_resume(2, said)
     assert cause == "the resumed run ended with code 2: the checkpoint has other options."
 
 
@@ -104,20 +108,16 @@ def test_files_of_options_are_found_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("hosts", ".env"):
+    Path("hosts").write_text("localhost slots=2")
+    for name in (".env", "train.py"):
         Path(name).touch()
-    own = [
-        "-n",
-        "2",
-        "--hostfile",
-        "hosts",
-        "--env-file=./.env",
-        "--mpirun",
-        "mpirun",
-        "-x",
-        "hosts",
-    ]
-    assert command._with_absolute_files(own) == [
-        *("-n", "2", "--hostfile", f"{tmp_path}/hosts", f"--env-file={tmp_path}/.env"),
-        *("--mpirun", "mpirun", "-x", "hosts"),
-    ]
+    mpirun = an_mpirun(tmp_path)
+    given = ["-n", "2", "--hostfile", "hosts", "--env-file=./.env", "-x", "A=hosts", "--grace=9"]
+    given += ["--mpirun", "./mpirun"]
+    _, command = main._parse(["--steps", "3", *given, "train.py", "--out", "{out}"])
+    assert command.options == (
+        *("--hostfile", f"{tmp_path}/hosts", "-n", "2", "--mpirun", mpirun, "-xA=hosts"),
+        *(f"--env-file={tmp_path}/.env", "--grace", "9.0"),
+    )
+    assert command.job == (f"{tmp_path}/train.py", "--out", "{out}")
+    assert (command.ranks, command.has_hosts) == (2, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.report.curves import Curve, some_of, thinned
+from mpiddp.report.curves import Curve, thinned
 
 
 def curve(values: list[float]) -> Curve:
@@ -38,9 +38,3 @@ def test_steps_that_come_again_replace_what_they_repeat() -> None:
     found = curve([1.0, 2.0, 3.0, 4.0])
     found.add(2, 9.0)
     assert (list(found.steps), list(found.values)) == ([0, 1, 2], [1.0, 2.0, 9.0])
-
-
-def test_some_of_many_are_evenly_spread() -> None:
-    assert some_of([1, 2, 3], 3) == [1, 2, 3]
-    assert some_of(range(1, 1001), 4) == [250, 500, 750, 1000]
-    assert some_of([], 4) == []

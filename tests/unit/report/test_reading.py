@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.report.read import Failure, Save, read_run
-from mpiddp.report.tables import environment, facts, time_lost
+from mpiddp.report.read import Failure, read_run
+from mpiddp.report.tables import compared, facts, time_lost
 from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
@@ -41,7 +41,7 @@ def test_a_run_with_two_restarts(tmp_path: Path) -> None:
         write_run(folder, saves=saves, restarts_at=restarts, num_ranks=4, failures=failures)
     )
     assert (run.name, run.state, run.step, run.notes) == ("a", "done", 100, [])
-    assert run.saves[0] == Save(30, BEGAN + 30)
+    assert next(iter(run.saves.items())) == (30, BEGAN + 30)
     assert [start.step for start in run.starts] == [0, 30, 60]
     assert [start.begins - BEGAN for start in run.starts] == [0, 3600, 7200]
     assert [start.outcome for start in run.starts] == ["failed", "failed", "done"]
@@ -183,8 +183,9 @@ def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -
         (folder / "starts").mkdir()
         (folder / "starts/start_0001.json").write_text(json.dumps(each))
         runs.append(read_run(folder))
-    assert texts(environment(runs)) == [
+    both = [run.start_record for run in runs]
+    assert texts(compared("fact", both)) == [
         *("different: 3 facts", "A", "B", "packages torch", "2.13.0", "2.12.1"),
         *("git commit", "1f3a", "-", "git diff", "-lr = &lt;1&gt;\n+lr = 2", "-"),
     ]
-    assert {"environment A", "3.11.7"} <= {*texts(environment(runs[:1]))}
+    assert {"environment A", "3.11.7"} <= {*texts(compared("fact", both[:1]))}

@@ -21,29 +21,10 @@ from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
 
 
-def test_the_runs_of_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "runs/a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
-    write_run(tmp_path / "runs/b", failures={1: "OSError: gone"}, ends=False)
-    script = tmp_path / "runs/c\x1b[31m"
-    (script / "checkpoints").mkdir(parents=True)
-    (script / "metrics.jsonl").write_text('{"step": 7, "loss": 0.5}\n{"st')
-    (tmp_path / "runs/notes").mkdir()
-    assert cli.main(["runs"]) == 0
-    assert capsys.readouterr().out == (
-        "RUN        STATE    STEP  ACCURACY     LOSS            RATE  DURATION\n"
-        "a          done    1,000    91.00%   0.1972  1,000 images/s    17 min\n"
-        "b          failed    100    91.00%  0.06387  1,049 images/s     100 s\n"
-        "c\\x1b[31m  -           7         -      0.5               -         -\n"
-    )
-
-
-def test_columns_that_hold_nothing_are_not_printed_and_names_are_short(
+def test_columns_that_hold_nothing_are_not_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / ("long" * 20)
+    script = tmp_path / "a"
     (script / "checkpoints").mkdir(parents=True)
     (script / "metrics.jsonl").write_text(
         '{"step": 7, "loss": 0.00001234}\n{"step": 8, "loss": null}\n'
@@ -51,7 +32,7 @@ def test_columns_that_hold_nothing_are_not_printed_and_names_are_short(
     assert cli.main(["runs", str(tmp_path)]) == 0
     head, line = capsys.readouterr().out.splitlines()
     assert head.split() == ["RUN", "STEP", "LOSS"]
-    assert line.split() == ["long" * 9 + "lon…", "7", "nan", "since", "step", "8"]
+    assert line.split() == ["a", "7", "nan", "since", "step", "8"]
 
 
 AS_NOBODY = """
