@@ -7,6 +7,8 @@ python -m pytest tests/integration/test_drilled_saves.py
 from __future__ import annotations
 
 import io
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +65,22 @@ def test_a_full_disk_has_space_for_half_of_a_save(tmp_path: Path) -> None:
             torch.save({"a": torch.ones(1)}, tmp_path / name)
     later = _Observer(tmp_path, 0, Plan("full", in_files=True))
     later.saving(str(tmp_path / "c.pt"), (tmp_path / "c.pt").write_bytes, b"whole")
+
+
+def test_the_files_of_a_save_count_at_the_step_of_its_first(tmp_path: Path) -> None:
+    """A thread writes them while the training goes on, and a fault of step 6 spares the save of step 5."""
+    observer = _Observer(tmp_path, 0, Plan("kill-in-save", step=6, in_files=True))
+    _watch_saves(observer)
+
+    def write() -> None:
+        for observer.step, name in ((5, "model.pt"), (6, "optimizer.pt")):
+            torch.save({"a": torch.ones(1)}, tmp_path / name)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    [records] = tmp_path.glob("*.jsonl")
+    assert [json.loads(line)["step"] for line in records.open()] == [5, 5]
 
 
 def loader(workers: int, length: int = 20) -> DataLoader[tuple[torch.Tensor, ...]]:
