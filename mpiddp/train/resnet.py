@@ -143,7 +143,7 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """A module from images, float [N, in_channels, H, W], to logits [N, num_classes].
+    """A module from images, float [N, 3, H, W], to logits [N, num_classes].
 
     Its fresh weights are He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
     """
@@ -153,7 +153,6 @@ class ResNet(nn.Module):
         architecture: Architecture,
         num_classes: int | None = None,
         stem: str | None = None,
-        in_channels: int = 3,
     ):
         """
         Args:
@@ -162,7 +161,6 @@ class ResNet(nn.Module):
             stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
                 "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None
                 for that of its own data set.
-            in_channels: channels of an image.
 
         Raises:
             ValueError: another stem.
@@ -173,7 +171,7 @@ class ResNet(nn.Module):
             raise ValueError(f'stem="{stem}" is none of {", ".join(STEMS)}')
         size, stride = STEMS[stem]
         block, depths, widths = BLOCKS[architecture.block], architecture.depths, architecture.widths
-        self.conv1 = _conv(in_channels, widths[0], size, stride)
+        self.conv1 = _conv(3, widths[0], size, stride)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
 
@@ -209,12 +207,5 @@ BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
     "basic": BasicBlock,
     "bottleneck": Bottleneck,
 }
+# By the names of --arch: functions that build a ResNet, images [N, 3, H, W] to logits [N, num_classes].
 ARCHS = {name: partial(ResNet, each) for name, each in ARCHITECTURES.items()}
-"""The functions that build a ResNet, by the names of `mpiddp train --arch`.
-
-    model = ARCHS["resnet18"](num_classes=10, stem="cifar")   # images [N, 3, 32, 32] to logits [N, 10]
-
-resnet18, 34, 50, 101 and 152 have torchvision's names and shapes, so its checkpoints load. resnet20, 32, 44,
-56 and 110 are the family for 32×32 images in section 4.2 of He et al., "Deep Residual Learning for Image
-Recognition" (2015). wide_resnet14_2 is the quickest of them, see `ARCHITECTURES`.
-"""

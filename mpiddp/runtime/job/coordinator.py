@@ -144,7 +144,7 @@ class Coordinator:
             return
         codes = set(self.all_gather_json(code, timeout_s=AGREE_TIMEOUT_S)) - {DONE}
         code = min(codes)  # a failure of a machine may cause what looks like bad input
-        sentences = self._sentences(problems)
+        sentences = self.sentences(problems)
         if code == FAILED and self.has_launcher:
             self.leave()
             raise Refused(code, "\n".join(sentences), is_printed=False)
@@ -198,7 +198,7 @@ class Coordinator:
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
 
-    def _sentences(self, problems: list[str]) -> list[str]:
+    def sentences(self, problems: list[str]) -> list[str]:
         """Each distinct problem once: bare if all ranks have it, else after the name of the first rank."""
         if len(set(problems)) == 1:
             return problems[:1]

@@ -53,15 +53,6 @@ def test_every_image_is_used_once_per_epoch_except_a_tail() -> None:
             assert len(steps) == ranks[0].steps_per_epoch
 
 
-def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
-    for sizes in combinations():
-        ranks = orders(*sizes)
-        global_batch = ranks[0].global_batch_size
-        order = ranks[0].permutation(epoch=2).tolist()
-        for k, step in enumerate(global_steps(ranks, epoch=2)):
-            assert step == order[k * global_batch : (k + 1) * global_batch], sizes
-
-
 def test_each_epoch_and_seed_has_another_order() -> None:
     one = orders(100, 10, 1, 1)[0]
     other = replace(one, seed=6)
