@@ -96,6 +96,9 @@ class ImageFolder:
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)
+        self._keeps_workers = augment and config.num_workers > 0  # evaluations are rare
+        self._order: list[list[Key]] = []  # of the epoch, for a loader that is kept for several
+        self._loader: DataLoader[Any] | None = None
 
     def names(self) -> Iterator[str]:
         """Each image's class and file, in the order of their numbers."""
@@ -109,8 +112,12 @@ class ImageFolder:
             UserError: an image is broken.
             JobFailed: a disk has failed.
         """
-        order = [[(number, epoch) for number in batch.tolist()] for batch in indices]
-        for images, labels, broken in self._loader(order) if order else ():
+        if not indices:
+            return
+        self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
+        loader = self._loader or self._start()
+        self._loader = loader if self._keeps_workers else None
+        for images, labels, broken in loader:
             if broken:
                 path, reason, is_failure = broken
                 hint = "" if is_failure else " Replace or remove it."
@@ -123,15 +130,16 @@ class ImageFolder:
             )
             yield images, labels.to(self._device, non_blocking=True)
 
-    def _loader(self, order: list[list[Key]]) -> DataLoader[Any]:
+    def _start(self) -> DataLoader[Any]:
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         method = "fork" if self._device.type == "cpu" else "forkserver"
         multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
         return DataLoader(
             self._decoder,
-            batch_sampler=order,
+            batch_sampler=self._order,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
+            persistent_workers=self._keeps_workers,
             multiprocessing_context=method if self._num_workers else None,
             worker_init_fn=partial(_leave_stops_to, os.getpid()),
             pin_memory=self._device.type != "cpu",

@@ -61,10 +61,9 @@ def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
     write("done")
 
 
-@contextlib.contextmanager
-def recorded(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> Iterator[None]:
-    """Write the record of this start while the body runs: git may be slow. Call this on rank 0 alone."""
-    facts = {
+def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> None:
+    """Begin to write the record of this start, beside the training: git may be slow. For rank 0 alone."""
+    facts: dict[str, Any] = {
         "started": started,  # local time, 20261122-070847
         "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
@@ -73,19 +72,16 @@ def recorded(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> 
         "started_by": world.launcher.name,
         "hosts_of_ranks": hosts,
     }
-    writer = threading.Thread(target=_write, args=(run / "starts", facts), daemon=True)
-    writer.start()
-    yield
-    writer.join(_GIT_S)
 
+    def write() -> None:
+        facts["packages"] = {str(each.metadata["Name"]): each.version for each in distributions()}
+        facts["git"] = git_state(Path.cwd())
+        with contextlib.suppress(OSError):  # the training matters more than its record
+            (run / "starts").mkdir(exist_ok=True)
+            number = 1 + len(list((run / "starts").glob("start_*.json")))
+            save_json(run / "starts" / f"start_{number:04d}.json", facts)
 
-def _write(folder: Path, facts: dict[str, Any]) -> None:
-    facts["packages"] = {str(each.metadata["Name"]): each.version for each in distributions()}
-    facts["git"] = git_state(Path.cwd())
-    with contextlib.suppress(OSError):  # the training matters more than its record
-        folder.mkdir(exist_ok=True)
-        file = folder / f"start_{1 + len(list(folder.glob('start_*.json'))):04d}.json"
-        save_json(file, facts)
+    threading.Thread(target=write).start()
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ Tests mpiddp/train/image_folder.py.
 python -m pytest tests/integration/train/test_image_folder.py
 """
 
+import multiprocessing
 import random
 import re
 import subprocess
@@ -84,6 +85,17 @@ def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
             got, got_labels = everything(images, size=size, epoch=epoch)
             assert torch.equal(got, expected)
             assert torch.equal(got_labels, labels)
+
+
+def test_workers_persist_between_epochs(folder: Path) -> None:
+    images = source(folder, augment=True, num_workers=1)
+    expected = [everything(source(folder, augment=True), epoch=epoch)[0] for epoch in (0, 1)]
+    first, _ = everything(images, size=1, epoch=0)
+    workers = {child.pid for child in multiprocessing.active_children()}
+    second, _ = everything(images, size=5, epoch=1)
+    assert {child.pid for child in multiprocessing.active_children()} == workers
+    assert len(workers) == 1
+    assert torch.equal(torch.stack([first, second]), torch.stack(expected))
 
 
 SIGTERM_TO_THE_GROUP = """
