@@ -104,7 +104,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
-        self._has_noted_end, self._pid = False, os.getpid()
+        self._has_ended, self._pid = False, os.getpid()
         session = current()
         if session.run is None or session.run.is_closed:
             session.run = self._records
@@ -114,11 +114,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
-            self.close()
+        if ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
+            self._end("failed", error)
         else:
-            self._note_end("failed", error)
-            self._give_up()
+            self.close()
 
     @property
     def is_writer(self) -> bool:
@@ -276,33 +275,32 @@ class Checkpoints:
         try:
             if self._saver is not None:
                 self._saver.meet(None)
+        except BaseException as error:
+            self._end("failed", error)
+            raise
         finally:
             self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
-            failed = sys.exc_info()[1]  # its last save
-            outcome = "stopped" if current().stop.has_stopped else "done"
-            self._note_end("failed" if failed else outcome, failed)
-            self._give_up()
+        self._end("stopped" if current().stop.has_stopped else "done")
 
-    def _give_up(self) -> None:
+    def _end(self, outcome: str, error: BaseException | None = None) -> None:
+        """Give the folder up. Say once in it how this rank ended; a rank that says nothing has failed."""
         self._records.is_closed = True
-        if self._run is not None:
-            self._run.close()
-
-    def _note_uncaught(self) -> None:
-        """At the exit of a script without a `with` that an error has ended."""
-        if error := getattr(sys, "last_value", None):
-            self._note_end("failed", error)
-
-    def _note_end(self, outcome: str, error: BaseException | None = None) -> None:
-        """Say once in the run's folder how this rank ended. A rank that says nothing has failed."""
-        if self._run is None or self._has_noted_end or os.getpid() != self._pid:
+        run = self._run
+        if run is None or os.getpid() != self._pid:
             return
-        self._has_noted_end = True
-        failure = ending_of(error).sentence if outcome == "failed" else ""
-        rank = self._run.rank
-        if rank == 0 or failure:
-            facts = {"rank": rank, "host": socket.gethostname(), "outcome": outcome}
+        failure = ending_of(error).sentence if error else ""
+        if not self._has_ended and (run.rank == 0 or failure):
+            facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
             self._records.note(event="ended", **facts, failure=failure)
+        self._has_ended = True
+        run.close()
+
+    def _end_at_exit(self) -> None:
+        """After an error that has ended a script without a `with`. The thread has ended its save then."""
+        assert self._run is not None
+        if error := getattr(sys, "last_value", None):
+            self._end("failed", error)
+        self._run.close()
 
     def _wait_for_own_save(self) -> None:
         saver = self._saver  # another thread may close
@@ -348,10 +346,7 @@ class Checkpoints:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
             self._records.note(event="started", step=step, hosts=hosts, versions=versions)
-        atexit.register(self._note_uncaught)
-        if run.lock is not None:
-            # After an error too; the thread has ended its save then.
-            atexit.register(run.lock.release)
+        atexit.register(self._end_at_exit)
 
 
 def script_coordinator(finish: Callable[[], None]) -> Coordinator:
