@@ -2,8 +2,8 @@
 
     mpiddp launch -n 2 tests/programs/last_save.py FOLDER HOW
 
-HOW is "returns", "exits", "forks", "raises" (on rank 0) or "destroys" (the process group). With "full" the disk has no
-more space for the save, as far as the processes can tell; then the script exits with 0.
+HOW is "returns", "exits", "forks", "raises" (on rank 0) or "destroys" (the process group). With "full" the
+disk has no more space for the save, as far as the processes can tell; then the script exits with 0.
 """
 
 import os

@@ -109,6 +109,12 @@ def test_more_epochs_at_low_resolution_than_epochs() -> None:
         configured("--low-res-epochs=3", "--epochs=2")
 
 
+def test_a_single_image_whose_last_map_is_a_pixel() -> None:
+    assert configured("--batch-size=1", "--arch=resnet18").stem == "cifar"
+    with pytest.raises(UserError, match="--stem imagenet leaves one pixel"):
+        configured("--batch-size=1", "--stem=imagenet")
+
+
 @pytest.mark.parametrize(
     ("options", "ranks_before"),
     [
