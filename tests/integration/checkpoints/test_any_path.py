@@ -6,7 +6,6 @@ python -m pytest tests/integration/checkpoints/test_any_path.py
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import named_by, read_limited
+from mpiddp.errors import UserError
+from mpiddp.paths import read_limited
 from mpiddp.train.datasets import default_data_dir
 from tests.support.errors import error
 from tests.support.homes import leave_home
@@ -76,17 +75,6 @@ def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("HOME", "--data-dir DIR", "MPIDDP_DATA=DIR")
     with pytest.raises(UserError, match=error("folder for", *values)):
         default_data_dir()
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ENAMETOOLONG, UserError), (errno.EIO, JobFailed)]
-)
-def test_the_error_of_a_path(number: int, kind: type[Exception]) -> None:
-    """A disk that fails is no bad input: a restart may succeed."""
-    with pytest.raises(kind) as caught, named_by("--out"):
-        raise OSError(number, os.strerror(number), "a/b")
-    sentence = error(":", "--out a/b: ", os.strerror(number))
-    assert re.fullmatch(sentence, str(caught.value))
 
 
 def test_a_read_always_ends(tmp_path: Path) -> None:
