@@ -68,9 +68,9 @@ def _verify(folder: Path) -> int:
 def _prune(given: Path, keep: int) -> int:
     root = find_checkpoints(given)
     if root is None:
-        raise UserError(
-            f"{given} contains no checkpoints. Expected a run's folder or a folder of checkpoints."
-        )
+        is_one = folders.is_checkpoint(given)
+        found = "is a single checkpoint" if is_one else "contains no checkpoints"
+        raise UserError(f"{given} {found}. Expected a run's folder or a folder of checkpoints.")
     for folder in folders.prune(root, keep, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
