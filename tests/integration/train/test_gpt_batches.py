@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.gpt import batches
 from examples.gpt.batches import Batch, Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
 
@@ -88,18 +87,6 @@ def test_a_document_has_the_same_loss_as_alone(plan: str) -> None:
     assert (sums / targets - expected).abs().max() < 1e-5
 
 
-def test_a_position_sees_its_document_up_to_itself() -> None:
-    owners = torch.tensor([[4, 4, 7, 7, 7, IGNORED]])
-    assert batches.block_diagonal(owners)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None:
     """Shares of the sum by the targets of all ranks, added up. A mean of means would differ."""
@@ -127,17 +114,6 @@ def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None
             (sum(parts) - each).norm() > 1e-3 * each.norm() for each, *parts in wrong
         )
     assert mean_of_means_differs
-
-
-def test_a_rank_without_rows_takes_part_with_zero_gradients() -> None:
-    documents, net = some_documents(3), small_gpt()
-    (step,) = padded([len(each) for each in documents], rows=2, ranks=4, seed=0)
-    assert [len(rows) for rows in step] == [1, 1, 1, 0]
-    batch = collate(documents, step[3])
-    loss = summed_loss(net(batch.tokens, batch.mask), batch.targets)
-    assert loss.item() == 0
-    gradients = torch.autograd.grad(loss, list(net.parameters()))
-    assert all(each.abs().max() == 0 for each in gradients)
 
 
 def test_a_document_that_is_longer_than_a_row_is_an_error() -> None:

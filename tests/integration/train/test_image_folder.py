@@ -222,16 +222,6 @@ def test_train_and_val_have_the_same_classes(tmp_path: Path) -> None:
         open_data(config, World(0, 1, 0, 1), CPU)
 
 
-def test_classes_without_images(tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "cat" / "notes.txt").write_text("no image")
-    Image.new("RGB", (9, 9)).save(tmp_path / "dog" / "0.png")
-    values = (f"{tmp_path}: ", " cat ", "(.bmp, .jpeg, ")
-    with pytest.raises(UserError, match=error("Each folder", *values)):
-        source(tmp_path)
-
-
 def test_a_hidden_folder_is_no_class_and_a_hidden_file_no_image(folder: Path) -> None:
     before = source(folder).samples
     (folder / ".ipynb_checkpoints").mkdir()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpiddp.train.datasets import low_resolution
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import build_optimizer
@@ -70,11 +69,3 @@ def test_the_memory_format_changes_no_more_than_the_rounding() -> None:
     optimizer.step()
     for one, two in zip(contiguous, other.parameters(), strict=True):
         torch.testing.assert_close(one, two.detach(), rtol=0, atol=0.002)
-
-
-def test_low_resolution_is_three_quarters_in_the_same_layout() -> None:
-    images = torch.rand(2, 3, 32, 28).contiguous(memory_format=torch.channels_last)
-    smaller = low_resolution(images)
-    assert smaller.shape == (2, 3, 24, 21)
-    assert smaller.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(smaller.mean(), images.mean(), rtol=0.02, atol=0)

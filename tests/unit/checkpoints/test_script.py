@@ -34,14 +34,6 @@ def create(tmp_path: Path) -> Iterator[Open]:
     current().run = None
 
 
-def test_due_by_steps_counts_multiples(create: Open) -> None:
-    checkpoints = create(every=4)
-    assert [step for step in range(1, 10) if checkpoints.due(step)] == [4, 8]
-    samples = create(every="100")
-    assert [step for step in range(64, 400, 64) if samples.due(step)] == [128, 256, 320]
-    assert not any(create(every=None).due(step) for step in range(1, 9))
-
-
 def test_a_save_without_resume_refuses_older_checkpoints(create: Open) -> None:
     first = create()
     first.save(7, {})
