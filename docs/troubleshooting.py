@@ -52,7 +52,7 @@ Fix: …
 ```
 
 `mpiddp explain ID` prints one entry. See also
-[error lines of mpiddp](failures.md#read-the-verdict-of-a-failed-job),
+[error lines of mpiddp](failures.md#read-the-error-line-of-a-failed-job),
 [hangs](failures.md#ranks-that-hang), [slow networks](clusters.md#fast-networks).
 """
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
-# verb: (module with main(argv) -> int, its line in `mpiddp --help`), in the order of the help
+# verb: (module with main(argv) -> int, or its function, its line in `mpiddp --help`), in the help's order
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": (
@@ -19,10 +19,10 @@ VERBS = {
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
-    "ps": ("mpiddp.watch.ps", "list your jobs on this machine"),
-    "top": ("mpiddp.watch.top", "watch the ranks of a job"),
-    "stacks": ("mpiddp.watch.stacks", "print the current source line of each rank"),
-    "stop": ("mpiddp.watch.stop", "stop a job, as Ctrl-C does"),
+    "ps": ("mpiddp.watch.table:ps", "list your jobs on this machine"),
+    "top": ("mpiddp.watch.table:top", "watch the ranks of a job"),
+    "stacks": ("mpiddp.watch.stop_and_stacks:stacks", "print the current source line of each rank"),
+    "stop": ("mpiddp.watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": (
         "mpiddp.hosts.main",
         "check hostfiles; log in to hosts, push a folder, run a command, pull a run",
@@ -49,6 +49,42 @@ GROUPS = {
     "more": ("drill", "mesh", "bench"),
 }
 
+# Each verb's help opens with them; those of launch and train have their own.
+EXAMPLES = {
+    "run": (
+        "mpirun -np 2 python -m mpiddp run train.py --lr 0.1",
+        "srun --ntasks-per-node 8 python -m mpiddp run -m my.training",
+    ),
+    "ps": ("mpiddp ps", "watch mpiddp ps"),
+    "top": ("mpiddp top", "mpiddp top train.py --once --sort own"),
+    "stacks": ("mpiddp stacks", "mpiddp stacks train.py --rank 3"),
+    "stop": ("mpiddp stop", "mpiddp stop train.py"),
+    "hosts": ("mpiddp hosts push hosts.txt", "mpiddp hosts run hosts.txt -- nvidia-smi -L"),
+    "doctor": (
+        "mpiddp doctor --hostfile hosts.txt",
+        "mpiddp doctor -H node1,node2 --script train.py",
+    ),
+    "explain": ("mpiddp explain train.log", "mpiddp explain nccl-timeout"),
+    "runs": ("mpiddp runs", "mpiddp runs /shared/runs"),
+    "report": ("mpiddp report runs/a", "mpiddp report runs/a runs/b -o compared.html"),
+    "checkpoints": (
+        "mpiddp checkpoints list runs/a",
+        "mpiddp checkpoints export runs/a whole",
+    ),
+    "drill": (
+        "mpiddp drill -n 2 train.py --epochs 2 --out {out}",
+        "mpiddp drill --only kill,sigterm -n 2 train.py --out {out}",
+    ),
+    "mesh": (
+        "mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
+        "mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096",
+    ),
+    "bench": (
+        "mpiddp bench allreduce --hostfile hosts.txt",
+        "mpiddp bench scaling -H node1:8,node2:8 --arch resnet50",
+    ),
+}
+
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {
     "bench-rank": "mpiddp.bench.ranks.main",
@@ -72,8 +108,17 @@ class JobHints:
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 
+def examples(prog: str) -> str:
+    """The lines of EXAMPLES for `mpiddp VERB`; "" for another program."""
+    return "\n".join(f"  {line}" for line in EXAMPLES.get(prog.removeprefix("mpiddp "), ()))
+
+
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
+
+    def format_help(self) -> str:
+        usage, _, rest = super().format_help().partition("\n\n")
+        return "\n\n".join(part for part in (usage, examples(self.prog), rest) if part)
 
     def error(self, message: str) -> NoReturn:
         hint = self._nearest_option(message)

@@ -85,7 +85,8 @@ def _call(verb: str, args: list[str]) -> int:
         raise UserError(f'mpiddp: unknown command "{verb}".{hint}')
     _check_working_folder()
     try:
-        main = import_module(modules[verb]).main
+        module, _, function = modules[verb].partition(":")
+        main = getattr(import_module(module), function or "main")
         if verb == "train" and not {"-h", "--help"} & {*args}:
             from mpiddp.runtime.script import run_trainer
 

@@ -17,14 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    CHANNEL,
-    CHANNEL_SECRET,
-    GPUS,
-    RUN_DIR,
-    RUN_ID,
-)
+from mpiddp.protocol.variables import ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 

@@ -62,7 +62,7 @@ def clients(ranks: int) -> None:
         )
     _agree(connections)
     for step in range(STEPS):
-        usage = {"own_s": step / 1000, "queued_s": 0.0, "cpu_s": step / 1000, "memory": 1 << 30}
+        usage = {"own_s": step / 1000, "cpu_s": step / 1000, "memory": 1 << 30}
         message = encode("progress", b"", step=step, **usage)
         for connection in connections:
             connection.sendall(message)
@@ -91,8 +91,9 @@ def members(ranks: int, port: int) -> None:
     sys.stdin.read()
     connections = _connect(f"127.0.0.1:{port}", _KEY, ranks)
     _agree(connections)
+    left = encode("gather", b"null", key="left/1", timeout_s=None)
     for connection in reversed(connections):  # rank 0 is the last
-        connection.sendall(encode("put", b"null", key="left/1") + encode("leave", is_over=True))
+        connection.sendall(left + encode("leave"))
         connection.close()
 
 

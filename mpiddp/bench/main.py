@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_options
@@ -51,7 +51,7 @@ BENCHMARKS = {
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
     "start": Row("the time from the command to the first all-reduce, beside torchrun", False),
     "step": Row(
-        "the runner's loop beside a bare loop, and the phases of a step", takes_training=True
+        "the loop of mpiddp train beside a bare loop, and the phases of a step", takes_training=True
     ),
     "loader": Row("the images/s of a data source, beside those of the model", takes_training=True),
 }
@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
     """
     if not argv or argv[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:<12}{row.purpose}" for name, row in BENCHMARKS.items())
-        print(f"usage: mpiddp bench NAME [options]\n\n{lines}\n\nSee: mpiddp bench NAME --help")
+        usage = f"usage: mpiddp bench NAME [options]\n\n{examples('mpiddp bench')}"
+        print(f"{usage}\n\n{lines}\n\nSee: mpiddp bench NAME --help")
         return DONE
     name, *rest = argv
     if name not in BENCHMARKS:

@@ -34,7 +34,7 @@ from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of, index_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush
-from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
@@ -42,7 +42,6 @@ from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
-_MORE_S = 5.0  # by which the others wait longer for rank 0 than it does for them
 
 
 class _Abandoned(Exception):
@@ -148,7 +147,6 @@ class Saver:
         self._pending = None
         run = self._run
         answers = run.gather((next_step, problem))
-        run.coordinator.forget(self._prefix)  # or a long run would fill the channel's server
         names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
         first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
@@ -206,7 +204,7 @@ class Saver:
                 )
 
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part of the save: all ranks report, rank 0 judges, all learn.
+        """Do this rank's part of the save: all ranks report, and each comes to the same result.
 
         A save of nothing sharded needs no other rank: each writer settles it alone.
 
@@ -220,28 +218,24 @@ class Saver:
             result = work()
         except (OSError, RuntimeError) as error:
             problem = error
-        coordinator, timeout_s = self._run.coordinator, self._run.timeout_s
         key = f"{self._prefix}/{self._num_saves}/{part}"
         try:
-            coordinator.put(f"{key}/report", [result, problem is not None])
-            if self._run.rank == 0:
-                ranks = range(len(self._run.writer_of))
-                reports = coordinator.collect(f"{key}/report", ranks, timeout_s=timeout_s)
-                failed = any(has_failed for _, has_failed in reports)
-                coordinator.put(f"{key}/verdict", None if failed else [each for each, _ in reports])
-            [results] = coordinator.collect(f"{key}/verdict", [0], timeout_s=timeout_s + _MORE_S)
-        except Silent as silent:
-            missing = coordinator.no_answer(silent.ranks, timeout_s)
+            reports = self._run.coordinator.all_gather_json(
+                [result, problem is not None],
+                timeout_s=self._run.timeout_s,
+                key=key,
+                unless_failed=True,
+            )
+        except NoAnswer as missing:
             raise NoAnswer(f"the save of step {job.step}: {missing}") from None
         except (AnotherFailed, ChannelLost) as error:
             why = "another rank has failed" if type(error) is AnotherFailed else "the job has ended"
             raise JobFailed(f"step {job.step} was not saved: {why}.") from None
         if problem is not None:
             raise problem
-        if results is None:
+        if any(has_failed for _, has_failed in reports):
             raise _Abandoned
-        found: list[Any] = results
-        return found
+        return [each for each, _ in reports]
 
     def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any] | None:
         """Write this rank's files, down to the disk. Returns the size and the hash of its shards."""

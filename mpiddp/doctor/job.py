@@ -82,7 +82,7 @@ def _products_per_s(device: str) -> float:
     """Of the best product. On a CPU it is the thread's own time, whoever else uses the processor."""
     import torch
 
-    threads, clock = torch.get_num_threads(), time.perf_counter
+    clock = time.perf_counter
     if device == "cpu":
         torch.set_num_threads(1)
         clock = time.thread_time
@@ -94,7 +94,6 @@ def _products_per_s(device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(clock() - began)
-    torch.set_num_threads(threads)
     return 1 / max(min(times), 1e-9)
 
 
@@ -125,11 +124,7 @@ def _mpi() -> dict[str, str]:
     from mpi4py import MPI
 
     version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
-    return {
-        "mpi4py": mpi4py.__version__,
-        "mpi4py's MPI": version,
-        "libmpi": _loaded("libmpi.so"),
-    }
+    return {"mpi4py": mpi4py.__version__, "mpi4py's MPI": version, "libmpi": _loaded("libmpi.so")}
 
 
 def _torch() -> dict[str, str]:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.doctor import compare, network
@@ -44,26 +44,7 @@ from mpiddp.world import leave_enclosing_job
 _FACTS_S, _STACK_S, _NETWORK_S = 40.0, 70.0, 20.0
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
-_PACKAGES = ("torch", "mpi4py")  # that the preflight compares
-
-
-class _Asked(NamedTuple):
-    """What the checks are about.
-
-    facts: the question for the facts of a host.
-    env: what the ranks' interpreter gets.
-    networks: of the job.
-    known: the packages that the preflight has compared.
-    silent: the hosts that the preflight has named.
-    job: the options of `mpiddp launch`.
-    """
-
-    facts: dict[str, Any]
-    env: Mapping[str, str]
-    networks: Sequence[str]
-    known: Sequence[str]
-    silent: Collection[Host]
-    job: Sequence[str]
+_COMPARED = ("torch", "mpi4py")  # by the preflight
 
 
 def main(argv: list[str]) -> int:
@@ -89,15 +70,32 @@ def main(argv: list[str]) -> int:
         wanted = _facts_wanted(options, hosts)
         library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
         library = library or str(starter.libmpi or "")
-        env = {"MPI4PY_LIBMPI": library} if library else {}
-        network_ = find_network(hosts, checked.infos.values(), launch.interface, dry_run=True)
-        known = _PACKAGES if checked.infos else ()
-        asked = _Asked(wanted, env, network_.networks, known, checked.complaints, job)
-        program = program_with(
-            (interfaces, gpus, facts, network), f"sys.modules[{network.__name__!r}].main()"
-        )
+        infos = checked.infos.values()
+        networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
+        begin = f"sys.modules[{network.__name__!r}].main()"
+        program = program_with((interfaces, gpus, facts, network), begin)
         with Connections(hosts.usable, hosts.transport, program) as connected:
-            lines += _full(hosts.usable, connected, asked, lines)
+            everywhere = dict.fromkeys(hosts.usable, wanted)
+            found = _by_name(connected.ask("facts", everywhere, limit_s=_FACTS_S))
+            known = _COMPARED if checked.infos else ()
+            if found:
+                lines += _of_facts(found, connected)
+                lines += _versions(_stacks(connected, LIGHT, library), known)
+            if len(found) > 1:
+                lines += _pairs(connected, found, networks)
+            lines += [
+                Line("ssh", FAIL, *_split(sentence))
+                for host, sentence in connected.failures.items()
+                if host not in checked.complaints
+            ]
+            line, ranks = _run_job(lines, job)
+            if found:
+                lines += _of_ranks(found, ranks, known) or [
+                    *_versions(_stacks(connected, HEAVY, library), known),
+                    *_limits(found, "in a login over ssh"),
+                ]
+            lines += [Line(question, UNKNOWN, why) for question, why in connected.refusals]
+        lines.append(line)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -142,9 +140,7 @@ def _where(options: argparse.Namespace) -> list[str]:
 
 
 def _of_preflight(
-    infos: Mapping[Host, preflight.HostInfo],
-    complaints: Mapping[Host, str],
-    starter: RankStarter,
+    infos: Mapping[Host, preflight.HostInfo], complaints: Mapping[Host, str], starter: RankStarter
 ) -> list[Line]:
     lines = [Line("preflight", FAIL, *_split(sentence)) for sentence in complaints.values()]
     differing = preflight.disagreements(infos.values(), str(starter.program))
@@ -180,37 +176,6 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _full(
-    hosts: Sequence[Host], connected: Connections, asked: _Asked, earlier: Sequence[Line]
-) -> list[Line]:
-    """What the hosts, their pairs and a job of theirs show. `earlier`: the lines of the preflight."""
-    lines: list[Line] = []
-    found = _by_name(connected.ask("facts", dict.fromkeys(hosts, asked.facts), limit_s=_FACTS_S))
-    if found:
-        lines += _of_facts(found, connected)
-        lines += _stacks(connected, LIGHT, asked)
-    if len(found) > 1:
-        lines += _pairs(connected, found, asked.networks)
-    lost = [why for host, why in connected.failures.items() if host not in asked.silent]
-    lines += [Line("ssh", FAIL, *_split(sentence)) for sentence in lost]
-    job, ranks = _run_job([*earlier, *lines], asked.job)
-    of_ranks = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
-    where = "in a launched process"
-    if found and all(of_ranks.values()):
-        # The ranks have loaded torch already, which takes seconds.
-        lines += _versions({name: rank["stack"] for name, rank in of_ranks.items()}, asked.known)
-        speeds = compare.speeds({name: rank["speed"] for name, rank in of_ranks.items()})
-        lines += results("speed", speeds, "no rank's device is slower than the others")
-    elif found:
-        lines += _stacks(connected, HEAVY, asked)
-        of_ranks, where = found, "in a login over ssh"
-    if found:
-        limits = compare.processes(of_ranks, where)
-        lines += results("limits", limits, f"cores, ulimit and /dev/shm suffice ({where})")
-    lines += [Line(question, UNKNOWN, sentence) for question, sentence in connected.refusals]
-    return [*lines, job]
-
-
 def _by_name(answers: Mapping[Host, Any]) -> dict[str, Any]:
     return {host.name: answer for host, answer in answers.items()}
 
@@ -230,24 +195,47 @@ def _of_facts(found: compare.Facts, connected: Connections) -> list[Line]:
     ]
 
 
-def _stacks(connected: Connections, packages: tuple[str, ...], asked: _Asked) -> list[Line]:
-    """Whether the interpreter of the ranks loads the same of these packages on all hosts."""
+def _stacks(
+    connected: Connections, packages: tuple[str, ...], library: str
+) -> dict[str, dict[str, str]]:
+    """What the interpreter of the ranks loads of these packages on each host. `library`: of MPI."""
     stack = f"sys.modules[{small_job.__name__!r}].stack({packages!r})"
     wanted = {
         "python": str(Path(sys.executable).absolute()),
-        "env": dict(asked.env),
+        "env": {"MPI4PY_LIBMPI": library} if library else {},
         "program": program_with((small_job,), f"import json; print(json.dumps({stack}))"),
     }
     hosts = dict.fromkeys(connected.printed_before, wanted)
-    found = _by_name(connected.ask("stack", hosts, limit_s=_STACK_S))
-    return _versions(found, asked.known) if found else []
+    return _by_name(connected.ask("stack", hosts, limit_s=_STACK_S))
 
 
-def _versions(found: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
+def _versions(found: Mapping[str, Mapping[str, str]], known: Collection[str]) -> list[Line]:
+    """Whether all hosts load the same. `known`: the packages that the preflight has compared."""
+    if not found:
+        return []
     same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
     same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
     ok_text = f"the same on every host: {', '.join(sorted(same))}"
     return results("versions", compare.stacks(found, known), ok_text)
+
+
+def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Collection[str]) -> list[Line]:
+    """What the ranks of the job say: they have loaded torch already. [] if one host has none."""
+    of_hosts = {name: ranks.get(each["hostname"]) for name, each in found.items()}
+    told = {name: rank for name, rank in of_hosts.items() if rank}
+    if len(told) < len(found):
+        return []
+    speeds = compare.speeds({name: rank["speed"] for name, rank in told.items()})
+    return [
+        *_versions({name: rank["stack"] for name, rank in told.items()}, known),
+        *results("speed", speeds, "no rank's device is slower than the others"),
+        *_limits(told, "in a launched process"),
+    ]
+
+
+def _limits(told: compare.Facts, where: str) -> list[Line]:
+    ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
+    return results("limits", compare.processes(told, where), ok_text)
 
 
 def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:

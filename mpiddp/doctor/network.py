@@ -10,13 +10,13 @@ import errno
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from mpiddp.hosts import facts
@@ -25,7 +25,6 @@ CONNECT_S = 3.0
 STACK_S = 60.0  # for a cold import of torch
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
-_SIZE = struct.Struct(">I")
 
 
 def main() -> None:
@@ -78,17 +77,16 @@ def listen(address: str) -> int:
 
 
 def reach(peers: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Connect to all other hosts at once. For each name this end's address, or the errors."""
+    """Connect to all other hosts at once. The errors for each name, "" for none."""
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
         answers = threads.map(lambda peer: _reach(peer["address"], peer["port"]), peers)
         return {peer["name"]: answer for peer, answer in zip(peers, answers)}
 
 
 def _reach(address: str, port: int) -> dict[str, str]:
-    found = {"error": "", "large": "", "source": ""}
+    found = {"error": "", "large": ""}
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
-            found["source"] = connection.getsockname()[0]
             _send(connection, 1)
             try:
                 _send(connection, LARGE)
@@ -101,7 +99,7 @@ def _reach(address: str, port: int) -> dict[str, str]:
 
 def _send(connection: socket.socket, size: int) -> None:
     """Returns when the other end has `size` bytes."""
-    connection.sendall(_SIZE.pack(size) + bytes(size))
+    connection.sendall(bytes(size))
     if not connection.recv(1):
         raise OSError("the connection was closed")
 
@@ -110,12 +108,10 @@ def _serve(connection: socket.socket) -> None:
     """The other end: it says when all bytes have arrived."""
     with connection, connection.makefile("rb") as stream:
         connection.settimeout(5 * CONNECT_S)
-        try:
-            while len(header := stream.read(_SIZE.size)) == _SIZE.size:
-                stream.read(min(_SIZE.unpack(header)[0], LARGE))
-                connection.sendall(b"k")
-        except OSError:
-            return
+        with suppress(OSError):
+            for size in (1, LARGE):
+                if len(stream.read(size)) == size:
+                    connection.sendall(b"k")
 
 
 def _reason(error: OSError) -> str:

@@ -28,7 +28,7 @@ from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted, did_you_mean
 
 _HEAD = (
-    *("fault", "verdict", "samples repeated", "samples skipped", "checkpoint lost"),
+    *("fault", "result", "samples repeated", "samples skipped", "checkpoint lost"),
     *("weights equal", "leftover processes"),
 )
 _VERDICTS = {None: "-", True: "pass", False: "FAIL"}

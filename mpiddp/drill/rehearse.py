@@ -16,7 +16,7 @@ from mpiddp.drill.faults import Fault, damage_newest_save
 from mpiddp.drill.plan import FIRED, Plan
 from mpiddp.drill.records import Recording, read
 from mpiddp.errors import DONE
-from mpiddp.hosts.pidfd import kill_marked, marked
+from mpiddp.hosts.processes import kill_marked, marked
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run

@@ -123,7 +123,7 @@ def explain_file(file: BinaryIO) -> Findings:
 def _findings(blocks: Iterable[bytes]) -> Findings:
     scan = _Scan()
     for block in blocks:
-        scan.read(block)
+        scan.read(_COLOURS.sub(b"", block) if b"\x1b[" in block else block)
     return scan.findings()
 
 
@@ -136,7 +136,6 @@ class _Traceback:
     number: int = 0
     raised: str = ""  # the line of the exception
     row: Failure | None = None
-    group: int = 0  # a step of the job stands between two groups
 
     @property
     def found(self) -> Explanation:
@@ -149,23 +148,20 @@ class _Scan:
 
     def __init__(self) -> None:
         self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
-        self._tracebacks: deque[_Traceback] = deque(maxlen=_MOST_TRACEBACKS)
-        self._last: _Traceback | None = None  # if nothing else has mattered since
-        self._group = 0
-        self._has_stepped = False  # since the last traceback
+        self._tracebacks: list[_Traceback] = []  # since the job made a step
+        self._caught: deque[_Traceback] = deque(maxlen=_MOST_TRACEBACKS)  # before
+        self._open: dict[str, _Traceback] = {}  # by rank
+        self._led: dict[str, _Traceback] = {}  # a traceback that another one of its rank follows
         self._verdict: tuple[int, re.Match[str]] | None = None
         self._last_sentence = ""
         self._number = 1
-        self._lines_after = self._steps_after = 0
+        self._has_stepped = False  # since the last traceback
+        self._lines_after = self._steps_after = 0  # the last line that matters
         self._end = b""
-        self._open: dict[str, _Traceback] = {}
-        self._inner: dict[str, _Traceback] = {}  # a traceback that another one of its rank follows
 
     def read(self, block: bytes) -> None:
         """Look at each line with a known text, and at all lines while a traceback is open."""
         at = 0
-        if b"\x1b[" in block:
-            block = _COLOURS.sub(b"", block)
         while at < len(block):
             if self._open:
                 start, end = at, _end_of_line(block, at)
@@ -190,10 +186,11 @@ class _Scan:
         """The order: what decides, other causes, symptoms, consequences, what was caught."""
         decisive = self._by_verdict() or self._by_traceback()
         places = [(_PLACE[each.failure.weight], each) for each in self._rows.values()]
-        places += [(_CAUGHT, each.found) for each in self._tracebacks]
+        places += [(_CAUGHT, each.found) for each in (*self._caught, *self._tracebacks)]
         if decisive is not None:
             number = self._verdict[0] if self._verdict else 0
-            places = [each for each in places if each[1].number != number] + [decisive]
+            places = [each for each in places if each[1].number != number]
+            places.append((_place(decisive.failure), decisive))
         elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
             places = []  # nothing says that the job failed; a script may print exceptions that it handles
         found: dict[str, Explanation] = {}
@@ -202,57 +199,63 @@ class _Scan:
         return Findings([*found.values()], self._survived(), self._last_sentence)
 
     def _survived(self) -> str:
-        if self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS:
+        is_long = self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS
+        if is_long or (self._verdict and self._lines_after >= _GOES_ON_AFTER_VERDICT):
             return f"the log goes on for {self._lines_after} lines after it"
         if _WELL.search(self._end):
             return "the log ends well"
         signs = [each for each in self._rows.values() if each.failure.weight != Weight.EXCEPTION]
-        if self._verdict is not None and self._lines_after >= _GOES_ON_AFTER_VERDICT:
-            return f"the log goes on for {self._lines_after} lines after it"
-        if self._verdict is None and not signs:
-            if self._last_sentence:
-                return "no sentence of mpiddp says that a rank failed"
-            if not any(each.entry in _ENTRIES for each in self._tracebacks):
-                return "the job has caught it and printed it itself"
-        return ""
+        if self._verdict or signs:
+            return ""
+        if self._last_sentence:
+            return "no sentence of mpiddp says that a rank failed"
+        has_ended = any(each.entry in _ENTRIES for each in (*self._caught, *self._tracebacks))
+        return "" if has_ended else "the job has caught it and printed it itself"
 
-    def _by_verdict(self) -> tuple[int, Explanation] | None:
+    def _by_verdict(self) -> Explanation | None:
         """What the launcher's last sentence about a failure says, where it says why."""
         if self._verdict is None:
             return None
         number, verdict = self._verdict
-        whole = verdict[0]
-        if verdict["error"] is not None:
-            own = [each for each in self._tracebacks if each.rank == verdict["rank"]]
-            if own:
-                return _place(own[-1].found.failure), own[-1].found
+        own = [each for each in self._tracebacks if each.rank == verdict["rank"]]
+        if verdict["error"] is not None and own:
+            return own[-1].found
         said = verdict["error"] or verdict["words"]
-        rows = _shown_by(said or whole, Weight.EXCEPTION)
+        rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
         if said and not rows:
             rows = [_EXCEPTION if verdict["error"] else _EXIT]
-        rows = [row for row in rows if row.weight != Weight.CONSEQUENCE]
-        if not rows:
-            return None
-        row = rows[0]
-        found = self._rows.get(row.id) or Explanation(row, number, _shown(whole, row))
-        return _place(row), found
+        for row in rows:
+            if row.weight != Weight.CONSEQUENCE:
+                return self._rows.get(row.id) or Explanation(row, number, _shown(verdict[0], row))
+        return None
 
-    def _by_traceback(self) -> tuple[int, Explanation] | None:
-        """The last traceback of the rank that failed: of the last ones, the nearest to a cause."""
+    def _by_traceback(self) -> Explanation | None:
+        """The last traceback of the rank that failed: of several, the nearest to a cause."""
         weights = {each.failure.weight for each in self._rows.values()}
         if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
             return None  # the job has survived them, and failed later
-        for number in sorted({each.group for each in self._tracebacks}, reverse=True):
-            group = [each for each in self._tracebacks if each.group == number]
-            # Without names, the last one may be of the same rank as those before.
-            in_order = group if any(each.rank for each in group) else group[::-1]
-            found = min((each.found for each in in_order), key=lambda each: _place(each.failure))
-            if _place(found.failure) != _CONSEQUENCE:
-                return _place(found.failure), found
-        if not self._tracebacks:
-            return None
-        first = self._tracebacks[0].found
-        return _place(first.failure), first
+        last = self._tracebacks
+        if not any(
+            each.rank for each in last
+        ):  # the last one may be of the same rank as the others
+            last = last[::-1]
+        for group in (last, [*self._caught][::-1]):
+            found = sorted(
+                (self._with_message(each.found) for each in group),
+                key=lambda each: _place(each.failure),
+            )
+            if found and _place(found[0].failure) != _CONSEQUENCE:
+                return found[0]
+        return last[0].found if last else None
+
+    def _with_message(self, found: Explanation) -> Explanation:
+        """The row that a later line of an exception's message shows, where its first line shows none."""
+        if found.failure is _EXCEPTION:
+            for row in self._rows.values():
+                is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
+                if is_near and row.failure.weight == Weight.CAUSE:
+                    return row
+        return found
 
     def _pass_over(self, text: bytes) -> None:
         lines = text.count(b"\n")
@@ -272,21 +275,13 @@ class _Scan:
             elif self._verdict is not None:
                 return True
         if text.startswith(_CHAINED):
-            own = [each for each in self._tracebacks if each.rank == rank]
-            if own:
-                self._inner[rank] = own[-1]
+            self._led |= {each.rank: each for each in self._tracebacks if each.rank == rank}
         if _TRACEBACK in text:
-            self._last, self._open[rank] = None, _Traceback(rank)
+            self._open[rank] = _Traceback(rank)
             return True
         if rank in self._open:
             return self._continue(self._open[rank], text)
         found = _shown_by(text)
-        last, self._last = self._last, self._last if not found else None
-        is_message = last is not None and last.rank == rank and last.row is _EXCEPTION
-        is_near = self._lines_after <= _LONGEST_MESSAGE and not self._steps_after
-        if last and is_message and is_near and found and found[0].weight == Weight.CAUSE:
-            last.number, last.raised, last.row = self._number, text, found[0]
-            return True
         for row in found:
             self._rows.setdefault(row.id, Explanation(row, self._number, _shown(text, row)))
         return bool(found)
@@ -299,24 +294,20 @@ class _Scan:
             return text[:1].isspace()
         del self._open[traceback.rank]
         traceback.number, traceback.raised = self._number, text
-        inner = self._inner.pop(traceback.rank, None)
         own = _shown_by(text, Weight.EXCEPTION)
         traceback.row = own[0] if own else _EXCEPTION
-        if inner is not None and inner in self._tracebacks:
-            self._tracebacks.remove(inner)
-            if inner.entry in _ENTRIES:
-                traceback.entry = inner.entry
-            if not own and inner.row is not _EXCEPTION:  # the table knows what has led to it
-                traceback.number, traceback.raised, traceback.row = (
-                    inner.number,
-                    inner.raised,
-                    inner.row,
-                )
-        self._group += self._has_stepped
-        self._has_stepped = False
-        traceback.group = self._group
-        self._tracebacks.append(traceback)
-        self._last = traceback
+        led = self._led.pop(traceback.rank, None)
+        if led in self._tracebacks:
+            self._tracebacks.remove(led)
+            if led.entry in _ENTRIES:
+                traceback.entry = led.entry
+            if not own and led.row is not _EXCEPTION:  # the table knows what has led to it
+                traceback.number, traceback.raised = led.number, led.raised
+                traceback.row = led.row
+        if self._has_stepped:
+            self._caught += self._tracebacks
+            self._tracebacks, self._has_stepped = [], False
+        self._tracebacks = [*self._tracebacks[-_MOST_TRACEBACKS:], traceback]
         return True
 
 

@@ -13,8 +13,9 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice, product
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
@@ -32,7 +33,7 @@ NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for thi
 _FLUX_TIMEOUT_S = 20.0
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
 
-_MOST_DIGITS = 9
+_PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # of names: the commas within brackets are its own
 _LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -59,47 +60,52 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             "allocation's environment. Name the hosts with --hostfile or -H, or unset "
             "SLURM_JOB_ID."
         )
-    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
-    counts_name, counts = _gpus_of_slurm(env, names)
-    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-        counts_name = "SLURM_TASKS_PER_NODE"
-        counts = env.get(counts_name, f"1(x{len(names)})")
-    slots = _parsed(env, counts_name, counts, expand_counts)
-    if len(slots) != len(names):
+    try:
+        names = expand_nodelist(nodelist)
+        if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
+            counts = env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
+            slots = expand_counts(counts)
+            if len(slots) != len(names):
+                raise ValueError(
+                    f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit the {len(names)} hosts "
+                    f"of SLURM_JOB_NODELIST={shown(nodelist)}"
+                )
+        else:
+            slots = _gpus_of_slurm(env, names)
+    except ValueError as error:
         raise UserError(
-            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
-            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
-        )
+            f"the variables of Slurm job {job} cannot be read: {error}. "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        ) from None
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
 
 
-def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> tuple[str, str]:
-    """The variable that has the GPUs of each host, and the counts in it, 1 on CPU hosts: "4,2", "8(x2)".
+def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
+    """The GPUs of each host, 1 on CPU hosts. Raises ValueError if the variables do not say it.
 
-    Batch scripts have the first one, of their own host; the shell of salloc has only what was asked for: "2",
-    or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
+    Batch scripts have the first variable, of their own host; the shell of salloc has only what was asked for:
+    "2", or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
     """
-    on_node, per_node, total = "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"
-    name = on_node if env.get(on_node) else per_node
-    count, asked = _sum_of_slurm(env.get(name)), _sum_of_slurm(env.get(total))
-    if count is None:
-        return name, f"{env[name]}(x{len(names)})"
-    if not asked or env.get(per_node) or asked == count * len(names) or name == per_node:
-        return name, f"{count or 1}(x{len(names)})"
-    if len(names) != 2 or count >= asked:
-        return total, env[total]  # nobody knows which host has how many
-    counts = [count, asked - count]
-    return total, ",".join(
-        map(str, counts[::-1] if env.get("SLURMD_NODENAME") == names[1] else counts)
-    )
+    variables = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS")
+    on_node, per_node, total = (_sum_of(env.get(name)) for name in variables)
+    is_even = not on_node or per_node or total in (0, on_node * len(names))
+    if is_even:
+        return [on_node or per_node or 1] * len(names)
+    if len(names) != 2 or on_node >= total:
+        raise ValueError(
+            f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many"
+        )
+    other = total - on_node
+    return [other, on_node] if env.get("SLURMD_NODENAME") == names[1] else [on_node, other]
 
 
-def _sum_of_slurm(text: str | None) -> int | None:
-    """2 of "2", 3 of "a100:2,h100:1", 0 of nothing; None of any other text."""
+def _sum_of(text: str | None) -> int:
+    """2 of "2", 3 of Slurm's "a100:2,h100:1", 0 of nothing. Raises ValueError for any other text."""
     numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
-    are_whole = all(re.fullmatch("[0-9]{1,6}", number) for number in numbers)
-    return sum(map(int, numbers)) if are_whole else None
+    if not all(re.fullmatch("[0-9]{1,6}", number) for number in numbers):
+        raise ValueError(f"{shown(str(text))!r} is not a number of GPUs")
+    return sum(map(int, numbers))
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -118,12 +124,12 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
     if not env.get(name):
         return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
     names, counts = env[name].split()[::2], env[name].split()[1::2]
-    wrong = [count for count in counts if not re.fullmatch("[0-9]{1,6}", count)]
-    if not names or len(names) != len(counts) or wrong:
-        reason = "it does not have a number after each host"
-        if wrong:
-            reason = f"{shown(wrong[0])!r} is not a number of slots"
-        raise UserError(f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM}')
+    are_numbers = all(re.fullmatch("[0-9]{1,6}", count) for count in counts)
+    if not names or len(names) != len(counts) or not are_numbers:
+        raise UserError(
+            f'{name}="{shown(env[name])}" is not LSF\'s: it does not have a number after each host. '
+            f"{NAME_THEM}"
+        )
     rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
     return replace(granted_hosts(rows, name), source=source)
 
@@ -189,43 +195,22 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
             'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
             "launch …; fi"
         )
-    slots = _count_in(env, "SKYPILOT_NUM_GPUS_PER_NODE")
+    gpus = env.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    slots = int(gpus) if re.fullmatch("[1-9][0-9]{0,2}", gpus) else None
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def unread(env: Mapping[str, str], name: str, count: str, instead: str) -> None:
-    """Refuse a job of several hosts, whose names no variable has. The variable `count` has their number."""
-    if env[count].strip() not in ("", "1"):
-        raise UserError(
-            f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
-            f"does not list them. {instead} {NAME_THEM}"
-        )
+def _unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], None]:
+    """A reader that refuses a job of several hosts, whose names no variable has, but `count` their number."""
 
+    def refuse(env: Mapping[str, str]) -> None:
+        if env[count].strip() not in ("", "1"):
+            raise UserError(
+                f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
+                f"and does not list them. {instead} {NAME_THEM}"
+            )
 
-def kubeflow(env: Mapping[str, str]) -> None:
-    instead = "Start the script with torchrun, or use an MPIJob."
-    unread(env, "a PyTorchJob or TrainJob", "PET_NNODES", instead)
-
-
-def aws_batch(env: Mapping[str, str]) -> None:
-    instead = "Start the script with torchrun on each node."
-    unread(env, "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", instead)
-
-
-_Parsed = TypeVar("_Parsed")
-
-
-def _parsed(
-    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
-) -> _Parsed:
-    """`text`, made from Slurm's variable `name`, as `parse` reads it."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UserError(
-            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
-            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
-        ) from None
+    return refuse
 
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
@@ -239,14 +224,6 @@ def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Host
     found = read_hostfile(path)
     # Without the positions in a file that the user has not written.
     return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
-
-
-def _count_in(env: Mapping[str, str], name: str) -> int | None:
-    """A number of GPUs; None if it is not set or 0."""
-    try:
-        return parse_whole(env.get(name) or "0", high=1000) or None
-    except ValueError as error:
-        raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
 
 
 class Scheduler(NamedTuple):
@@ -291,8 +268,22 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("Kubeflow", ("PET_NNODES",), kubeflow),
-    Scheduler("AWS Batch", ("AWS_BATCH_JOB_NUM_NODES",), aws_batch),
+    Scheduler(
+        "Kubeflow",
+        ("PET_NNODES",),
+        _unread(
+            "a PyTorchJob or TrainJob",
+            "PET_NNODES",
+            "Start the script with torchrun, or use an MPIJob.",
+        ),
+    ),
+    Scheduler(
+        "AWS Batch",
+        ("AWS_BATCH_JOB_NUM_NODES",),
+        _unread(
+            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
+        ),
+    ),
 )
 
 
@@ -332,13 +323,34 @@ def expand_nodelist(nodelist: str) -> list[str]:
     Raises:
         ValueError: any other text, or more than MAX_HOSTS hosts.
     """
-    names: list[str] = []
-    for pattern in _patterns(nodelist):
-        names += _expand_pattern(pattern, MAX_HOSTS - len(names))
+    if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
+        raise ValueError("the brackets do not match")
+    found = chain.from_iterable(map(_expand_pattern, re.findall(_PATTERN, nodelist)))
+    names = list(islice(found, MAX_HOSTS + 1))
+    if len(names) > MAX_HOSTS:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{shown(name)!r} is not the name of a host")
     return names
+
+
+def _expand_pattern(pattern: str) -> Iterator[str]:
+    parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
+    choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
+    return map("".join, product(*choices))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """`07-09,12` → 07, 08, 09, 12."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if found is None or not low <= high < low + MAX_HOSTS:
+            raise ValueError(f"{shown(item)!r} is not a range such as 07-09")
+        numbers += [str(number).zfill(len(found[1])) for number in range(low, high + 1)]
+    return numbers
 
 
 def compress_names(names: Sequence[str]) -> str:
@@ -360,50 +372,6 @@ def compress_names(names: Sequence[str]) -> str:
         one = len(numbers) == 1
         texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
     return ",".join(texts)
-
-
-def _patterns(nodelist: str) -> Iterator[list[str]]:
-    """Split at the commas outside of brackets. Each odd item of a pattern is the text of its brackets."""
-    pieces = re.split(r"([\[\]])", nodelist)
-    brackets = "".join(pieces[1::2])
-    if brackets != "[]" * (len(brackets) // 2):
-        raise ValueError("the brackets do not match")
-    pattern: list[str] = []
-    for index, text in enumerate(pieces[::2]):
-        first, *others = [text] if index % 2 else text.split(",")
-        pattern.append(first)
-        for other in others:
-            yield pattern
-            pattern = [other]
-    yield pattern
-
-
-def _expand_pattern(pattern: list[str], most: int) -> list[str]:
-    names = [pattern[0]]
-    for ranges, tail in zip(pattern[1::2], pattern[2::2], strict=True):
-        numbers = _numbers(ranges, most // max(1, len(names)))
-        names = [name + number + tail for name in names for number in numbers]
-    if len(names) > most:
-        raise ValueError(f"more than {MAX_HOSTS} hosts")
-    return names
-
-
-def _numbers(ranges: str, most: int) -> list[str]:
-    """`07-09,12` → 07, 08, 09, 12."""
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        first, dash, last = item.partition("-")
-        if len(first) > _MOST_DIGITS:
-            raise ValueError(f"{shown(first)!r} has more than {_MOST_DIGITS} digits")
-        try:
-            low = parse_whole(first)
-            high = parse_whole(last, low) if dash else low
-        except ValueError:
-            raise ValueError(f"{shown(item)!r} is not a range such as 07-09") from None
-        if high - low >= most - len(numbers):
-            raise ValueError(f"more than {MAX_HOSTS} hosts")
-        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
-    return numbers
 
 
 def expand_counts(counts: str) -> list[int]:

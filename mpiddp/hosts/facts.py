@@ -9,11 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import select
 import shutil
 import socket
-import subprocess
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -21,10 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts.gpus import TIMEOUT_S, answer, gpu_names
+from mpiddp.hosts.gpus import TIMEOUT_S, gpu_names, tool_output
 from mpiddp.hosts.interfaces import interfaces, own_addresses
 
-VERSION_S, _VERSION_BYTES = 10.0, 1 << 16  # of an mpirun --version
+VERSION_S = 10.0  # of an mpirun --version
 LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
 LIMITS = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
 GPU_FIELDS = (
@@ -137,33 +134,9 @@ def package_version(package: str) -> str | None:
 
 
 def program_version(program: str, env: Mapping[str, str]) -> str | None:
-    """What `program --version` prints first; None if it cannot run, or prints nothing within VERSION_S.
-
-    A program that is no mpirun may print without end, and what a shell script has started may hold the pipe.
-    """
-    try:
-        running = subprocess.Popen(
-            [program, "--version"],
-            env=with_own_folder(Path(program), env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    except OSError:
-        return None
-    assert running.stdout is not None
-    text, ended = b"", False
-    deadline = time.monotonic() + VERSION_S
-    with running.stdout as stdout:
-        while not ended and len(text) < _VERSION_BYTES:
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                break
-            chunk = os.read(stdout.fileno(), _VERSION_BYTES)
-            text += chunk
-            ended = not chunk
-    running.kill()
-    running.wait()
-    return text.decode(errors="replace") if text or ended else None
+    """What `program --version` prints; None if it cannot run, or does not answer within VERSION_S."""
+    own = with_own_folder(Path(program), env)
+    return tool_output(program, ("--version",), None, VERSION_S, own) or None
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
@@ -226,11 +199,8 @@ def _gpus(path: str) -> dict[str, Any] | None:
         return {}
     form = "--format=csv,noheader,nounits"
     listing, users = (
-        answer("nvidia-smi", (query, form), path, TIMEOUT_S)
-        for query in (
-            f"--query-gpu={','.join(GPU_FIELDS)}",
-            "--query-compute-apps=pid,used_memory",
-        )
+        tool_output("nvidia-smi", (query, form), path, TIMEOUT_S)
+        for query in (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
     )
     if listing is None or users is None:
         return None

@@ -10,10 +10,14 @@ Standard library only: the launcher sends this file to other hosts.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import select
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +26,7 @@ NO_ANSWER = (
     "{name}: nvidia-smi (amd-smi, xpu-smi) does not answer. Repair the driver, or set "
     "CUDA_VISIBLE_DEVICES= to run without GPUs."
 )
+_MOST_BYTES = 1 << 20  # of a tool's output
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
 # CUDA (and HIP, which reads it too), HIP, ROCr, and Level Zero.
@@ -78,7 +83,7 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
         path: the folders to search for the tools, in PATH's format (default: this process's PATH).
     """
     for tool in TOOLS:
-        text = answer(tool.program, tool.arguments, path, timeout_s)
+        text = tool_output(tool.program, tool.arguments, path, timeout_s)
         if text is None:
             return None
         if names := re.findall(tool.name, text, re.MULTILINE):
@@ -90,7 +95,7 @@ def gpu_addresses(path: str | None = None) -> list[str]:
     """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
     for tool in TOOLS:
         arguments = tool.address_arguments or tool.arguments
-        text = answer(tool.program, arguments, path, TIMEOUT_S) or ""
+        text = tool_output(tool.program, arguments, path, TIMEOUT_S) or ""
         if found := re.findall(tool.address, text, re.MULTILINE):
             return [_in_sysfs(address) for address in found]
     return []
@@ -102,31 +107,40 @@ def _in_sysfs(address: str) -> str:
     return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
-def answer(
-    program: str, arguments: tuple[str, ...], path: str | None, timeout_s: float
+def tool_output(
+    program: str,
+    arguments: tuple[str, ...],
+    path: str | None,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The program's output; "" without the program, None without an answer."""
+    """The program's output, or its beginning; "" without the program, None without an answer.
+
+    Whatever the program is, it ends: it may hang in a driver, or print for ever.
+    """
     found = shutil.which(program, path=path)
     if found is None:
         return ""
+    command, null = [found, *arguments], subprocess.DEVNULL
     try:
-        tool = subprocess.Popen(
-            [found, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
+        tool = subprocess.Popen(command, env=env, stdin=null, stdout=subprocess.PIPE, stderr=null)
     except OSError:
         return None
     assert tool.stdout is not None
-    with tool.stdout:
-        try:
-            return tool.communicate(timeout=timeout_s)[0]
-        except subprocess.TimeoutExpired:
-            tool.kill()  # without waiting for its end: a driver that hangs holds even a killed process
-            return None
+    text, has_ended = b"", False
+    deadline = time.monotonic() + timeout_s
+    with tool.stdout as stdout:
+        while not has_ended and len(text) < _MOST_BYTES:
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                tool.kill()  # without waiting for its end: a driver holds even a killed process
+                return None
+            chunk = os.read(stdout.fileno(), _MOST_BYTES)
+            text += chunk
+            has_ended = not chunk
+    if not has_ended:
+        tool.kill()
+    tool.wait()
+    return text.decode(errors="replace")
 
 
 def hides_all_gpus(env: Mapping[str, str]) -> bool:
@@ -153,11 +167,10 @@ def written(choices: Sequence[Mapping[str, str]]) -> str:
 
 def read(text: str, host: int) -> dict[str, str]:
     """The variables of the host with this number in MPIDDP_GPUS. Raises ValueError for any other text."""
-    try:
-        choice = json.loads(text)[host]
-        values = list(choice.values())
-    except (LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError("not a list of each host's variables of GPUs") from None
-    if {*choice} <= {*VISIBLE, _ORDER} and all(isinstance(value, str) for value in values):
-        return dict(choice)
+    with contextlib.suppress(LookupError, TypeError, AttributeError, RecursionError):
+        choice = dict(json.loads(text)[host].items())
+        if {*choice} <= {*VISIBLE, _ORDER} and all(
+            isinstance(each, str) for each in choice.values()
+        ):
+            return choice
     raise ValueError("not a list of each host's variables of GPUs")

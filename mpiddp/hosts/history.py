@@ -23,7 +23,6 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.text import align_columns, counted, escaped
 
 ENDING = ".history.jsonl"
-STEPS = "steps"  # the straggler is there
 LAST_JOBS = 5  # that count
 FLAKY = 2  # so many failures among them are more than bad luck
 _OUTDATED_S = 30 * 86400.0  # a host that is left out cannot show that it was fixed
@@ -33,7 +32,7 @@ _COLUMNS = ("host", "in the last jobs", "latest failure")
 
 VERBS = {
     "history": "Print what earlier jobs have shown of each host, or every event of one",
-    "forget": "Let no earlier event of a host count, or of any host",
+    "forget": "Clear the history of one host, or of all",
 }
 
 
@@ -46,14 +45,14 @@ class Event:
         job: equal in all lines of one launch, whose attempts count as one job.
         hosts: that took part.
         failed: a sentence for each host that ended the attempt, which is one of `hosts`, or did not answer.
-        slow: of each host of a straggler, {STEPS: its part of the others' speed}.
+        slow: the part of the others' speed of each host of a straggler.
     """
 
     at: float
     job: str = ""
     hosts: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
-    slow: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def concerned(self) -> list[str]:
@@ -85,21 +84,22 @@ class Record:
         """Why a job would do better without it; "" for no reason."""
         if self.is_flaky:
             return self.summary
-        return f"is {self._slowness}" if self.speed else ""
+        return f"is {_slowness(self.speed)}" if self.speed else ""
 
     @property
     def summary(self) -> str:
         """ "ended 3 of its last 5 jobs, and did not answer in 1; 14 % slower than the others"."""
-        ends = f"ended {self.ended or 'none'} of its last {counted(self.jobs, 'job')}"
+        of = f"of its last {counted(self.jobs, 'job')}"
+        said = f"ended {self.ended or 'none'} {of}"
         if self.silent and self.ended:
-            ends += f", and did not answer in {self.silent}"
+            said += f", and did not answer in {self.silent}"
         elif self.silent:
-            ends = f"did not answer in {self.silent} of its last {counted(self.jobs, 'job')}"
-        return "; ".join(each for each in (self.jobs and ends, self._slowness) if each)
+            said = f"did not answer in {self.silent} {of}"
+        return f"{said}; {_slowness(self.speed)}" if self.speed else said
 
-    @property
-    def _slowness(self) -> str:
-        return f"{100 * (1 - self.speed):.0f} % slower than the others" if self.speed else ""
+
+def _slowness(speed: float) -> str:
+    return f"{100 * (1 - speed):.0f} % slower than the others"
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class History:
         speeds: dict[str, float] = {}
         reason, failed_at = "", 0.0
         for event in self.of(host):
-            if STEPS in event.slow.get(host, {}):
-                speeds[event.job] = event.slow[host][STEPS]
+            if host in event.slow:
+                speeds[event.job] = event.slow[host]
             end = jobs.pop(event.job, "well")  # the latest job is the last
             if host in event.failed:
                 reason, failed_at = event.failed[host], event.at
@@ -159,12 +159,11 @@ class File:
         lines: list[bytes] = []
         if self.path is not None:
             with contextlib.suppress(OSError), self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - _MOST_READ))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))
                 lines = file.read().splitlines()
-        events = [event for line in lines if (event := parse(line)) is not None]
         since = time.time() - _OUTDATED_S
-        return History(tuple(sorted((e for e in events if e.at > since), key=lambda e: e.at)))
+        events = [event for line in lines if (event := parse(line)) and event.at > since]
+        return History(tuple(sorted(events, key=lambda event: event.at)))
 
     def append(self, event: Event) -> None:
         """Append an event by one write, which no other can divide on a local disk."""
@@ -189,11 +188,7 @@ def parse(line: bytes) -> Event | None:
     """The event in a line, None if it is none."""
     try:
         facts = json.loads(line)
-        slow = {
-            host: {STEPS: float(each[STEPS])}
-            for host, each in facts.get("slow", {}).items()
-            if STEPS in each
-        }
+        slow = {host: float(part) for host, part in facts.get("slow", {}).items()}
         hosts, failed = tuple(facts.get("hosts", [])), dict(facts.get("failed", {}))
         event = Event(float(facts["at"]), facts.get("job", ""), hosts, failed, slow)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -203,10 +198,12 @@ def parse(line: bytes) -> Event | None:
 
 
 def _without(event: Event, host: str) -> Event:
-    hosts = tuple(each for each in event.hosts if each != host)
-    failed = {each: why for each, why in event.failed.items() if each != host}
-    slow = {each: part for each, part in event.slow.items() if each != host}
-    return replace(event, hosts=hosts, failed=failed, slow=slow)
+    return replace(
+        event,
+        hosts=tuple(each for each in event.hosts if each != host),
+        failed={each: why for each, why in event.failed.items() if each != host},
+        slow={each: part for each, part in event.slow.items() if each != host},
+    )
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -241,12 +238,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _table(history: History, hosts: list[str]) -> str:
-    records = [history.record(host) for host in hosts]
-    rows = [
-        (each.host, each.summary, f"{_time(each.failed_at)}  {each.reason}" if each.reason else "")
-        for each in records
-    ]
-    return align_columns([_COLUMNS, *([escaped(cell) for cell in row] for row in rows)])
+    rows = [_COLUMNS]
+    for each in map(history.record, hosts):
+        latest = f"{_time(each.failed_at)}  {each.reason}" if each.reason else ""
+        rows.append((escaped(each.host), each.summary, escaped(latest)))
+    return align_columns(rows)
 
 
 def _events(history: History, host: str) -> str:
@@ -257,8 +253,8 @@ def _events(history: History, host: str) -> str:
             what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
         else:
             what = f"{'ended the job' if host in event.hosts else 'did not answer'}: {reason}"
-        if STEPS in event.slow.get(host, {}):
-            what += f", and held them up: {100 * (1 - event.slow[host][STEPS]):.0f} % slower"
+        if host in event.slow:
+            what += f", and was {_slowness(event.slow[host])}"
         rows.append((_time(event.at), escaped(what)))
     return align_columns(rows)
 

@@ -13,16 +13,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.paths import cause_of
-from mpiddp.text import shown
+from mpiddp.text import listed, shown
 
+Form = Literal["openmpi", "mpich", "slurm"]
 EXAMPLE = "Example: node1 slots=4"
-
-_KEYS = ("slots", "max_slots", "gpus", "port", "user")
 
 # A name becomes an argument of ssh and of mpirun, so it must not look like an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -203,13 +202,9 @@ def _text(data: bytes, source: str) -> str:
     text = data.decode("utf-8-sig", errors="surrogateescape")
     if bad := _NO_TEXT.search(text):
         byte = ord(bad[0]) & 0xFF  # a byte that is not UTF-8 is decoded as U+DC00 + itself
-        where = f"{source}:{_line_at(text, bad.start())}"
+        where = f"{source}:{text.count(chr(10), 0, bad.start()) + 1}"
         raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}")
     return text
-
-
-def _line_at(text: str, index: int) -> int:
-    return text.count("\n", 0, index) + 1
 
 
 def _tokens(line: str) -> list[str]:
@@ -219,7 +214,7 @@ def _tokens(line: str) -> list[str]:
 
 def _parse_host(where: str, tokens: Sequence[str]) -> Host:
     """One host from the tokens of its line."""
-    before, at, rest = tokens[0].rpartition("@")
+    user, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
     bracketed = _BRACKETED.fullmatch(rest)
     if bracketed and ":" in bracketed[1]:
@@ -227,34 +222,26 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
     elif rest.count(":") == 1:
         name, count = rest.split(":")
     name = _checked_name(where, "host", name)
-    user = _checked_name(where, "user", before) if at else None
-    numbers: dict[str, int] = {}
-    gpus: tuple[int, ...] | None = None
+    found: dict[str, Any] = {}
+    if at:
+        found["user"] = _checked_name(where, "user", user)
     if count is not None:
-        numbers["slots"] = _number(where, tokens[0], count, "Example: node1:4")
-
+        found["slots"] = _number(where, tokens[0], count, "Example: node1:4")
     for token in tokens[1:]:
         key, equals, value = token.partition("=")
         key = key.replace("max-slots", "max_slots")
-        if not equals or key not in _KEYS:
+        if not equals or key not in ("slots", "max_slots", "gpus", "port", "user"):
             raise UserError(
                 f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
                 f"{EXAMPLE}"
             )
-        if (
-            key in numbers
-            or (user if key == "user" else gpus if key == "gpus" else None) is not None
-        ):
+        if key in found:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         if key == "user":
-            user = _checked_name(where, "user", value)
-        elif key == "gpus":
-            gpus = _gpus(where, token, value)
+            found[key] = _checked_name(where, "user", value)
         else:
-            numbers[key] = _number(where, token, value, EXAMPLE)
-
-    slots = numbers.get("slots", len(gpus) if gpus else None)
-    host = Host(name, slots, numbers.get("max_slots"), user, numbers.get("port"), gpus)
+            found[key] = (_gpus if key == "gpus" else _number)(where, token, value)
+    host = Host(name, **{"slots": len(found.get("gpus", ())) or None, **found})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
             f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
@@ -298,7 +285,7 @@ def _gpus(where: str, token: str, value: str) -> tuple[int, ...]:
     return gpus
 
 
-def _number(where: str, token: str, value: str, example: str) -> int:
+def _number(where: str, token: str, value: str, example: str = EXAMPLE) -> int:
     """A count as Open MPI reads it. 0 is allowed: a host with slots=0 takes no rank."""
     if not re.fullmatch("[0-9]{1,6}", value):
         raise UserError(
@@ -312,17 +299,79 @@ def _checked(hosts: Hosts) -> Hosts:
     seen: dict[str, Host] = {}
     for host in hosts.hosts:
         first = seen.setdefault(host.key, host)
-        if first is not host and host.line is None:
-            raise UserError(
-                f"{hosts.source}: {host.name} is listed twice. Write it once: {host.name}:N"
-            )
         if first is not host:
-            raise UserError(
-                f"{hosts.where(host)}: {host.name} is already on line {first.line}. "
-                "Merge them into one slots= line."
-            )
-    if all(host.slots == 0 for host in hosts.hosts):
+            fix = f"listed twice. Write it once: {host.name}:N"
+            if host.line is not None:
+                fix = f"already on line {first.line}. Merge them into one slots= line."
+            raise UserError(f"{hosts.where(host)}: {host.name} is {fix}")
+    if not hosts.usable:
         raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
         raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts
+
+
+def render(hosts: Hosts, form: Form) -> str:
+    """The hosts as a hostfile for one MPI. Raises UserError for a key that this MPI cannot express.
+
+    - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
+    - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
+      Hydra has no such limit; a count of 0 crashes MPICH's Hydra, and Intel's ignores it.
+    - `slurm`: one line per rank with its node's name, for SLURM_HOSTFILE and
+      `srun --distribution=arbitrary`. Users and ports are left out because Slurm does not use ssh.
+      Each host's slot count must be known.
+
+    No MPI has a key for `gpus`: they stand in a comment, on a line of its own because MPICH reads no other.
+    """
+    lines = []
+    for host in hosts.hosts:
+        if form == "slurm":
+            lines += [host.name] * slots_of(hosts, host)
+        elif form == "openmpi" or host.slots != 0:
+            if host.gpus is not None:
+                lines.append(f"# for mpiddp launch: {host.name} {_key_of_gpus(host)}")
+            lines.append(
+                _in_openmpi(host) if form == "openmpi" else _in_mpich(host, hosts.where(host))
+            )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _key_of_gpus(host: Host) -> str:
+    """ "gpus=0,2,3", "" without a list."""
+    return "" if host.gpus is None else f"gpus={','.join(map(str, host.gpus))}"
+
+
+def _in_openmpi(host: Host) -> str:
+    keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
+    written = [f"{key}={value}" for key, value in keys.items() if value is not None]
+    return " ".join([host.ssh_target, *written])
+
+
+def _in_mpich(host: Host, where: str) -> str:
+    cannot = f"{where}: MPICH's hostfile format cannot express"
+    if host.port is not None:
+        raise UserError(
+            f"{cannot} port={host.port}. "
+            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
+        )
+    if ":" in host.name:
+        raise UserError(
+            f"{cannot} the IPv6 address {host.name}. Give it a name in /etc/hosts, or use IPv4."
+        )
+    count = "" if host.slots is None else f":{host.slots}"
+    return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
+
+
+def diff(a: Hosts, b: Hosts) -> list[str]:
+    """The differences between two hostfiles, one per line; empty if they place ranks identically."""
+    old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
+    lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
+    lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]
+    both = [key for key in old if key in new]
+    for was, now in ((old[key], new[key]) for key in both):
+        if was != now:
+            texts = [f"{_in_openmpi(host)} {_key_of_gpus(host)}".rstrip() for host in (was, now)]
+            lines.append(" -> ".join(texts))
+    if both != (order := [key for key in new if key in old]):
+        lines.append(f"order: {listed(both)} -> {listed(order)}")
+    return lines

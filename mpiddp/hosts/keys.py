@@ -16,8 +16,7 @@ from pathlib import Path
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.ssh import Answer, run_on_hosts, ssh_complaint
+from mpiddp.hosts.ssh import Answer, other_hosts, run_on_hosts, ssh_complaint
 from mpiddp.hosts.transport import SSH
 
 _ANSWER_S = 30.0
@@ -35,8 +34,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         UserError: a host that does not answer, or accepts no login.
     """
     SSH.check_installed()
-    resolve_all([host.name for host in hosts.hosts])
-    others = [host for host in hosts.hosts if not is_this_host(host.name)]
+    others = other_hosts(hosts.hosts)
     closed = _closed(others)
     asked = [host for host, answer in closed.items() if _can_be_asked(answer)]
     if asked:

@@ -22,8 +22,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED
 from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
 from mpiddp.hosts.allocations import compress_names
-from mpiddp.hosts.formats import diff, render
-from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
+from mpiddp.hosts.hostfile import Host, Hosts, diff, read_hostfile, render
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import PROOF, ask_hosts, program_with
 from mpiddp.text import align_columns, counted, escaped, names_by_value
@@ -59,12 +58,6 @@ def main(argv: list[str]) -> int:
         print(table(hosts))
         return _check_network(hosts.hosts) if options.network else DONE
     print(render(hosts, options.to), end="")
-    for host in hosts.without_slots:
-        print(
-            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
-            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
-            file=sys.stderr,
-        )
     return DONE
 
 

@@ -1,8 +1,8 @@
 """The processes that a process has started on this host, directly or indirectly, and how they end.
 
 They end by signals, or the kernel kills them for lack of memory. When a rank starts, it tells its control
-group and the group's count of such kills. The launcher sends this source to the host of a rank that was
-killed, and compares.
+group and the group's count of such kills. The launcher sends this source to other hosts: to that of a rank
+that was killed, and to end what a job has left.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _PAUSE_S = 0.02
 _CGROUPS = Path("/sys/fs/cgroup")
+_FILES_OF_A_GROUP = (  # of cgroup v2 and v1
+    ("memory.events", "memory.max"),
+    ("memory.oom_control", "memory.limit_in_bytes"),
+)
 # Found before any fork: a child of a process with threads may not look it up.
 _prctl = ctypes.CDLL(None).prctl
 
@@ -67,10 +71,63 @@ def processor_time(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+@contextmanager
+def opened(pid: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that sends a signal to the process that has this pid now.
+
+    The caller then checks that it is the right process. Without pidfds (Linux before 5.3, a container that
+    forbids them) the pid is signalled, right after that check.
+
+    Raises:
+        ProcessLookupError: it has ended. The function raises it too.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # also too many open files
+        yield lambda number: os.kill(pid, number)
+        return
+    try:
+        yield lambda number: signal.pidfd_send_signal(process, number)
+    finally:
+        os.close(process)
+
+
+def kill_marked(mark: bytes) -> list[int]:
+    """Kill all processes that were started with the environment variable `mark`, b"NAME=VALUE".
+
+    Returns:
+        The pids of those that were killed.
+    """
+    killed = []
+    for pid in marked(mark):
+        try:
+            with opened(pid) as send:
+                if _has(pid, mark):  # another process may have its pid by now
+                    send(signal.SIGKILL)
+                    killed.append(pid)
+        except OSError:  # it has ended
+            pass
+    return killed
+
+
+def marked(mark: bytes) -> list[int]:
+    """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE"."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _has(pid, mark)]
+
+
+def _has(pid: int, mark: bytes) -> bool:
+    """False too for a process that has ended, or belongs to another user."""
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
     """Send a signal to the processes that `find` returns."""
-    from mpiddp.hosts.pidfd import opened  # a rank that only sets its own signals needs none of it
-
     with ExitStack() as stack:
         processes = {}
         for pid in find():
@@ -113,38 +170,23 @@ def group_of(
     pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _CGROUPS
 ) -> Path | None:
     """The folder of the process's control group of memory, which outlives the process."""
-    try:
+    with suppress(OSError, ValueError):
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-        groups = [line.split(":", 2) for line in lines]
-        for _, controllers, path in groups:
-            if controllers == "memory":  # cgroup v1
-                return mount / "memory" / path.lstrip("/")
-        for _, controllers, path in groups:
-            if not controllers:  # cgroup v2
-                return mount / path.lstrip("/")
-    except (OSError, ValueError):
-        pass
+        groups = {of: path.lstrip("/") for _, of, path in (line.split(":", 2) for line in lines)}
+        if "memory" in groups:  # cgroup v1
+            return mount / "memory" / groups["memory"]
+        if "" in groups:  # cgroup v2
+            return mount / groups[""]
     return None
 
 
 def kills_in(folder: Path) -> OomKills | None:
     """The kills of a group, or None where the kernel does not tell."""
-    try:
-        return _kills(folder, "memory.events", "memory.max")
-    except (OSError, ValueError):
-        pass
-    try:
-        return _kills(folder, "memory.oom_control", "memory.limit_in_bytes")
-    except (OSError, ValueError):
-        return None
-
-
-def _kills(folder: Path, events: str, limit: str) -> OomKills | None:
-    counts = dict(line.split() for line in (folder / events).read_text().splitlines())
-    text = (folder / limit).read_text().strip()
-    no_limit = text == "max" or int(text) > 1 << 60  # v1 writes the largest number of pages
-    return (
-        OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
-        if "oom_kill" in counts
-        else None
-    )
+    for events, limit in _FILES_OF_A_GROUP:
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (folder / events).read_text().splitlines())
+            text = (folder / limit).read_text().strip()
+            no_limit = text == "max" or int(text) > 1 << 60  # v1 writes the largest number of pages
+            if "oom_kill" in counts:
+                return OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
+    return None

@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from subprocess import DEVNULL
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.names import is_this_host, resolve_all
-from mpiddp.hosts.push import VANISHED, rsync_target
-from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, ssh_complaint, ssh_options, without_name
+from mpiddp.hosts.push import VANISHED, least_of, rsync_target
+from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, ssh_options, without_name
 from mpiddp.text import counted, listed, shown, size_text
 
 _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host
 _PART = ".mpiddp-part"
-# The files of a checkpoint by which it is verified. checkpoints/directory.py says what they hold.
+# The files of a checkpoint by which it is verified. checkpoints/folder.py says what they hold.
 _COMPLETE, _MANIFEST, _INDEX = "COMPLETE", "manifest.json", "shards.json"
 _BLOCK = 1 << 20
 _SSH_FAILED = 255  # rsync's exit code
@@ -58,11 +58,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not above.is_dir():
         raise UserError(f"{above} is a file; expected the folder of a run.")
-    least = options.min_hosts or len(hosts.hosts)
-    if least > len(hosts.hosts):
-        raise UserError(f"--min-hosts {least}: only {counted(len(hosts.hosts), 'host')} given.")
-    resolve_all([host.name for host in hosts.hosts])
-    others = [host for host in hosts.hosts if not is_this_host(host.name)]
+    least = least_of(hosts.hosts, options.min_hosts)
+    others = other_hosts(hosts.hosts)
     was_here = folder.exists()
     with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
         fetched = dict(zip(others, threads.map(lambda h: _fetch(h, folder), others), strict=True))
@@ -75,16 +72,15 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         if any(map(_is_checkpoint, (folder, *(_arrived(folder, host) for host in others)))):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
-        has_failed = False
+        print("\n".join(unreached), end="\n" if unreached else "")
+        has_failed = bool(unreached)
         for host, unread in fetched.items():
-            if isinstance(unread, str):
-                text, problems = "", [unread]
-            else:
+            if not isinstance(unread, str):
                 text, problems = _place(folder, host)
                 problems = [*(unread or []), *problems]
-            has_failed |= bool(problems)
-            for line in problems or [text]:
-                print(f"{host.name}: {line}", flush=True)
+                has_failed |= bool(problems)
+                for line in problems or [text]:
+                    print(f"{host.name}: {line}", flush=True)
     finally:
         # What still waits for the rest of it stays.
         private = folder / _PRIVATE
@@ -108,8 +104,8 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
     done = subprocess.run(
         _command(f"{rsync_target(host)}:{folder}/", folder, arrived, ssh_options(host)),
         env={**os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdin=DEVNULL,
+        stdout=DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -127,7 +123,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
 def _command(source: str, folder: Path, arrived: Path, ssh: Sequence[str]) -> list[str]:
     """rsync from `source` to `arrived`, without what is equal in `folder`."""
     return [
-        *("rsync", "-a", "--secluded-args", "--no-links", "--no-devices", "--no-specials"),
+        *("rsync", "-a", "-s", "--no-links", "--no-devices", "--no-specials"),
         *("--modify-window=-1", "--prune-empty-dirs", "--exclude=.*", f"--partial-dir={_PART}"),
         *(f"--compare-dest={folder}", "-e", shlex.join(ssh)),
         *("--", source, f"{arrived}/"),
@@ -137,37 +133,35 @@ def _command(source: str, folder: Path, arrived: Path, ssh: Sequence[str]) -> li
 def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
     """Give what has arrived its place. Returns what is new, and a sentence for each failure."""
     arrived = _arrived(folder, host)
-    count, size, beside, problems = 0, 0, list[str](), list[str]()
+    sizes, beside, problems = list[int](), list[str](), list[str]()
     try:
         for at, folders, names in os.walk(arrived):
             folders[:] = sorted(each for each in folders if each != _PART)
             new = Path(at)
             place = folder / new.relative_to(arrived)
-            if _is_checkpoint(new) or (_is_checkpoint(place) and (new / _MANIFEST).exists()):
+            is_checkpoint = _is_checkpoint(new)
+            is_checkpoint |= _is_checkpoint(place) and (new / _MANIFEST).exists()
+            if is_checkpoint:
                 folders.clear()
-                sizes = [path.stat().st_size for path in new.iterdir()]
+            for each in [new] if is_checkpoint else [new / name for name in names]:
+                wanted = folder / each.relative_to(arrived)
+                own = [
+                    path.stat().st_size for path in (each.iterdir() if is_checkpoint else [each])
+                ]
                 try:
-                    placed = [(place, _place_checkpoint(new, place, host), sizes)]
+                    goal = (_place_checkpoint if is_checkpoint else _place_file)(each, wanted, host)
                 except ValueError as problem:
-                    placed = []
-                    problems.append(f"{place.relative_to(folder)} {problem}")
-                shutil.rmtree(new, ignore_errors=True)
-            else:
-                placed = []
-                for name in names:
-                    sizes = [(new / name).stat().st_size]
-                    goal = _place_file(new / name, place / name, host)
-                    placed.append((place / name, goal, sizes))
-            for wanted, goal, sizes in placed:
+                    goal = None
+                    problems.append(f"{wanted.relative_to(folder)} {problem}")
                 if goal is not None:
-                    count, size = count + len(sizes), size + sum(sizes)
+                    sizes += own
                     beside += [str(goal.relative_to(folder))] if goal != wanted else []
         shutil.rmtree(arrived)
     except OSError as error:
         return "", [*problems, f"{error.filename}: {error.strerror}."]
-    if not count:
+    if not sizes:
         return "nothing new", problems
-    text = f"{counted(count, 'file')}, {size_text(size)}"
+    text = f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}"
     if beside:
         text += f"; kept beside what differs here: {listed(sorted(beside), 3)}"
     return text, problems
@@ -175,16 +169,15 @@ def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
 
 def _place_file(new: Path, place: Path, host: Host) -> Path | None:
     """Move a file to its place, or beside it. Returns where it is; None if it is here already."""
-    places = (place, place.with_name(f"{place.name}.{host.name}"))
-    free = []
-    for each in places:
-        if not os.path.lexists(each):
-            free.append(each)
-        elif each.is_file() and _begins_equal(each, new):
-            if each.stat().st_size >= new.stat().st_size:
-                return None
-            free.append(each)
-    goal = free[0] if free else places[1]
+    beside = place.with_name(f"{place.name}.{host.name}")
+    goal = None
+    for each in (place, beside):
+        is_begun = each.is_file() and _begins_equal(each, new)
+        if is_begun and each.stat().st_size >= new.stat().st_size:
+            return None
+        if goal is None and (is_begun or not os.path.lexists(each)):
+            goal = each
+    goal = goal or beside
     goal.parent.mkdir(parents=True, exist_ok=True)
     return new.replace(goal)
 
@@ -277,11 +270,8 @@ def _sha256(path: Path) -> str:
 
 def _begins_equal(a: Path, b: Path) -> bool:
     """Whether the shorter one is the beginning of the other."""
-    left = min(a.stat().st_size, b.stat().st_size)
     with a.open("rb") as one, b.open("rb") as other:
-        while left:
-            size = min(left, _BLOCK)
-            if one.read(size) != other.read(size):
+        while (first := one.read(_BLOCK)) and (second := other.read(_BLOCK)):
+            if not (first.startswith(second) or second.startswith(first)):
                 return False
-            left -= size
     return True

@@ -13,22 +13,21 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.remote import PROOF, ask_hosts
-from mpiddp.hosts.ssh import shell_command, ssh_options, without_name
+from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, without_name
 from mpiddp.paths import cause_of
 from mpiddp.text import counted, names_by_value, shown, size_text
 
@@ -70,11 +69,11 @@ class Pushed:
     `notes` are sentences about hosts that have got everything.
     """
 
-    sent: Mapping[Host, int] = field(default_factory=dict)
-    failures: Mapping[Host, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    seconds: float = 0.0
-    exit_code: int = DONE  # FAILED where a host failed while the folders were sent
+    sent: Mapping[Host, int]
+    failures: Mapping[Host, str]
+    notes: Sequence[str]
+    seconds: float
+    exit_code: int  # FAILED where a host failed while the folders were sent
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -119,16 +118,16 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         UserError: bad input, or a host cannot take the folders. Nothing was sent.
         JobFailed: too few hosts have got them.
     """
+    folders = [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
     pushed = push(
         hosts.hosts,
-        [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
-        or default_folders(str(Path.cwd())),
+        folders or default_folders(str(Path.cwd())),
         left_out=(*LEFT_OUT, *options.leave_out),
         dry_run=options.dry_run,
         min_hosts=options.min_hosts,
     )
-    for line in [*(f"{h.name}: {text}" for h, text in pushed.failures.items()), *pushed.notes]:
-        print(line, file=sys.stderr)
+    for line in [_by_host(pushed.failures), *pushed.notes]:
+        print(line, end="\n" if line else "", file=sys.stderr)
     for line in summary(pushed, options.dry_run):
         print(line)
     return pushed.exit_code
@@ -136,19 +135,15 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 def default_folders(here: str) -> list[str]:
     """`here`, the environment of this Python, its interpreter if it is the user's, and mpiddp's checkout."""
-    found = [here]
-    if sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir():
-        found.append(sys.prefix)
-    if Path(sys.base_prefix).is_relative_to(Path.home()):  # uv's, pyenv's
-        found.append(sys.base_prefix)
-    package = Path(__file__).parents[2]
-    if "site-packages" not in package.parts:  # installed with pip install -e
-        found.append(str(package))
-    return [
-        each
-        for each in dict.fromkeys(found)
-        if not any(Path(each).is_relative_to(other) for other in found if other != each)
-    ]
+    package, prefix, base = Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)
+    taken = [Path(here)]
+    if prefix != base or (prefix / "conda-meta").is_dir():
+        taken.append(prefix)
+    if base.is_relative_to(Path.home()):  # uv's, pyenv's
+        taken.append(base)
+    if "site-packages" not in package.parts:  # after pip install -e
+        taken.append(package)
+    return [str(each) for each in dict.fromkeys(taken) if not {*each.parents} & {*taken}]
 
 
 def summary(pushed: Pushed, dry_run: bool) -> list[str]:
@@ -177,31 +172,25 @@ def push(
         UserError, JobFailed: as `main`.
     """
     began = time.monotonic()
-    least = len(hosts) if min_hosts is None else min_hosts
-    if least > len(hosts):
-        raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
+    least = least_of(hosts, min_hosts)
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
-    resolve_all([host.name for host in hosts])
-    others = [host for host in hosts if not is_this_host(host.name)]
+    others = other_hosts(hosts)
     program = _PREPARE.format(folders=[*names], dry_run=dry_run, proof=PROOF)
-    found, refusals = ask_hosts(others, program, timeout_s=_ANSWER_S)
-    refusals = {host: without_name(host, each) for host, each in refusals.items()}
+    found, unreached = ask_hosts(others, program, timeout_s=_ANSWER_S)
+    refusals = {host: without_name(host, why) for host, why in unreached.items()}
     refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
-        raise UserError("\n".join(f"{host.name}: {text}" for host, text in refusals.items()))
+        raise UserError(_by_host(refusals))
     with_rsync = {host for host, (has_rsync, _) in found.items() if has_rsync}
 
     def send(host: Host) -> int | str:
-        total = 0
+        by = _rsync if host in with_rsync else _tar
+        sizes = [0]
         for folder, entries in names.items():
-            if host in with_rsync:
-                sent = _rsync(host, folder, entries, dry_run)
-            else:
-                sent = _tar(host, folder, entries, dry_run)
-            if isinstance(sent, str):
-                return sent
-            total += sent
-        return total
+            if isinstance(size := by(host, folder, entries, dry_run), str):
+                return size
+            sizes.append(size)
+        return sum(sizes)
 
     accepted = [host for host in others if host not in refusals]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -209,30 +198,37 @@ def push(
     failures = {host: each for host, each in results.items() if isinstance(each, str)}
     sent = {host: each for host, each in results.items() if not isinstance(each, str)}
     if len(hosts) - len(refusals) - len(failures) < least:
-        raise JobFailed("\n".join(f"{host.name}: {text}" for host, text in failures.items()))
-    notes = []
-    if not dry_run:
-        notes = [
-            f"{host.name} has no rsync: all was sent. Install it there to send changes only."
-            for host in sent
-            if host not in with_rsync
-        ]
-        if any(Path(sys.executable).is_relative_to(folder) for folder in names):
-            notes += _pythons([*sent])
+        raise JobFailed(_by_host(failures))
+    notes = [
+        f"{host.name} has no rsync: all was sent. Install it there to send changes only."
+        for host in sent
+        if host not in with_rsync and not dry_run
+    ]
+    if not dry_run and any(Path(sys.executable).is_relative_to(folder) for folder in names):
+        notes += _pythons([*sent])
     seconds = time.monotonic() - began
     return Pushed(sent, {**refusals, **failures}, notes, seconds, FAILED if failures else DONE)
 
 
+def least_of(hosts: Sequence[Host], min_hosts: int | None) -> int:
+    """How many of the hosts must take part. Raises UserError for more than there are."""
+    if min_hosts is not None and min_hosts > len(hosts):
+        raise UserError(f"--min-hosts {min_hosts}: only {counted(len(hosts), 'host')} given.")
+    return min_hosts or len(hosts)
+
+
+def _by_host(failures: Mapping[Host, str]) -> str:
+    return "\n".join(f"{host.name}: {text}" for host, text in failures.items())
+
+
 def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     """The entries of a folder to push. What else a host has beside them stays there."""
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
-    home = Path.home()
-    if home.is_relative_to(folder) or home.resolve().is_relative_to(Path(folder).resolve()):
+    path, home = Path(folder), Path.home()
+    if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     private = {*left_out, _PART, _REPLACED, _NEW, "__pycache__"}
     try:
-        names = sorted({path.name for path in Path(folder).iterdir()} - private)
+        names = sorted({each.name for each in path.iterdir()} - private)
     except OSError as error:
         raise cause_of(error)(f"{error.filename}: {error.strerror}.") from None
     if not names:
@@ -241,10 +237,13 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
 
 
 def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
-    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
+    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed.
+
+    `-s` keeps names from the shell there. Its long name differs between versions of rsync.
+    """
     done = subprocess.run(
         [
-            *("rsync", "-a", "--secluded-args", "--modify-window=-1", "--delete", "--delete-delay"),
+            *("rsync", "-a", "-s", "--modify-window=-1", "--delete", "--delete-delay"),
             *("--delay-updates", f"--partial-dir={_PART}"),
             *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
             *(f"--exclude={each}" for each in _EXCLUDED),
@@ -254,7 +253,7 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int 
         ],
         cwd=folder,
         env={**os.environ, "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
+        stdin=DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
@@ -277,21 +276,20 @@ def rsync_target(host: Host) -> str:
 
 def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
     """Send a folder as a tar archive to a host without rsync. Returns its bytes, or why it failed."""
-    size = _size(folder, names)
-    if dry_run:
-        return size
     tar = ["tar", "-c", *(f"--exclude={each}" for each in _EXCLUDED), "--", *names]
-    command = shell_command(host, _UNPACK)
+    command = ["cat"] if dry_run else shell_command(host, _UNPACK)
+    size = 0
     with (
-        subprocess.Popen(tar, cwd=folder, stdout=subprocess.PIPE) as packing,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as unpacking,
+        subprocess.Popen(tar, cwd=folder, stdout=PIPE) as packing,
+        subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE) as unpacking,
     ):
         assert packing.stdout is not None
         assert unpacking.stdin is not None
         assert unpacking.stderr is not None
         try:
             unpacking.stdin.write(f"{folder}\n".encode())
-            shutil.copyfileobj(packing.stdout, unpacking.stdin, 1 << 20)
+            while block := packing.stdout.read(1 << 20):
+                size += unpacking.stdin.write(block)
             unpacking.stdin.close()
         except BrokenPipeError:
             packing.kill()
@@ -301,25 +299,17 @@ def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | 
     return size
 
 
-def _size(folder: str, names: Sequence[str]) -> int:
-    """The bytes of all files that a host without the folder gets."""
-    paths = [Path(folder, name) for name in names]
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            paths += [each for each in path.iterdir() if each.name != "__pycache__"]
-    return max(1, sum(path.lstat().st_size for path in paths if path.is_file()))
-
-
 def _pythons(hosts: Sequence[Host]) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
-    here = "{}.{}".format(*sys.version_info[:2])
     program = f"import sys; print('{PROOF}\"%d.%d\"' % sys.version_info[:2])\n"
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
-    return [
-        f"{host.name}: {sys.executable} does not run there: it stands on {sys.base_prefix}. "
+    here = "{}.{}".format(*sys.version_info[:2])
+    lines = [
+        f"{host.name}: {sys.executable} does not run there: it needs {sys.base_prefix}. "
         f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
         for host in failures
-    ] + [
+    ]
+    return lines + [
         f"{host.name}: {sys.executable} is Python {there} there, {here} here. "
         "Install the same Python there."
         for host, there in found.items()

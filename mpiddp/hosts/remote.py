@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
@@ -83,10 +84,13 @@ def ask_hosts(
         elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
             failures[host] = did_not_run(host, python, answer)
         else:
-            missing, said = NO_PYTHON.format(name=host.name), answer.stderr
-            code = answer.exit_code
-            failures[host] = login_failed(host, code, said, limit_s=timeout_s, missing=missing)
+            failures[host] = _login_failed(host, answer.exit_code, answer.stderr, timeout_s)
     return found, failures
+
+
+def _login_failed(host: Host, exit_code: int | None, errors: str, limit_s: float) -> str:
+    missing = NO_PYTHON.format(name=host.name)
+    return login_failed(host, exit_code, errors, limit_s=limit_s, missing=missing)
 
 
 class _Connection:
@@ -95,66 +99,75 @@ class _Connection:
     def __init__(self, host: Host, transport: Transport) -> None:
         self.host = host
         self.printed_before = ""
-        self.has_begun = False
+        self._has_begun = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
-        self.process = subprocess.Popen(
-            shell_command(host, _START, transport),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
+        command = shell_command(host, _START, transport)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
         )
 
-    def begin(self, program: bytes) -> bool:
-        """Send the program. Returns whether it runs there."""
-        data = b"%d\n" % len(program) + program
-        with contextlib.suppress(OSError), self._sent(data, LOGIN_S) as said:
-            while not self.has_begun and (line := said.readline()):
+    def begin(self, program: bytes) -> str:
+        """Send the program. Returns why it does not run there, "" if it does."""
+        with contextlib.closing(self._lines(b"%d\n%b" % (len(program), program), LOGIN_S)) as lines:
+            for line in lines:
                 before, proof, _ = line.decode(errors="replace").partition(PROOF)
                 self.printed_before += before
-                self.has_begun = bool(proof)
-        return self.has_begun
+                if proof:
+                    self._has_begun = True
+                    return ""
+        return self._why_lost("login")
 
-    def answer(self, question: str, argument: Any, limit_s: float) -> dict[str, Any] | None:
-        """The answer's message, None if the connection is lost."""
+    def answer(self, question: str, argument: Any, limit_s: float) -> dict[str, Any] | str:
+        """The answer's message, or why there is none: then the connection is lost."""
         data = json.dumps([question, argument]).encode() + b"\n"
-        with contextlib.suppress(OSError, ValueError), self._sent(data, limit_s) as said:
-            message: dict[str, Any] = json.loads(said.readline())
-            return {**message, "skew": message.get("clock", 0.0) - time.time()}
-        return None
+        with contextlib.closing(self._lines(data, limit_s)) as lines:
+            try:
+                message: dict[str, Any] = json.loads(next(lines))
+                return {**message, "skew": message.get("clock", 0.0) - time.time()}
+            except (StopIteration, ValueError):
+                return self._why_lost(question)
 
-    @contextlib.contextmanager
-    def _sent(self, data: bytes, limit_s: float) -> Iterator[IO[bytes]]:
-        """Send data, and yield the program's stdout. The program is killed after the limit."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        timer = threading.Timer(limit_s, self.process.kill)
+    def _lines(self, data: bytes, limit_s: float) -> Generator[bytes, None, None]:
+        """Send data, and yield the lines that the program prints. It is killed after the limit."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(limit_s, self._process.kill)
         timer.start()
         try:
-            self.process.stdin.write(data)
-            self.process.stdin.flush()
-            yield self.process.stdout
+            with contextlib.suppress(OSError):  # it has ended, as the end of its output shows
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
+            while line := self._process.stdout.readline():
+                yield line
         finally:
             timer.cancel()
 
-    def why_lost(self, question: str) -> str:
-        """The sentence for a connection that has ended."""
-        code = self.process.wait()
+    def _why_lost(self, question: str) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        code = self._process.wait()
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace")
-        name = self.host.name
-        if not self.has_begun:
-            missing = NO_PYTHON.format(name=name)
-            return login_failed(self.host, code, said, limit_s=LOGIN_S, missing=missing)
-        reason = "no answer in time" if code == -9 else "the connection was lost"
-        return f"{name}: {', '.join([reason, *said.strip().splitlines()[-1:]])} ({question})"
+        if not self._has_begun:
+            return _login_failed(self.host, code, said, LOGIN_S)
+        reason = "no answer in time" if code == -signal.SIGKILL else "the connection was lost"
+        last = said.strip().splitlines()[-1:]
+        return f"{self.host.name}: {', '.join([reason, *last])} ({question})"
+
+    def end(self) -> None:
+        """Close the program's stdin, after which it ends."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def close(self, wait_s: float) -> None:
+        assert self._process.stdout is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, wait_s))
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+            self._process.wait(max(0.0, wait_s))
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
         self._stderr.close()
 
 
@@ -169,28 +182,26 @@ class Connections:
 
     def __init__(self, hosts: Sequence[Host], transport: Transport, program: str) -> None:
         allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-        self._program = f"print({PROOF!r}, flush=True)\n{program}".encode()
-        self._transport = transport
         self._open: dict[Host, _Connection] = {}
         self.failures: dict[Host, str] = {}
         self.refusals: list[tuple[str, str]] = []
         self.skews: dict[Host, float] = {}
-        with ThreadPoolExecutor(logins_at_once(hosts)) as threads:
-            list(threads.map(self._begin, hosts))
+        data = f"print({PROOF!r}, flush=True)\n{program}".encode()
 
-    def _begin(self, host: Host) -> None:
-        connection = self._open[host] = _Connection(host, self._transport)
-        if not connection.begin(self._program):
-            self.failures[host] = connection.why_lost("login")
+        def begin(host: Host) -> None:
+            self._open[host] = connection = _Connection(host, transport)
+            if why := connection.begin(data):
+                self.failures[host] = why
+
+        with ThreadPoolExecutor(logins_at_once(hosts, transport)) as threads:
+            list(threads.map(begin, hosts))
 
     def __enter__(self) -> Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
         for each in self._open.values():
-            assert each.process.stdin is not None
-            with contextlib.suppress(OSError):
-                each.process.stdin.close()
+            each.end()
         deadline = time.monotonic() + _END_S
         for each in self._open.values():
             each.close(deadline - time.monotonic())
@@ -206,15 +217,14 @@ class Connections:
         """Ask each host with its argument. Returns the answers; the attributes say why one has none."""
         asked = [host for host in arguments if host not in self.failures]
 
-        def answer(host: Host) -> dict[str, Any] | None:
+        def answer(host: Host) -> dict[str, Any] | str:
             return self._open[host].answer(question, arguments[host], limit_s)
 
         found: dict[Host, Any] = {}
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
             for host, message in zip(asked, threads.map(answer, asked), strict=True):
-                if message is None:
-                    self._open[host].process.kill()
-                    self.failures[host] = self._open[host].why_lost(question)
+                if isinstance(message, str):
+                    self.failures[host] = message
                 elif "failed" in message:
                     self.refusals.append((question, f"{host.name}: {message['failed']}"))
                 else:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import DONE, FAILED, UserError
@@ -19,7 +20,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import NO_PYTHON
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, ssh_complaint, without_name
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, ssh_complaint, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -104,39 +105,33 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         raise UserError(
             "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
         )
-    resolve_all([host.name for host in hosts.hosts])
-    timeout_s, has_failed = options.timeout_s, False
-
-    def show(answers: Mapping[Host, Answer]) -> None:
-        nonlocal has_failed
-        failures = {host: _failure(host, each, timeout_s) for host, each in answers.items()}
-        has_failed |= any(failures.values())
-        for stream, texts in (
-            (sys.stdout, {host: each.stdout for host, each in answers.items()}),
-            (
-                sys.stderr,
-                {host: each.stderr.partition(_ENDED)[0] for host, each in answers.items()},
-            ),
-            (sys.stderr, failures),
-        ):
-            named = {host.name: text for host, text in texts.items()}
-            for text, names in names_by_value(named).items():
-                for line in text.splitlines():
-                    print(f"{compress_names(names)}: {escaped(line)}", file=stream)
-            stream.flush()
-
     # The literals of Python are the only form in which the command travels: no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
-    run_on_hosts(
+    resolve_all([host.name for host in hosts.hosts])
+    has_failed = False
+    for answers in answers_as_they_come(
         hosts.hosts,
         "python3",
         program,
-        timeout_s=math.inf if timeout_s is None else timeout_s,
+        timeout_s=math.inf if options.timeout_s is None else options.timeout_s,
         most_at_once=options.parallel,
-        on_answers=show,
-    )
+    ):
+        failures = {host: _failure(host, each, options.timeout_s) for host, each in answers.items()}
+        has_failed |= any(failures.values())
+        errors = {host: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
+        _show({host: each.stdout for host, each in answers.items()}, sys.stdout)
+        _show(errors, sys.stderr)
+        _show(failures, sys.stderr)
     return FAILED if has_failed else DONE
+
+
+def _show(texts: Mapping[Host, str], stream: TextIO) -> None:
+    """Print the texts, equal ones once."""
+    for text, names in names_by_value({host.name: text for host, text in texts.items()}).items():
+        for line in text.splitlines():
+            print(f"{compress_names(names)}: {escaped(line)}", file=stream)
+    stream.flush()
 
 
 def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:

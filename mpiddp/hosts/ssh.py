@@ -15,14 +15,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
+from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
@@ -35,10 +34,9 @@ MOST_LOGINS, MOST_BEHIND_JUMP = 32, 8
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
-_FILES_TO_START = 12  # while a process starts
 _CONFIG_S = 5.0
 _END_S = 4.0  # for a program on this machine to end
-_TOGETHER_S = 1.0  # answers that come within this time are told together
+_TOGETHER_S = 1.0  # answers that come within this time are yielded together
 
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
@@ -73,22 +71,37 @@ def run_on_hosts(
     timeout_s: float,
     work_s: float = 0.0,
     transport: Transport = SSH,
-    most_at_once: int | None = None,
-    on_answers: Callable[[dict[Host, Answer]], None] | None = None,
 ) -> dict[Host, Answer]:
+    """Run `program` on all hosts at the same time, as `answers_as_they_come`. Returns all answers."""
+    found: dict[Host, Answer] = {}
+    for answers in answers_as_they_come(
+        hosts, program, input, timeout_s=timeout_s, work_s=work_s, transport=transport
+    ):
+        found |= answers
+    return {host: found[host] for host in hosts}
+
+
+def answers_as_they_come(
+    hosts: Sequence[Host],
+    program: str,
+    input: str,
+    *,
+    timeout_s: float,
+    work_s: float = 0.0,
+    transport: Transport = SSH,
+    most_at_once: int | None = None,
+) -> Iterator[dict[Host, Answer]]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
-    So many logins as sshd accepts go on at once, and where this process may not open enough files
-    (`ulimit -n`), it runs on as many hosts at a time as it may. This machine runs it directly. A process
-    that still runs at its deadline is killed on this side.
+    Yields the answers of hosts whose programs have ended, each once. Those that end within a second come
+    together, in the order of `hosts`. So many logins as sshd accepts go on at once. This machine runs the
+    program directly. A process that still runs at its deadline is killed on this side.
 
     Args:
         program: a path or a name, without arguments.
         timeout_s: the time for each host.
         work_s: more time for a host whose login is done.
         most_at_once: the number of hosts on which it runs at a time.
-        on_answers: called with the hosts whose programs have ended, each once. Those that end within a
-            second come together, in the order of `hosts`.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -96,21 +109,12 @@ def run_on_hosts(
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
-    limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
-    at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
+    allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
+    at_once = most_at_once or len(hosts)
     logins = logins_at_once(hosts, transport)
     waiting, running = list(reversed(hosts)), set[_Running]()
-    answers: dict[Host, Answer] = {}
-    told, tell_at = 0, math.inf  # answers, and when to tell the others
-
-    def tell() -> None:
-        nonlocal told, tell_at
-        if on_answers is not None and len(answers) > told:
-            new = dict(islice(answers.items(), told, None))
-            on_answers({host: new[host] for host in hosts if host in new})
-        told, tell_at = len(answers), math.inf
-
+    ended: dict[Host, Answer] = {}
+    yield_at = math.inf
     try:
         with selectors.DefaultSelector() as selector:
             while waiting or running:
@@ -120,19 +124,24 @@ def run_on_hosts(
                     running.add(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
-                for each in _ended(selector, running, work_s, tell_at):
+                for each in _ended(selector, running, work_s, yield_at):
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    answers[each.host] = each.answer()
+                    ended[each.host] = each.answer()
                     each.close()
-                    tell_at = min(tell_at, time.monotonic() + _TOGETHER_S)
-                if time.monotonic() >= tell_at:
-                    tell()
-        tell()
+                    yield_at = min(yield_at, time.monotonic() + _TOGETHER_S)
+                if ended and (time.monotonic() >= yield_at or not (waiting or running)):
+                    yield {host: ended[host] for host in hosts if host in ended}
+                    ended, yield_at = {}, math.inf
     finally:
         for each in running:
             each.close()
-    return {host: answers[host] for host in hosts}
+
+
+def other_hosts(hosts: Sequence[Host]) -> list[Host]:
+    """The hosts that are not this machine."""
+    resolve_all([host.name for host in hosts])
+    return [host for host in hosts if not is_this_host(host.name)]
 
 
 def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
@@ -144,17 +153,7 @@ def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
 
 
 def _is_behind_jump(host: Host) -> bool:
-    try:
-        config = subprocess.run(
-            ["ssh", "-G", "--", host.ssh_target],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_CONFIG_S,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
     found = re.findall(r"^proxy(?:jump|command) (.+)$", config, re.MULTILINE)
     return any(value != "none" for value in found)
 
@@ -257,38 +256,20 @@ _NOT_BEHIND = (
 )
 _GONE = "Check that the host is on and the network is up."
 # A pattern of ssh's output, and the sentence for it. The first row that matches counts.
-_COMPLAINTS = (
-    (_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true"),
-    (_NOT_BEHIND, "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true"),
-    (
-        "Could not resolve hostname",
-        "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
-    ),
-    (
-        "IDENTIFICATION HAS CHANGED",
-        "ssh {name}: its host key has changed. Check that it is the same host, then run: "
-        "ssh-keygen -R {name}",
-    ),
-    (
-        "Host key verification failed",
-        "ssh {name}: its host key is unknown. Check it, then: ssh-keyscan {port}{name} >> "
-        "~/.ssh/known_hosts",
-    ),
-    (
-        r"Permission denied \(([^)]*)\)",
-        "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
-    ),
-    (
-        "Connection refused",
-        "ssh {name}: connection refused. Start sshd there, or give its port in the hostfile: "
-        "{name} port=N",
-    ),
-    (
-        "No route to host|Network is unreachable",
-        f"ssh {{name}}: no route from {{here}}. {_GONE}",
-    ),
-    ("timed out", f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}"),
-)
+_COMPLAINTS = {
+    _JUMP_FAILED: "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true",
+    _NOT_BEHIND: "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true",
+    "Could not resolve hostname": "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
+    "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
+    "then run: ssh-keygen -R {name}",
+    "Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
+    "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
+    r"Permission denied \(([^)]*)\)": "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
+    "Connection refused": "ssh {name}: connection refused. Start sshd there, or give its port in the "
+    "hostfile: {name} port=N",
+    "No route to host|Network is unreachable": f"ssh {{name}}: no route from {{here}}. {_GONE}",
+    "timed out": f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}",
+}
 
 
 def ssh_complaint(host: Host, errors: str) -> str:
@@ -301,7 +282,7 @@ def ssh_complaint(host: Host, errors: str) -> str:
         "port": f"-p {host.port} " if host.port else "",
         "ssh": ssh_line(host),
     }
-    for pattern, sentence in _COMPLAINTS:
+    for pattern, sentence in _COMPLAINTS.items():
         if found := re.search(pattern, "\n".join(lines)):
             return sentence.format(*found.groups(), **words)
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"

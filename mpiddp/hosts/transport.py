@@ -50,7 +50,7 @@ SSH = Transport("ssh", ("ssh",), "ssh")
 # PBS has no program of its own that returns output (docs/clusters.md, "PBS without ssh").
 SSH_IN_PBS = SSH._replace(
     hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "
-    "ranks: mpirun python -m mpiddp run …",
+    "ranks: mpirun python -m mpiddp run …"
 )
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
 QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE")

@@ -37,9 +37,9 @@ from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.stdin import Input
 from mpiddp.launch.verdict import FirstFailure, History, Stop, known_cause, verdict
 from mpiddp.launch.watch import Watch
-from mpiddp.protocol.messages import HANDED_OVER, INPUT
+from mpiddp.protocol.messages import INPUT
 from mpiddp.protocol.server import Message
-from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT, SECRET
+from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT
 from mpiddp.protocol.viewers import STACKS
 
 # Time limits for:
@@ -183,7 +183,7 @@ def run_attempt(
         where = folder / "control" if has_path else request.network.control_address
         server = ControlServer(where, ranks.world_size, selector)
         stack.enter_context(closing(server))
-        terms.exchange.begin(server.settings[SECRET], ranks.world_size)
+        terms.exchange.begin(server)
         own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
         variables = {**request.variables, **terms.settings, **own}
         request = request._replace(variables=variables, scratch=str(folder))
@@ -351,8 +351,8 @@ class Attempt:
             self._output.add(rank=message.rank, **message.facts)
         elif message.kind == INPUT:
             self._input.add(message.facts["connection"])
-        elif message.kind in HANDED_OVER:
-            self._terms.exchange.add(message.rank, message.kind, **message.facts)
+        elif message.kind in ("function", "answer"):
+            self._terms.exchange.take(message, self._server)
         elif message.kind == "full":
             self._end_job(
                 f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each rank "

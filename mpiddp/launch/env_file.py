@@ -70,7 +70,7 @@ def _variable(where: str, line: str) -> str:
     except ValueError:
         raise UserError(
             f"{where}: a quote is not closed. A value is on one line, and an apostrophe or a backslash in "
-            "it stands between quotes."
+            "it needs quotes."
         ) from None
     found = found[1:] if found[:1] == ["export"] else found
     if not found:
@@ -78,8 +78,8 @@ def _variable(where: str, line: str) -> str:
     variable = _VARIABLE.fullmatch(found[0])
     if len(found) > 1 or variable is None or "\0" in line:
         raise UserError(
-            f"{where}: expected NAME=VALUE, a name alone, or a # comment. A value with blanks stands "
-            "between quotes."
+            f"{where}: expected NAME=VALUE, a name alone, or a # comment. A value with blanks needs "
+            "quotes around it."
         )
     # Between single quotes it is no expansion.
     if "${" in (variable["value"] or "") and "${" in re.sub("'[^']*'", "", line):

@@ -1,73 +1,81 @@
 """The function that every rank of `mpiddp.spawn` runs, and the answer of each rank.
 
-A rank opens a connection for each of the two, with the proof that all its connections begin with:
+    caller -> launcher   call, with the function        rank -> launcher   function, answer
+    launcher -> caller   answer, outcome                launcher -> rank   function, answered
 
-    "function"  the rank sends GO, then the launcher sends the function
-    "answer"    the rank sends its result, exception or refusal, then the launcher sends GO
-
-So the launcher has a rank's answer before the rank reports its end. It never unpickles anything.
+All are lines of the job channel. A rank waits for "answered", so the launcher has its answer before it
+reports its end. The launcher never unpickles anything. Whoever does checks the MAC first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
+from base64 import b64decode
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
-from mpiddp.protocol.payload import Payload, receive_payload, send_payload
+from mpiddp.protocol.channel import VALUE_LIMIT, Lines, decode, encode, value_mac
+from mpiddp.protocol.server import ChannelServer, Message
+
+_NO_LIMIT = 1 << 62  # between the caller and its own launcher
+
+
+class Answer(NamedTuple):
+    """What a rank answers.
+
+    form: "result", "refusal", or "exception". text: the sentence of a refusal, the traceback of an exception.
+    body: a pickle in base64, b"" for none.
+    """
+
+    form: str = "none"
+    text: str = ""
+    body: bytes = b""
+
+    @property
+    def pickle(self) -> bytes:
+        return b64decode(self.body)
 
 
 class Exchange:
-    """The exchange of one job. Without a function, it ends the connection of a rank that asks for one.
+    """The exchange of one job.
 
     Args:
-        limit: the most bytes of an answer's body.
+        function: as `mpiddp.spawning.pickled.pickled_call` makes it; b"" for the job of a script.
+        limit: the most bytes of a pickled result.
     """
 
-    def __init__(self, function: Payload | None = None, limit: int = 0) -> None:
+    def __init__(self, function: bytes = b"", limit: int = 0) -> None:
         self._function = function
-        self._limit = limit
-        self._secret = ""
+        self._value_limit = max(VALUE_LIMIT, len(function), 2 * limit)  # base64 takes 4/3
+        self._line = b""  # of the function
         self.world_size = 0
-        self.answers: dict[int, Payload] = {}  # by rank, of the latest attempt
+        self.answers: dict[int, Answer] = {}  # by rank, of the latest attempt
 
-    def begin(self, secret: str, world_size: int) -> None:
-        """An attempt begins, with a new secret. The answers of an earlier one no longer count."""
-        self._secret = secret
-        self.world_size = world_size
+    def begin(self, server: ChannelServer) -> None:
+        """An attempt begins, with a new server. The answers of an earlier one no longer count."""
+        server.value_limit = self._value_limit
+        mac = value_mac(server.script_key, "function", self._function)
+        self._line = encode("function", self._function, mac=mac)
+        self.world_size = server.world_size
         self.answers = {}
 
-    def add(self, rank: int, kind: str, connection: socket.socket) -> None:
-        """Serve the connection of a rank in a thread, which lives for one transfer.
+    def take(self, message: Message, server: ChannelServer) -> None:
+        """A rank asks for the function, or answers."""
+        rank, facts = message.rank, message.facts
+        if message.kind == "function":
+            server.send_line(rank, self._line, to_script=True)
+        elif facts["mac"] == value_mac(server.script_key, f"answer {rank}", facts["body"]):
+            self.answers[rank] = Answer(facts["form"], facts["text"], facts["body"])
+            server.send(rank, "answered", to_script=True)
 
-        Args:
-            kind: FUNCTION or ANSWER.
-        """
-        if self._function is None:
-            connection.close()
-            return
-        is_function = kind == FUNCTION
-        arguments = (connection, rank, is_function, self._function, self._secret, self.answers)
-        threading.Thread(target=self._serve, args=arguments, daemon=True).start()
 
-    def _serve(
-        self,
-        connection: socket.socket,
-        rank: int,
-        is_function: bool,
-        function: Payload,
-        secret: str,
-        answers: dict[int, Payload],
-    ) -> None:
-        # A rank that ends meanwhile is noticed by its other connection.
-        with connection, contextlib.suppress(OSError, ValueError):
-            connection.setblocking(True)
-            notice_silence(connection, is_read_slowly=True)
-            if is_function:
-                connection.recv(len(GO))
-                send_payload(connection, function, secret, FUNCTION)
-            else:
-                purpose = f"{ANSWER} {rank}"
-                answers[rank] = receive_payload(connection, secret, purpose, limit=self._limit)
-                connection.sendall(GO)
+def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The messages between a caller and its launcher, each with its value, until the connection ends.
+
+    Raises:
+        OSError: it has ended.
+    """
+    lines = Lines(_NO_LIMIT)
+    while chunk := connection.recv(1 << 20):
+        for line in lines.split(chunk):
+            yield decode(line)

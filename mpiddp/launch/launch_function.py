@@ -13,15 +13,16 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Outcome
-from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.exchange import Exchange, messages_over
 from mpiddp.launch.job import run
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.output import open_closed_streams
-from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+from mpiddp.protocol.channel import encode
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job
 
@@ -37,11 +38,11 @@ def main(argv: list[str]) -> int:
     caller = socket.socket(fileno=int(argv[0]))
     caller.set_inheritable(False)
     try:
-        call = receive_payload(caller, "", TO_LAUNCHER)
-    except (OSError, ValueError):  # the caller has ended
+        call, function = next(messages_over(caller))
+    except (OSError, StopIteration):  # the caller has ended
         return FAILED
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
-    exchange = Exchange(Payload(call.facts["function"], call.body), call.facts["max_result_bytes"])
+    exchange = Exchange(function, call["max_result_bytes"])
     try:
         outcome = _launch(call, exchange, started_at)
     except UserError as error:
@@ -55,9 +56,9 @@ def main(argv: list[str]) -> int:
     return outcome.code
 
 
-def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
+def _launch(call: dict[str, Any], exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
-    options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
+    options = _with_variables(parse_options([*call["options"], *_JOB]), call["env"])
     outcome = run(options, started_at, exchange)
     if outcome.known_cause:  # the caller's exception has the verdict
         log.info(outcome.known_cause)
@@ -73,9 +74,7 @@ def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOption
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
     """The outcome, after a look at what the ranks have answered."""
     refusals = [
-        answer.facts["sentence"]
-        for _, answer in sorted(exchange.answers.items())
-        if answer.facts["kind"] == "refusal"
+        answer.text for _, answer in sorted(exchange.answers.items()) if answer.form == "refusal"
     ]
     if outcome.code == BAD_INPUT:
         error = outcome.first.error if outcome.first else ""
@@ -92,16 +91,15 @@ def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None
     first = outcome.first
     for rank, answer in sorted(exchange.answers.items()):
         if outcome.code in (DONE, STOPPED) or (first and first.rank == rank):
-            facts = {**answer.facts, "rank": rank}
-            send_payload(caller, Payload(facts, answer.body), "", TO_CALLER)
+            line = encode("answer", answer.body, rank=rank, form=answer.form, text=answer.text)
+            caller.sendall(line)
     final = {
-        "kind": "outcome",
         "code": outcome.code,
         "sentence": outcome.sentence,
         "rank": first.rank if first else None,
         "host": first.host if first else "",
     }
-    send_payload(caller, Payload(final), "", TO_CALLER)
+    caller.sendall(encode("outcome", b"", **final))
 
 
 def _end_with(caller: socket.socket) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpiddp.hosts import pidfd
+from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
@@ -205,4 +205,4 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
 def remote_program(job: str) -> str:
     """The program that kills the processes of `job` on its host, and prints their pids."""
     mark = f"{JOB}={job}".encode()
-    return program_with((pidfd,), _KILL.format(module=pidfd.__name__, mark=mark))
+    return program_with((processes,), _KILL.format(module=processes.__name__, mark=mark))

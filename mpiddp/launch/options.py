@@ -459,7 +459,7 @@ Start a script, or any command, on every slot of a hostfile, with one mpirun.
   mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
   mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
 
-Options of mpiddp launch stand before the script. What follows the script is the script's.
+Options of mpiddp launch come before the script. What follows the script is the script's.
 """
 
 
@@ -618,12 +618,10 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
             is_help and _PARSERS.search(text)
         ):
             continue
-        sentence = (
-            f"{flag} stands behind {script}, so it goes to the script, which does not name it."
-        )
+        sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
         if flag in ("--dry-run", "--help", "-h"):
             raise UserError(f"{sentence} Write it before the script: {verb} {flag} {script}")
-        log.info(f"{sentence} An option of {verb} stands before the script.")
+        log.info(f"{sentence} An option of {verb} comes before the script.")
 
 
 def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:

@@ -50,11 +50,9 @@ def note_attempt(options: LaunchOptions, named: Hosts, placed: Hosts, ended: End
     file = history_file(options, named) if ended.code in (DONE, FAILED, STOPPED) else None
     if file is None:
         return
-    from mpiddp.hosts.history import STEPS
-
     used = tuple(key_of(each.name, named) for each in placed.hosts)
     failed = {key_of(ended.host, named): ended.reason} if ended.host else {}
-    slow = {key_of(name, named): {STEPS: part} for name, part in ended.slow.items()}
+    slow = {key_of(name, named): part for name, part in ended.slow.items()}
     file.append(replace(_event(used, failed), slow=slow))
 
 

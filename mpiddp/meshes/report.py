@@ -86,8 +86,7 @@ def _traffic(traffic: Sequence[Traffic], training: Training) -> str:
     return (
         f"{align_columns(rows, right=[1, 2])}\n"
         f"One step is {step}{model}; {training.value_bytes * 8} bits per value.\n"
-        "A figure is that of the busiest GPU or host. NVLink stands for whatever connects the GPUs of a "
-        "host.\ndocs/parallelism.md has the formulas."
+        "A figure is that of the busiest GPU or host. NVLink means whatever connects the GPUs of a host."
     )
 
 

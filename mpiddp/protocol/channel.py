@@ -5,9 +5,8 @@ does, see `mpiddp.runtime.rendezvous.channel_process`. A message is a line: a JS
 after a TAB, a value that only ranks read. The server passes values on as they are, and parses none. It pushes
 all news, so nobody polls.
 
-    server -> member   challenge, received, taken, entered, called, gathered, collected, no_answer, claimed,
-                        failed, lost
-    member -> server   hello, enter, gather, put, collect, forget, claim, fail, leave
+    server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed, lost
+    member -> server   hello, gather, claim, fail, leave
 
 `mpiddp.protocol.messages` has the messages between a rank and a launcher alone, which use the same lines.
 
@@ -25,10 +24,9 @@ from typing import Any
 
 from mpiddp.protocol.messages import LINE_LIMIT
 
-# Who a member is. A child is a process that a rank has started and that joins the children of the other
-# ranks. A script is the child of a rank whose command the launcher watches.
-RANK, SCRIPT, CHILD = "rank", "script", "child"
-_ROLES = (RANK, SCRIPT, CHILD)
+# Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
+RANK, SCRIPT = "rank", "script"
+_ROLES = (RANK, SCRIPT)
 _SERVER = "server"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
@@ -84,8 +82,8 @@ def introduction(
     return line, server_proof(key, own_challenge)
 
 
-def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, bytes]:
-    """The role of the member that introduces itself so, and the server's answer, with its own proof.
+def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The role of the member that introduces itself so, and the proof that the server owes it.
 
     Args:
         key: the job's.
@@ -100,7 +98,7 @@ def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tu
     # The time of this comparison reveals nothing: every connection has another challenge.
     if facts["proof"] != member_proof(own_key, challenge, role, facts["rank"]):
         raise ValueError("no proof")
-    return role, encode("received", b"", proof=server_proof(own_key, facts["challenge"]))
+    return role, server_proof(own_key, facts["challenge"])
 
 
 def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
@@ -109,6 +107,16 @@ def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
 
 def server_proof(key: str, challenge: str) -> str:
     return _mac(key, f"{_SERVER} {challenge}")
+
+
+def value_mac(key: str, purpose: str, value: bytes) -> str:
+    """The proof that a member of the job has made this value, which its reader unpickles.
+
+    No value passes for one of another purpose.
+    """
+    mac = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
+    mac.update(value)
+    return mac.hexdigest()
 
 
 def _mac(key: str, text: str) -> str:

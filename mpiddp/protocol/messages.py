@@ -3,22 +3,21 @@
 `mpiddp.protocol.channel` has the lines, the proofs, and what the ranks agree on. TCP connects several hosts.
 On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   received (progress), stop, stopping, stacks, end
+    launcher -> rank   received (progress), stop, stopping, stacks, end, function, answered
     rank -> launcher   started, joining, mpi_init, log, announce, run_dir, supports_stop,
-                        progress, saving, stacks, stopped, failed, exited, done
+                        progress, saving, stacks, stopped, failed, exited, done, function, answer
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.reports`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
-place of "hello". After "received", the rank's output process sends frames, see `FRAME`. Over one that begins
-with "input", rank 0 gets the launcher's stdin. A rank of `mpiddp.spawn` gets its function over a connection
-that begins with "function", and returns its result over one that begins with "answer", see
-`mpiddp.launch.exchange`.
+place of "hello". After "received", the rank's agent sends frames, see `FRAME`. Over one that begins with
+"input", rank 0 gets the launcher's stdin.
 
-In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
-with a secret that is derived from the ranks'. "stopping" tells the rank that its script has got a "stop".
+A rank's script is a process of its own. It has a second connection, with a secret that is derived from the
+ranks'. "stopping" tells the rank that its script has got a "stop". The script of `mpiddp.spawn` asks for its
+"function", and sends its "answer", see `mpiddp.launch.exchange`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 # What a script says of its training: values, and characters of a name or a text of them.
 MOST_SHOWN, LONGEST_SHOWN = 16, 64
 SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
-MOST_UNSENT = 16  # connections of a rank
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
@@ -54,9 +52,9 @@ OPEN_S = 0.2
 LONGEST_LINE = 2 << 20  # bytes
 
 # What begins a connection that the control server does not read itself.
-INPUT, FUNCTION, ANSWER = "input", "function", "answer"
-HANDED_OVER = ("output", INPUT, FUNCTION, ANSWER)
-GO = b"\n"  # what the reader of stdin, of a function, and of an answer, sends
+INPUT = "input"
+HANDED_OVER = ("output", INPUT)
+GO = b"\n"  # what the reader of stdin sends
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
@@ -80,26 +78,22 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "run_dir": {"path": (str,)},  # a restart waits until it is there
     "supports_stop": {},
-    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core, and
-    # `queued_s`, in which it waited for one) and of its process: seconds, and bytes. Then, if it is new,
-    # `shown`: what the script says of its training, by name; and `phases`: the number of its "steps", and the
-    # seconds that all of them have spent in each phase.
+    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
+    # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
+    # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
     "progress": {
         "step": (int,),
         "own_s": (int, float),
-        "queued_s": (int, float),
         "cpu_s": (int, float),
         "memory": (int,),
     },
     "saving": {"active": (bool,)},  # begins, or has ended
-    # `state` of the main thread, as in /proc, and `unsent`: both addresses of each connection whose data wait
-    # for the network, this rank's first.
+    # `state` of the main thread, as in /proc.
     "stacks": {
         "text": (str,),
         "step": (int,),
         "cpu_s": (int, float),
         "state": (str,),
-        "unsent": (list,),
     },
     "stopped": {},
     "failed": {
@@ -110,6 +104,8 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         # With `signal`, the number of the signal that killed it, 0 for none; and, if the kernel has killed
         # for lack of memory, `oom_kills`, how often, and `memory_limit`: in bytes, or None.
     },
+    "function": {},  # it asks for that of `mpiddp.spawn`
+    "answer": {"form": (str,), "text": (str,), "mac": (str,)},  # and its pickle as the value
     "exited": {},  # with code 0, but without leaving the job
     "done": {},
 }
@@ -164,10 +160,6 @@ def _are_bounded(values: Iterable[object]) -> bool:
     return True
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(each) is str for each in value)
-
-
 def is_argument(text: str) -> bool:
     """Whether a program can get `text` as an argument."""
     try:
@@ -188,8 +180,6 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
         return is_shown_of_training(facts.get("shown", {})) and (
             phases is None or _are_phases(phases)
         )
-    if kind == "stacks":
-        return all(map(_is_pair, facts["unsent"]))
     if kind == "joining":
         return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
     if kind == "run_dir":

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from mpiddp.protocol.channel import RANK, VALUE_LIMIT, Lines, encode
 from mpiddp.protocol.messages import LINE_LIMIT, UNPROVED_LINE_LIMIT, notice_silence
 
-# What a member has not read yet. One that does not read waits for few answers, so it never gets near.
-_UNREAD_LIMIT = 2 * VALUE_LIMIT
-
 
 @dataclass(eq=False, slots=True)
 class Peer:
     """A connection, which the selector reports with this object as its data. Nothing here waits for it.
 
-    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of the
-    group that it has entered.
+    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of its
+    group. One that does not read waits for few answers, so it never has twice the `limit` to read.
     """
 
     connection: socket.socket
@@ -30,7 +27,8 @@ class Peer:
     lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
     rank: int | None = None
     role: str = RANK
-    group: int | None = None
+    group: int = 0
+    limit: int = VALUE_LIMIT  # bytes of a line with a value
     is_open: bool = True
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
     _unsent_bytes: int = 0
@@ -43,16 +41,16 @@ class Peer:
         self.selector.register(self.connection, selectors.EVENT_READ, self)
         self.send(encode("challenge", challenge=self.challenge))
 
-    def admit(self, rank: int, role: str) -> None:
+    def admit(self, rank: int, role: str, group: int, limit: int) -> None:
         """It has proved who it is, and may send values from now on."""
-        self.rank, self.role = rank, role
-        self.lines.limit = VALUE_LIMIT + LINE_LIMIT
+        self.rank, self.role, self.group, self.limit = rank, role, group, limit
+        self.lines.limit = limit + LINE_LIMIT
 
     def send(self, line: bytes) -> None:
         """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
         self._unsent.append(line)
         self._unsent_bytes += len(line)
-        if self._unsent_bytes > _UNREAD_LIMIT:
+        if self._unsent_bytes > 2 * self.limit:
             self._unsent.clear()
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it

@@ -14,8 +14,17 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from mpiddp.protocol.channel import CHILD, CHUNK, RANK, SCRIPT, check_introduction, decode, encode
-from mpiddp.protocol.group import Group, Reply
+from mpiddp.protocol.channel import (
+    CHUNK,
+    RANK,
+    SCRIPT,
+    VALUE_LIMIT,
+    check_introduction,
+    child_key,
+    decode,
+    encode,
+)
+from mpiddp.protocol.group import KINDS, Group, Reply
 from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, is_valid
 from mpiddp.protocol.peer import Peer
 
@@ -38,12 +47,13 @@ _WRONG = (
 class Message(NamedTuple):
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER.
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER. An
+    "answer" brings facts["body"].
     "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
     is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
     message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
     "full", of no rank (-1): for want of facts["error"], connections wait until `accept_again`.
-    `from_script`: from the script of a command, a process of its own.
+    `from_script`: from the script of a rank, whose agent has a connection of its own.
     """
 
     rank: int
@@ -60,7 +70,12 @@ class ChannelServer:
         listener: a socket that listens, and that this object does not close.
         key: the job's, which only its members have.
         now: its clock.
+
+    Attributes:
+        value_limit: the most bytes of a line with a value, of those that connect from now on.
     """
+
+    value_limit = VALUE_LIMIT
 
     def __init__(
         self,
@@ -78,12 +93,12 @@ class ChannelServer:
         self._peers: set[Peer] = set()
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
         self._ranks: dict[int, Peer] = {}
-        self._scripts: dict[int, Peer] = {}  # of ranks whose command is a process of its own
-        # By number: the ranks' group is 0, that of their n-th children n. Members by rank.
+        self._scripts: dict[int, Peer] = {}  # the present ones
+        # By number: the ranks' group is 0, that of their n-th scripts n. Members by rank.
         self._groups: dict[int, tuple[Group, dict[int, Peer]]] = {
             0: (Group(world_size), self._ranks)
         }
-        self._children = [0] * world_size  # of each rank that have entered a group
+        self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self)
 
@@ -118,11 +133,18 @@ class ChannelServer:
         for number, (group, _) in list(self._groups.items()):
             self._reply(number, group.expire(now))
 
+    @property
+    def script_key(self) -> str:
+        """The key of the ranks' scripts."""
+        return child_key(self._key)
+
     def send(self, rank: int, kind: str, *, to_script: bool = False, **facts: object) -> None:
-        """Send a message to a rank, or to the script of its command, if that is connected."""
-        peer = (self._scripts if to_script else self._ranks).get(rank)
-        if peer is not None:
-            peer.send(encode(kind, b"", **facts))
+        """Send a message to a rank, or to its script, if that is connected."""
+        self.send_line(rank, encode(kind, b"", **facts), to_script=to_script)
+
+    def send_line(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
+        if (peer := (self._scripts if to_script else self._ranks).get(rank)) is not None:
+            peer.send(line)
 
     def send_all(self, kind: str, **facts: object) -> None:
         """Send a message to all ranks and their scripts."""
@@ -167,10 +189,7 @@ class ChannelServer:
         self._drop(peer)
         if peer.rank is None:
             return []
-        if peer.group is not None:
-            self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
-        if peer.role == CHILD:
-            return []
+        self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
         return [_message(peer, "lost", {"silent": silent}, self._now())]
 
     # --- connections ---
@@ -210,21 +229,16 @@ class ChannelServer:
         if peer.rank is None:
             return self._introduce(peer, facts)
         kind = facts["type"]
-        if peer.group is not None:
+        if kind in KINDS:
             group, _ = self._groups[peer.group]
-            if kind in group.kinds:
-                self._reply(peer.group, group.receive(peer.rank, facts, value, now))
-                is_claim = kind == "claim" and peer.role != CHILD
-                return _message(peer, kind, {}, now) if is_claim else None
-        if kind == "enter" and peer.role != RANK and peer.group is None:
-            self._enter(peer, peer.rank)
-            return None
-        if value or peer.role == CHILD:
-            raise ValueError(kind)
+            self._reply(peer.group, group.receive(peer.rank, facts, value, now))
+            return _message(peer, kind, {}, now) if kind == "claim" else None
         del facts["type"]
-        if kind == "leave":
-            facts["is_over"] = facts["is_over"] is True
-        elif kind not in MESSAGES or not is_valid(kind, facts):
+        if kind == "answer":
+            facts["body"] = value
+        elif value:
+            raise ValueError(kind)
+        if kind != "leave" and (kind not in MESSAGES or not is_valid(kind, facts)):
             raise ValueError(kind)
         return _message(peer, kind, facts, now)
 
@@ -235,41 +249,35 @@ class ChannelServer:
             raise ValueError(rank)
         if kind not in ("hello", *HANDED_OVER):
             raise ValueError(kind)
-        role, received = check_introduction(self._key, peer.challenge, facts)
+        role, proof = check_introduction(self._key, peer.challenge, facts)
         if kind != "hello":
             handed = _of_output(facts) if kind == "output" else {}
-            peer.send(received)  # at once: only the challenge was sent before
+            peer.send(
+                encode("received", proof=proof)
+            )  # at once: only the challenge was sent before
             connection = self._forget(peer)
             return Message(rank, kind, {**handed, "connection": connection}, self._now())
         self._admit(peer, rank, role)
-        peer.send(received)
-        if role == RANK:
-            self._reply(0, self._groups[0][0].enter(rank))
+        peer.send(encode("received", proof=proof, group=peer.group))
+        self._reply(peer.group, self._groups[peer.group][0].enter(rank))
         return None
 
     def _admit(self, peer: Peer, rank: int, role: str) -> None:
-        if (rank in self._ranks) is (role == RANK):  # a second rank, or a child without its rank
+        """Let it into its group: that of the ranks, or that of all ranks' n-th scripts."""
+        if (rank in self._ranks) is (role == RANK):  # a second rank, or a script without its rank
             raise ValueError(rank)
+        number = 0
         if role == SCRIPT:
             if rank in self._scripts:
                 peer.send(encode("taken"))
                 raise ValueError("a second script")
             self._scripts[rank] = peer
-        elif role == RANK:
-            self._ranks[rank] = peer
-            peer.group = 0
-        peer.admit(rank, role)
-        del self._strangers[peer]
-
-    def _enter(self, peer: Peer, rank: int) -> None:
-        """A rank's n-th child that enters gets into the group of the n-th children."""
-        self._children[rank] += 1
-        number = self._children[rank]
-        group, members = self._groups.setdefault(number, (Group(self.world_size), {}))
-        peer.group = number
+            self._num_scripts[rank] += 1
+            number = self._num_scripts[rank]
+        _, members = self._groups.setdefault(number, (Group(self.world_size), {}))
         members[rank] = peer
-        peer.send(encode("entered", number=number))
-        self._reply(number, group.enter(rank))
+        peer.admit(rank, role, number, self.value_limit)
+        del self._strangers[peer]
 
     # --- what is sent ---
 
@@ -289,8 +297,7 @@ class ChannelServer:
         if peer.rank is not None:
             if peer.role == SCRIPT:
                 del self._scripts[peer.rank]
-            if peer.group is not None:
-                del self._groups[peer.group][1][peer.rank]
+            del self._groups[peer.group][1][peer.rank]
         return peer.release()
 
 

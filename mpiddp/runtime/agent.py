@@ -12,7 +12,6 @@ the same way.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import json
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import (
+    OomKills,
     adopt_orphans,
     descendants,
     group_of,
@@ -40,9 +40,11 @@ from mpiddp.hosts.processes import (
 )
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.paths import cause_of, check_program, named_by
+from mpiddp.protocol.channel import Lines
 from mpiddp.protocol.messages import (
     GO,
     INPUT,
+    LINE_LIMIT,
     OUTPUT_PROCESS,
     STREAMS,
     TEXT_LIMIT,
@@ -95,10 +97,8 @@ _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
 # For the kernel to interrupt the script, which then writes its stack; and in all.
 _STACK_S, _STACK_LIMIT_S = 0.05, 0.8
-_SHORT, _PAUSE_S = (
-    2048,
-    0.005,
-)  # a script that prints many short lines would wake the agent for each
+# A script that prints many short lines would wake the agent for each.
+_SHORT, _PAUSE_S = 2048, 0.005
 _NEVER = float("inf")
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -110,25 +110,15 @@ def main(argv: list[str]) -> int:
     return run_rank(parse(argv))
 
 
-def run_function(argv: list[str]) -> int:
-    """`mpiddp run-function ARGV`: a rank of `mpiddp.spawn`, whose caller has the function."""
-    if ADDRESS not in os.environ:
-        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
-    return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
-
-
 def run_rank(program: Program) -> int:
-    """Be a rank of a job: start `program`, meet the others, and return its exit code.
-
-    Raises:
-        UserError, JobFailed, SystemExit: see `mpiddp.runtime.rendezvous.meet.meet`.
-    """
+    """Be a rank of a job: start `program`, meet the others, and return its exit code."""
     if is_joined(os.environ):  # a rank's command, or a process that it has started
         python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
         argv = [*python, program.name, *program.args]
         program.check()
         check_program(argv[0], os.environ.get("PATH"))
         os.execvp(argv[0], argv)
+    # Not by os._exit: MPICH tells its mpirun in a handler of atexit that a rank has finalized MPI.
     return Agent(program, World.from_env()).run()
 
 
@@ -157,7 +147,7 @@ class Agent:
         self._has_left = program.kind == COMMAND  # not by os._exit(0) in the middle of its work
         self._passed: set[int] = set()
         self._wakeup: int | None = None  # readable when a signal has arrived
-        self._text = bytearray()  # of the script, over the control connection
+        self._said = Lines(LINE_LIMIT)  # by the script, over the control connection
         self._frames: list[str] = []  # of its main thread
         self._stack_at = self._stack_until = _NEVER  # when to send them, and when to give up
         self._code: int | None = None  # with which this rank ends because of another
@@ -165,7 +155,7 @@ class Agent:
         self._ended_at = 0.0  # when the script ended
         self._kills_at = _NEVER  # when SIGKILL follows a SIGTERM
         self._memory_group = group_of()
-        self._oom_kills = _oom_kills(self._memory_group)  # when this rank starts
+        self._kills_before = self._kernel_kills()  # when this rank starts
 
     # --- beginning ---
 
@@ -200,9 +190,8 @@ class Agent:
         adopt_orphans()
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with contextlib.suppress(
-            OSError
-        ):  # a SIGKILL of the launcher leaves the last output to this process
+        # A SIGKILL of the launcher leaves the last output to this process.
+        with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
         try:
             prepare(self.world)
@@ -247,11 +236,7 @@ class Agent:
         self.control.setblocking(False)
 
     def _start_command(self) -> None:
-        """Start the command on all ranks, or on none.
-
-        Raises:
-            SystemExit: it cannot be started on some rank.
-        """
+        """Start the command on all ranks, or on none."""
         assert self.coordinator is not None
         command = [self.program.name, *self.program.args]
         env = command_environment(os.environ)
@@ -277,11 +262,7 @@ class Agent:
             self._writers = {}
 
     def _connect(self, launcher: Server) -> None:
-        """Connect to the launcher: the messages, the streams that it shows, and stdin.
-
-        Raises:
-            JobFailed: it cannot be reached.
-        """
+        """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
         channel = JobChannel(launcher, connect_to_launcher(launcher, world, "hello"), world)
         channel.on_news = self._obey
@@ -290,9 +271,9 @@ class Agent:
         for number, stream in self.streams.items():
             if is_shown(self._selection, world.rank, number):
                 facts = {"stream": number, "host": world.hostname}
-                accepted = connect_to_launcher(launcher, world, "output", **facts)
-                notice_silence(accepted.connection, is_read_slowly=True)
-                stream.show(accepted.connection)
+                connection = connect_to_launcher(launcher, world, "output", **facts).socket
+                notice_silence(connection, is_read_slowly=True)
+                stream.show(connection)
         if self.streams and (folder := os.environ.get(LOG_DIR)):
             from mpiddp.runtime.job.reports import open_logs
 
@@ -301,7 +282,7 @@ class Agent:
             self._write_to(files)
             self._send("log", path=str(path))
         if world.rank == 0:
-            connection, _, _ = connect_to_launcher(launcher, world, INPUT)
+            connection = connect_to_launcher(launcher, world, INPUT).socket
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
             self._stdin = connection.detach()
@@ -358,19 +339,15 @@ class Agent:
         if self.world.rank == 0 and os.environ.get(REPORT):
             print(table(result.infos), flush=True)
         if os.environ.get(VERBOSE):
-            self._print_addresses(result)
+            line = f"{self.name} uses {result.interface}\n"
+            if world.rank == 0:
+                where = f"{world.master_addr} port {world.master_port}"
+                line = f"master address {where}: {result.reason}\n{line}"
+            print(line, end="", flush=True)
         if self.program.kind in _PYTHON:
             self._go(env, result, threads)
         elif result.listener is not None:
             reserve(result.listener)
-
-    def _print_addresses(self, result: RendezvousResult) -> None:
-        world = result.world
-        line = f"{self.name} uses {result.interface}\n"
-        if world.rank == 0:
-            where = f"{world.master_addr} port {world.master_port}"
-            line = f"master address {where}: {result.reason}\n{line}"
-        print(line, end="", flush=True)
 
     def _go(self, env: dict[str, str], result: RendezvousResult, threads: int | None) -> None:
         assert self.control is not None
@@ -387,18 +364,14 @@ class Agent:
             env=env,
             server=[env[CHANNEL], env[CHANNEL_SECRET]] if CHANNEL in env else None,
             has_launcher=self._launcher is not None,
-            caller=list(self._launcher)
-            if self.program.kind == FUNCTION and self._launcher
-            else None,
             files=list(files),
             threads=threads,
             forbids_mpi=self.world.launcher.speaks_mpi,
         )
         self.control.setblocking(True)
         line = json.dumps(go._asdict()).encode() + b"\n"
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.values()))
         with contextlib.suppress(ConnectionError):  # the script has ended
-            sent = self.control.sendmsg([line], [rights] if files else [])
+            sent = socket.send_fds(self.control, [line], list(files.values()))
             self.control.sendall(line[sent:])
         self.control.setblocking(False)
         if result.listener is not None:
@@ -447,10 +420,11 @@ class Agent:
         poll, channel, wakeup = select.poll(), self.channel, self._wakeup
         for stream in self.streams.values():
             stream.register(poll)
-        has_channel = channel is not None and not channel.is_lost
-        for file in (wakeup, self.control, channel.connection if has_channel and channel else None):
+        for file in (wakeup, self.control):
             if file is not None:
                 poll.register(file, select.POLLIN)
+        if channel is not None and not channel.is_lost:
+            poll.register(channel.connection, select.POLLIN)
         times = [self._stack_at, self._ends_at, self._kills_at]
         times += [stream.flushes_at for stream in self.streams.values()]
         wait_s = min(1.0, max(0.0, min(times) - time.monotonic()))
@@ -458,7 +432,7 @@ class Agent:
         longest = max((stream.act(ready) for stream in self.streams.values()), default=0)
         if self.control is not None and self.control.fileno() in ready:
             self._hear_script()
-        if has_channel and channel is not None and channel.connection.fileno() in ready:
+        if channel is not None and (channel.has_early or channel.connection.fileno() in ready):
             for facts in channel.receive():
                 self._obey(facts)
         if wakeup is not None and wakeup in ready:
@@ -535,24 +509,20 @@ class Agent:
     def _hear_script(self) -> None:
         """Take what the script says over the control connection."""
         assert self.control is not None
-        files = array.array("i")
+        files: list[int] = []
         try:
-            chunk, rights, _, _ = self.control.recvmsg(1 << 16, socket.CMSG_SPACE(4 * len(STREAMS)))
+            chunk, files, _, _ = socket.recv_fds(self.control, 1 << 16, len(STREAMS))
         except BlockingIOError:
             return
         except OSError:
-            chunk, rights = b"", []
-        for _, _, numbers in rights:
-            files.frombytes(numbers)
+            chunk = b""
         if not chunk:  # it has ended, or has closed all files
             self.control.close()
             self.control = None
             return
         if files:
-            self._write_to(list(files))
-        *lines, rest = bytes(self._text + chunk).split(b"\n")
-        self._text = bytearray(rest)
-        for line in lines:
+            self._write_to(files)
+        for line in self._said.split(chunk):
             if line.startswith(b"{"):
                 self._hear(json.loads(line))
             else:
@@ -575,7 +545,7 @@ class Agent:
 
     def _ask_for_stack(self) -> None:
         if self.child is None or self.program.kind == COMMAND:
-            self._send("stacks", text="", step=0, unsent=[], **self._usage())
+            self._send("stacks", text="", step=0, **self._usage())
             return
         self._frames = []
         self._stack_at = time.monotonic() + _STACK_S
@@ -589,7 +559,7 @@ class Agent:
         is_late = now >= self._stack_until
         self._stack_at = _NEVER if self._frames or is_late else now + _STACK_S
         if text := stack_of(self._frames):
-            self._send("stacks", text=text[-TEXT_LIMIT:], step=0, unsent=[], **self._usage())
+            self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **self._usage())
 
     def _usage(self) -> dict[str, Any]:
         from mpiddp.runtime.job.reports import state_of
@@ -610,8 +580,6 @@ class Agent:
         """The script has ended: report how, and end what it has left."""
         while self.control is not None and select.select([self.control], [], [], 0.0)[0]:
             self._hear_script()
-        for stream in self.streams.values():
-            stream.note_end_of_script()
         ending = self._ending(status)
         self._report(ending)
         assert self.child is not None
@@ -667,10 +635,13 @@ class Agent:
 
     def _lack_of_memory(self) -> dict[str, int | None]:
         """The kernel's kills in this rank's control group since its start, if there were any."""
-        now = None if self._memory_group is None else kills_in(self._memory_group)
-        if now is None or now.count <= self._oom_kills:
+        now, before = self._kernel_kills(), self._kills_before
+        if now is None or before is None or now.count <= before.count:
             return {}
-        return {"oom_kills": now.count - self._oom_kills, "memory_limit": now.limit_bytes}
+        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
+
+    def _kernel_kills(self) -> OomKills | None:
+        return None if self._memory_group is None else kills_in(self._memory_group)
 
     def _is_over(self, child: Child) -> bool:
         """Whether nothing of the script is left, and all that it has written has been sent."""
@@ -728,8 +699,3 @@ def stack_of(frames: Sequence[str]) -> str:
         if file not in _OF_OURS
     ]
     return f"thread MainThread:\n{''.join(lines)}" if lines else ""
-
-
-def _oom_kills(group: Path | None) -> int:
-    kills = None if group is None else kills_in(group)
-    return 0 if kills is None else kills.count

@@ -1,62 +1,62 @@
 """`mpiddp run-function`: one rank of `mpiddp.spawn` runs the caller's function, and returns its result.
 
 The agents have met, as for a script. The function comes from the launcher, and the answer goes back to it,
-over connections that prove the job's secret: see `mpiddp.launch.exchange`.
+over the connection of the rank's script: see `mpiddp.launch.exchange`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import linecache
+import os
 import pickle
-import socket
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, missing_package
-from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
-from mpiddp.protocol.payload import Payload, receive_payload, send_payload
-from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.protocol.channel import value_mac
+from mpiddp.protocol.variables import ADDRESS
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.join import join
-from mpiddp.runtime.script import Go, script_frames
-from mpiddp.world import World
+from mpiddp.runtime.script import script_frames
 
-_MAX_TRACEBACK = 1 << 20  # characters
+_MAX_TRACEBACK = 1 << 15  # characters, of which one may take 12 bytes in JSON
+_LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
 
 
 def main(argv: list[str]) -> int:
-    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv.
+    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv."""
+    from mpiddp.runtime.agent import run_rank
+    from mpiddp.runtime.program import FUNCTION, Program
 
-    Raises:
-        UserError: `mpiddp.spawn` has not started this process.
-    """
-    from mpiddp.runtime.agent import run_function as run_agent
-
-    return run_agent(argv)
+    if ADDRESS not in os.environ:
+        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
+    return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
 
 
-def run_function(session: Session, go: Go) -> None:
+def run_function(session: Session) -> None:
     """Run the function as this rank, in the process of its script, and answer with its result."""
-    assert go.caller is not None
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     with join() as coordinator:
-        caller = Caller(Server(*go.caller), coordinator.world)
-        with caller.reporting_errors():
+        hostname, channel = coordinator.world.hostname, coordinator.channel
+        assert channel is not None
+        with reporting_errors(channel):
             with coordinator.all_or_none():
-                payload = caller.function()
-                facts = payload.facts
-                check_python(facts, coordinator.world.hostname)
+                facts, body = received_function(channel)
+                check_python(facts, hostname)
                 _show_lines_of(facts["sources"])
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
-                function, args = unpickled(payload, coordinator.world.hostname)
+                function, args = unpickled(facts, body, hostname)
             sys.argv[0] = facts["name"]
             try:
                 result = function(*args)
@@ -66,78 +66,53 @@ def run_function(session: Session, go: Go) -> None:
                 result = None
             # A result that is refused ends the other ranks, which may still save.
             session.finish()
-            world = coordinator.world
-            body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
-            caller.answer({"kind": "result"}, body)
+            body = pickled_result(result, facts, f"rank {channel.rank} on {hostname}")
+            answer(channel, "result", body=body)
 
 
-class Caller:
-    """The process that has called `mpiddp.spawn`, by way of the launcher."""
+def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
+    """The facts about the function, and its pickle.
 
-    def __init__(self, launcher: Server, world: World) -> None:
-        self._launcher = launcher
-        self._world = world
-        self._max_bytes = 0  # of an answer's body, once the function is there
+    Raises:
+        JobFailed: the launcher cannot be reached, or a stranger has sent it.
+    """
+    facts, value = channel.ask("function")
+    if facts["mac"] != value_mac(channel.server.key, "function", value):
+        raise channel.lost()
+    found, body = json.loads(value)
+    return found, b64decode(body)
 
-    def function(self) -> Payload:
-        """The function, pickled, with facts about it.
 
-        Raises:
-            JobFailed: the launcher cannot be reached.
-        """
-        with self._connected(FUNCTION) as connection:
-            connection.sendall(GO)
-            payload = receive_payload(connection, self._launcher.key, FUNCTION)
-        self._max_bytes = payload.facts["max_result_bytes"]
-        return payload
+def answer(channel: JobChannel, form: str, text: str = "", body: bytes = b"") -> None:
+    """Send the answer of this rank, and wait until the launcher has it.
 
-    def answer(self, facts: dict[str, Any], body: bytes = b"") -> None:
-        """Send the answer of this rank, and wait until the launcher has it.
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    value = b64encode(body)
+    mac = value_mac(channel.server.key, f"answer {channel.rank}", value)
+    channel.ask("answer", value, answer_key="answered", form=form, text=text, mac=mac)
 
-        Raises:
-            JobFailed: the launcher cannot be reached.
-        """
-        with self._connected(ANSWER) as connection:
-            purpose = f"{ANSWER} {self._world.rank}"
-            send_payload(connection, Payload(facts, body), self._launcher.key, purpose)
-            if connection.recv(len(GO)) != GO:
-                raise ConnectionError("the launcher has closed the connection")
 
-    @contextlib.contextmanager
-    def reporting_errors(self) -> Iterator[None]:
-        """Send the caller an error of the body before the ranks end because of it.
+@contextlib.contextmanager
+def reporting_errors(channel: JobChannel) -> Iterator[None]:
+    """Send the caller an error of the body before the ranks end because of it.
 
-        The launcher itself learns of a JobFailed and of an exit code.
-        """
-        try:
-            yield
-        except (UserError, Refused) as refusal:
-            sentence = refusal.sentence if isinstance(refusal, Refused) else str(refusal)
-            with contextlib.suppress(JobFailed):  # the other connection notices it as well
-                self.answer({"kind": "refusal", "sentence": sentence})
-            raise
-        except (JobFailed, SystemExit):
-            raise
-        except BaseException as error:  # asyncio.CancelledError is no Exception
-            with contextlib.suppress(JobFailed):
-                self.answer(
-                    {"kind": "exception", "traceback": _traceback(error)},
-                    pickled_error(error, self._max_bytes),
-                )
-            raise
-
-    @contextlib.contextmanager
-    def _connected(self, kind: str) -> Iterator[socket.socket]:
-        connection = connect_to_launcher(self._launcher, self._world, kind).connection
-        with connection:
-            notice_silence(connection, is_read_slowly=True)
-            try:
-                yield connection
-            except (OSError, ValueError) as error:
-                raise JobFailed(
-                    f"rank {self._world.rank} on {self._world.hostname} has lost the launcher during the "
-                    f"transfer of its {kind}: {error}."
-                ) from None
+    The launcher itself learns of a JobFailed and of an exit code.
+    """
+    try:
+        yield
+    except (UserError, Refused) as refusal:
+        sentence = refusal.sentence if isinstance(refusal, Refused) else str(refusal)
+        with contextlib.suppress(JobFailed):  # the agent notices it as well
+            answer(channel, "refusal", sentence)
+        raise
+    except (JobFailed, SystemExit):
+        raise
+    except BaseException as error:  # asyncio.CancelledError is no Exception
+        with contextlib.suppress(JobFailed):
+            answer(channel, "exception", _traceback(error), pickled_error(error))
+        raise
 
 
 def check_python(facts: Mapping[str, Any], hostname: str) -> None:
@@ -151,13 +126,10 @@ def check_python(facts: Mapping[str, Any], hostname: str) -> None:
         )
 
 
-def unpickled(payload: Payload, hostname: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments.
-
-    Raises:
-        UserError: cloudpickle, or a module that the function needs, is missing here.
-    """
-    name = payload.facts["name"]
+def unpickled(
+    facts: Mapping[str, Any], body: bytes, hostname: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments."""
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
@@ -165,28 +137,24 @@ def unpickled(payload: Payload, hostname: str) -> tuple[Callable[..., Any], tupl
             raise
         raise UserError(missing_package(f"mpiddp.spawn on {hostname}", "cloudpickle")) from None
     try:
-        function, args = pickle.loads(payload.body)
+        function, args = pickle.loads(body)
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = f" Install {error.name} on every host."
-        elif cloudpickle.__version__ != payload.facts["cloudpickle"]:
+        elif cloudpickle.__version__ != facts["cloudpickle"]:
             hint = (
-                f" cloudpickle is {cloudpickle.__version__} there, and {payload.facts['cloudpickle']} "
+                f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
                 "in the calling process. Install the same version."
             )
         raise UserError(
-            f"{name} cannot be unpickled on {hostname}: {_said(error)}.{hint}"
+            f"{facts['name']} cannot be unpickled on {hostname}: {_said(error)}.{hint}"
         ) from None
     return function, args
 
 
 def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes:
-    """The pickle of a rank's result.
-
-    Raises:
-        UserError: it cannot be pickled, or is larger than max_result_bytes.
-    """
+    """The pickle of a rank's result."""
     import cloudpickle
 
     name, limit = facts["name"], facts["max_result_bytes"]
@@ -205,13 +173,13 @@ def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes
     return body
 
 
-def pickled_error(error: BaseException, limit: int) -> bytes:
-    """The pickle of an exception, without its traceback; b"" if it has none within the limit."""
+def pickled_error(error: BaseException) -> bytes:
+    """The pickle of an exception, without its traceback; b"" if it has none of a usual size."""
     with contextlib.suppress(Exception):
         import cloudpickle
 
         body: bytes = cloudpickle.dumps(error)
-        return body if len(body) <= limit else b""
+        return body if len(body) <= _LARGEST_ERROR else b""
     return b""
 
 

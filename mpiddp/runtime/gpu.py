@@ -25,9 +25,6 @@ def prepare(world: World) -> None:
     """Choose the GPUs, cores and threads of this rank, which torch reads when it is imported.
 
     A variable of OpenMP that the user has set takes precedence.
-
-    Raises:
-        UserError: variables of the launcher that contradict each other.
     """
     if {GPUS, BIND} & os.environ.keys():
         choose_gpus(world)
@@ -54,11 +51,7 @@ def limit_threads(world: World) -> int | None:
 
 
 def choose_gpus(world: World) -> None:
-    """Set the variables that the launcher has for the ranks of this host.
-
-    Raises:
-        UserError: MPIDDP_GPUS is not the launcher's.
-    """
+    """Set the variables that the launcher has for the ranks of this host."""
     text = os.environ.get(GPUS)
     if not text:
         return
@@ -111,11 +104,7 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
 
 
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
-    """The PCI address of this rank's GPU: of the visible ones, the one with its local rank.
-
-    Raises:
-        GpuUnknown: the vendor's tool lists no GPU of that number, or the variable has UUIDs.
-    """
+    """The PCI address of this rank's GPU: of the visible ones, the one with its local rank."""
     addresses = gpu_addresses(env.get("PATH"))
     name = next((name for name in VISIBLE if name in env), None)
     if name is None:

@@ -55,11 +55,6 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     Args:
         world: the world of this process; by default read from the environment.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
-
-    Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI.
-        JobFailed: ranks that do not join.
-        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     session = script_session()
     if (
@@ -77,8 +72,6 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
             session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
     coordinator = session.coordinator
     session.stop.enter_group()
-    if session.control is None and coordinator.channel is not None:
-        coordinator.channel.begin_session()
     session.watch = watch = FailureWatch(session, coordinator)
     watch.start()
     try:
@@ -95,12 +88,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
 
 
 def _as_script(world: World, session: Session) -> Coordinator:
-    """Meet the scripts of the other ranks, whose agents have met.
-
-    Raises:
-        UserError: variables that are not those of a rank, or a process that a script has started.
-        JobFailed: ranks that have ended, or do not answer.
-    """
+    """Meet the scripts of the other ranks, whose agents have met."""
     from mpiddp.runtime.rendezvous.meet import joining_timeout_s
     from mpiddp.runtime.rendezvous.store import serve_store
 
@@ -238,6 +226,8 @@ def _end_with(
     ending = ending_of(error, has_stopped=session.stop.has_stopped)
     if not ending.is_failure:  # many scripts end with sys.exit(main())
         _leave(session, coordinator, watch)
+        return
+    if session.control is not None:  # `mpiddp.runtime.script` reports it
         return
     session.claim_first_failure()
     if not ending.traceback:

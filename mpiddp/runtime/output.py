@@ -47,7 +47,6 @@ class OutputStream:
     Attributes:
         source: None after its end.
         connection: to the launcher; None if it does not show this stream.
-        unread_bytes: what the script has written, at most, that is still in the source after its end.
     """
 
     def __init__(self, number: int, source: int, rank: str) -> None:
@@ -55,7 +54,6 @@ class OutputStream:
         self._number, self._rank = number, rank
         self.source: int | None = source
         self.connection: socket.socket | None = None
-        self.unread_bytes = 0
         self._file: int | None = None
         self._unfiled: bytearray | None = bytearray()  # None once there is a file
         self._dropped = 0  # bytes that `_unfiled` could not take
@@ -74,11 +72,6 @@ class OutputStream:
         return self.source is None and not self._unsent
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether all that was read has been sent."""
-        return not self._unsent
-
-    @property
     def flushes_at(self) -> float:
         """When the open line is sent, in time.monotonic()'s seconds."""
         return self._line_since + OPEN_S if self._line else float("inf")
@@ -94,10 +87,7 @@ class OutputStream:
         """Read and send what the events of poll(2) allow, and return the number of bytes read."""
         read = 0
         if self.source is not None and len(self._unsent) < _MOST_UNSENT:
-            if self.source in ready:
-                read = self._read()
-            else:
-                self.unread_bytes = 0
+            read = self._read() if self.source in ready else 0
         if self.connection is not None and (events := ready.get(self.connection.fileno())):
             if events & (select.POLLERR | select.POLLHUP):
                 self._lose()
@@ -115,20 +105,12 @@ class OutputStream:
             return 0
         except OSError:  # the end of a terminal
             chunk = b""
-        self.unread_bytes = max(0, self.unread_bytes - len(chunk))
         if chunk:
             self._save(chunk)
             self._forward(chunk)
         else:
             self.end()
         return len(chunk)
-
-    def note_end_of_script(self) -> None:
-        """From now on, others write into the source. What the script has written comes first."""
-        self.unread_bytes = _CHUNK  # a terminal holds less
-        if self.source is not None:
-            with contextlib.suppress(OSError):
-                self.unread_bytes = fcntl.fcntl(self.source, fcntl.F_GETPIPE_SZ)
 
     def end(self) -> None:
         """Read no more."""

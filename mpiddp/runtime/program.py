@@ -61,11 +61,7 @@ class Program(NamedTuple):
 
 
 def parse(argv: list[str]) -> Program:
-    """The program in the arguments of `mpiddp run`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The program in the arguments of `mpiddp run`."""
     ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
     rest = argv[len(ours) :]
     is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]

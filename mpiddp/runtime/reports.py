@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT, is_argument
+from mpiddp.protocol.messages import LINE_LIMIT, is_valid
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
@@ -52,30 +52,21 @@ def announce(
         max_ranks: the largest number of ranks that the job can use.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: `resume_args` is a string.
         ValueError: a number below 1, or a string that no command can get, such as one with a NUL.
     """
-    if isinstance(resume_args, str) or not all(isinstance(each, str) for each in resume_args):
+    if isinstance(resume_args, str):
         raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
-    if not all(map(is_argument, resume_args)):
-        raise ValueError(f"resume_args: not the arguments of a command: {resume_args!r}")
-    if len(json.dumps(list(resume_args))) > LINE_LIMIT // 2:
-        raise ValueError(f"resume_args: expected at most {LINE_LIMIT // 2} bytes of JSON")
-    for name, value in (("global_batch_size", global_batch_size), ("max_ranks", max_ranks)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected a whole number or None, not {value!r}")
-        if value < 1:
-            raise ValueError(f"{name}: expected 1 or more, not {value}")
-        if value > LARGEST_WHOLE:
-            raise ValueError(f"{name}: expected at most {LARGEST_WHOLE}, not {shown(str(value))}")
-    script_session().send(
-        "announce",
-        resume_args=list(resume_args),
-        global_batch_size=global_batch_size,
-        max_ranks=max_ranks,
-    )
+    facts = {
+        "resume_args": list(resume_args),
+        "global_batch_size": global_batch_size,
+        "max_ranks": max_ranks,
+    }
+    if not is_valid("announce", facts) or len(json.dumps(facts)) > LINE_LIMIT // 2:
+        raise ValueError(
+            f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
+        )
+    script_session().send("announce", **facts)
 
 
 def announced(env: Mapping[str, str] | None = None) -> Announced | None:

@@ -9,7 +9,6 @@ the server of the job is. No function of Python is replaced: the agent sees how 
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -54,9 +53,9 @@ class Go(NamedTuple):
     """What the agent sends once the ranks have met, with the open files that `files` names.
 
     env: variables to set. server: the address and the key of the job's, None for a job of one rank without
-    one. has_launcher: `mpiddp launch` serves it. caller: the same server, with the key of a rank, for the
-    function of `mpiddp.spawn`. files: "store", on which rank 0 serves torch's store; "stdin". threads: for
-    torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is finalized.
+    one. has_launcher: `mpiddp launch` serves it. files: "store", on which rank 0 serves torch's store;
+    "stdin". threads: for torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is
+    finalized.
     """
 
     rank: int
@@ -65,7 +64,6 @@ class Go(NamedTuple):
     env: dict[str, str]
     server: list[str] | None = None
     has_launcher: bool = False
-    caller: list[str] | None = None
     files: Sequence[str] = ()
     threads: int | None = None
     forbids_mpi: bool = False
@@ -84,7 +82,7 @@ def main() -> None:
         go, files = _wait_for_go(control)
         _begin(session, go, files)
         if kind == "function":
-            import_module("mpiddp.runtime.function").run_function(session, go)
+            import_module("mpiddp.runtime.function").run_function(session)
         else:
             _run(kind, name)
         _leave(session, go)
@@ -187,14 +185,13 @@ def import_torch() -> None:
 
 def _wait_for_go(control: socket.socket) -> tuple[Go, dict[str, int]]:
     """Wait until the ranks have met. Without them, this process ends with its agent."""
-    line, files = bytearray(), array.array("i")
+    line = b""
+    files: list[int] = []
     while not line.endswith(b"\n"):
-        chunk, rights, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(4 * _MOST_FILES))
+        chunk, found, _, _ = socket.recv_fds(control, 1 << 16, _MOST_FILES)
         if not chunk:
             os._exit(1)
-        line += chunk
-        for _, _, numbers in rights:
-            files.frombytes(numbers)
+        line, files = line + chunk, files + found
     go = Go(**json.loads(line))
     for number in files:
         os.set_inheritable(number, False)
@@ -210,7 +207,7 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
     if go.server is not None:
         session.connect(Server(*go.server), go, has_launcher=go.has_launcher)
     if go.forbids_mpi:
-        from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
+        from mpiddp.runtime.rendezvous import FinalizedMPI
 
         sys.meta_path.insert(0, FinalizedMPI())
     stop_on(session.stop, signal.SIGUSR1)
@@ -220,7 +217,7 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
         if go.threads:
             torch.set_num_threads(go.threads)
         if go.has_launcher:
-            _report_optimizer_steps(session.optimizer_stepped)
+            _report_optimizer_steps(lambda steps: session.reports.optimizer_stepped(steps))
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 
@@ -279,11 +276,11 @@ def _leave(session: Session, go: Go) -> None:
     from mpiddp.runtime.job.coordinator import LEAVE_TIMEOUT_S
 
     session.stop.propose_step(session.channel, 0)
-    session.channel.put("left", None)
-    if go.rank == 0:
-        with contextlib.suppress(Silent, ChannelLost):
-            ranks = range(go.world_size)
-            session.channel.collect("left", ranks, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
+    if go.rank != 0:
+        session.channel.give("left", None)
+        return
+    with contextlib.suppress(Silent, ChannelLost):
+        session.channel.gather("left", None, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
 
 
 def _say(session: Session, error: BaseException) -> None:

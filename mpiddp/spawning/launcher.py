@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
-from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+from mpiddp.launch.exchange import Answer, messages_over
 
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
@@ -26,20 +26,17 @@ _LAST_S = 0.5  # for the last lines, once the launcher has ended: another proces
 class Report:
     """What the launcher has sent: answers by rank, and the outcome, None if it was killed."""
 
-    answers: dict[int, Payload] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     outcome: dict[str, Any] | None = None
     exit_code: int = 0
     was_interrupted: bool = False
 
 
-def run_launcher(call: Payload, cwd: str | None) -> Report:
-    """Run a launcher with this call to its end, and show what it prints.
+def run_launcher(call: bytes, cwd: str | None) -> Report:
+    """Run a launcher with this call, see `mpiddp.launch.exchange`, and show what it prints.
 
     A SIGINT meanwhile goes to the launcher, which stops the job; a second one kills it. Nothing of the job is
     left when this returns.
-
-    Raises:
-        OSError: the launcher cannot be started: no such folder, no process left.
     """
     report = Report()
     ours, theirs = socket.socketpair()
@@ -50,7 +47,7 @@ def run_launcher(call: Payload, cwd: str | None) -> Report:
         receiver = threading.Thread(target=_receive, args=(ours, report), daemon=True)
         with _forwarded_interrupts(launcher, report):
             with suppress(OSError):  # it has ended, and its last line says why
-                send_payload(ours, call, "", TO_LAUNCHER)
+                ours.sendall(call)
             receiver.start()
             copies = _copy_output(launcher)
             report.exit_code = launcher.wait()
@@ -103,25 +100,21 @@ def _forwarded_interrupts(launcher: subprocess.Popen[bytes], report: Report) -> 
 
 
 def _receive(connection: socket.socket, report: Report) -> None:
-    with suppress(OSError, ValueError):  # the launcher has ended
-        while report.outcome is None:
-            payload = receive_payload(connection, "", TO_CALLER)
-            if payload.facts["kind"] == "outcome":
-                report.outcome = payload.facts
-            else:
-                report.answers[payload.facts["rank"]] = payload
+    with suppress(OSError):  # the launcher has ended
+        for facts, body in messages_over(connection):
+            if facts["type"] == "outcome":
+                report.outcome = facts
+                return
+            report.answers[facts["rank"]] = Answer(facts["form"], facts["text"], body)
 
 
 def _copy_output(launcher: subprocess.Popen[bytes]) -> list[threading.Thread]:
     """Copy what the launcher prints to sys.stdout and sys.stderr, in a thread for each, until it ends."""
-    pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
-    threads = [
-        threading.Thread(target=_copy, args=pair, daemon=True)
-        for pair in pairs
-        if pair[0] is not None
-    ]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
+        if pipe is not None:
+            threads.append(threading.Thread(target=_copy, args=(pipe, stream), daemon=True))
+            threads[-1].start()
     return threads
 
 

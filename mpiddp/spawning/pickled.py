@@ -13,6 +13,7 @@ import linecache
 import pickle
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions
@@ -21,21 +22,18 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import UserError, missing_package
-from mpiddp.protocol.payload import Payload
+from mpiddp.protocol.channel import encode_value
 
-_NEVER_LOOSE = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
+_NEVER_OWN = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages
 
 _registry = threading.Lock()  # cloudpickle's is one for all threads
 
 
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
-) -> Payload:
-    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them.
-
-    Raises:
-        UserError: cloudpickle is missing, or something cannot be pickled. The sentence names it.
-    """
+) -> bytes:
+    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them."""
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
@@ -60,7 +58,7 @@ def pickled_call(
         "sources": _sources(function),
         "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
     }
-    return Payload(facts, body)
+    return encode_value([facts, b64encode(body).decode()])
 
 
 class _Unpickler(pickle.Unpickler):
@@ -77,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
         return lambda kind, state: kind if _is_defined_here(kind) else found(kind, state)
 
 
-def unpickled(body: bytes | bytearray) -> Any:
+def unpickled(body: bytes) -> Any:
     """The object of a rank's pickle. Raises any error that its classes do."""
     return _Unpickler(io.BytesIO(body)).load()
 
@@ -127,24 +125,17 @@ def _own_modules_by_value(cloudpickle: ModuleType) -> Iterator[None]:
 
 def own_modules() -> list[ModuleType]:
     """The loaded modules of Python files that no installed package contains."""
-    candidates = [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and module.__name__ == name and _is_loose(module)
-    ]
-    if not candidates:
-        return []
+    candidates = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        is_file = isinstance(module, ModuleType) and isinstance(file, str) and file.endswith(".py")
+        if not is_file or module.__name__ != name or _top_level(module) in _NEVER_OWN:
+            continue
+        if not _INSTALLED & set(Path(str(file)).parts):
+            candidates.append(module)
     # An editable package is installed too, though its files are elsewhere.
-    installed = packages_distributions().keys()
+    installed = packages_distributions().keys() if candidates else ()
     return [module for module in candidates if _top_level(module) not in installed]
-
-
-def _is_loose(module: ModuleType) -> bool:
-    """Whether it is a Python file that lies in no folder of installed packages."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or not file.endswith(".py") or _top_level(module) in _NEVER_LOOSE:
-        return False
-    return not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _top_level(module: ModuleType) -> str:

@@ -11,27 +11,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    INTERRUPTED,
-    STOPPED,
-    JobFailed,
-    RankFailed,
-    UserError,
-)
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.protocol.payload import Payload
+from mpiddp.launch.exchange import Answer
+from mpiddp.protocol.channel import encode
 from mpiddp.protocol.variables import JOB
-from mpiddp.spawning.arguments import Value, launch_options
 from mpiddp.spawning.launcher import Report, run_launcher
 from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
-from mpiddp.text import shown
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
+Value: TypeAlias = str | int | float | bool | Sequence[str] | None  # of an option
 
 MAX_RESULT_BYTES = 64 << 20
 
@@ -88,33 +82,30 @@ def spawn(
     Raises:
         RankFailed: a rank has failed; the exception of the first one is its `__cause__`.
         JobFailed: the job has failed for another reason.
-        UserError: bad input; something cannot be pickled; a result is too large; cloudpickle or another
-            package is missing on a host; or this process is itself a rank, or a worker of multiprocessing.
-        TypeError: an unknown keyword, or an argument of another type.
+        UserError: bad input, such as an unknown option; something cannot be pickled; a result is too large;
+            cloudpickle or another package is missing on a host; or this process is itself a rank, or a worker
+            of multiprocessing.
+        TypeError: `function` is none.
         KeyboardInterrupt: after Ctrl-C, once the job has ended.
     """
     _refuse_within_a_job(os.environ)
     if not callable(function):
         raise TypeError(f"mpiddp.spawn: expected a function, not {function!r}.")
-    if isinstance(max_result_bytes, bool) or not isinstance(max_result_bytes, int):
-        raise TypeError(
-            f"mpiddp.spawn: max_result_bytes: expected a whole number, not {max_result_bytes!r}."
-        )
-    arguments = launch_options(
-        hosts=hosts,
-        hostfile=hostfile,
-        ranks=ranks,
-        ranks_per_host=ranks_per_host,
-        others=options,
-    )
-    pickled = pickled_call(function, args, max_result_bytes)
-    facts = {
-        "options": arguments,
-        "env": _checked_env(env or {}),
-        "max_result_bytes": max_result_bytes,
-        "function": pickled.facts,
+    if hostfile is not None:
+        options["hostfile"] = str(Path(hostfile).absolute())  # cwd may be another folder
+    options |= {
+        "host": hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts),
+        "npernode": ranks_per_host,
     }
-    report = _run(Payload(facts, pickled.body), cwd)
+    arguments = [] if ranks is None else ["-n", str(ranks)]
+    call = encode(
+        "call",
+        pickled_call(function, args, max_result_bytes),
+        options=[*arguments, *launch_options(options)],
+        env=dict(env or {}),
+        max_result_bytes=max_result_bytes,
+    )
+    report = _run(call, cwd)
     if report.was_interrupted:
         raise KeyboardInterrupt
     _raise_failure(report)
@@ -155,26 +146,21 @@ def _is_child_of_multiprocessing() -> bool:
     return is_starting or multiprocessing.parent_process() is not None
 
 
-def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            given = f"{name!r}: {type(value).__name__}"  # a value may be a password
-            raise TypeError(f"mpiddp.spawn: env: expected strings by name, not {given}.")
-        before, has_value, _ = name.partition("=")
-        if has_value:  # the launcher would read another variable
-            raise UserError(
-                f'mpiddp.spawn: env: "{shown(before)}=…" is not a valid variable name. '
-                'Example: {"DEBUG": "1"}'
-            )
-        if "\0" in value:
-            raise UserError(
-                f"mpiddp.spawn: env: the value of {shown(name)} contains a NUL byte, where a program would "
-                "see its end. Leave it out."
-            )
-    return dict(env)
+def launch_options(options: Mapping[str, Value]) -> list[str]:
+    """The arguments of `mpiddp launch` for these keywords. Its parser checks their names and values."""
+    arguments = []
+    for keyword, value in options.items():
+        option = f"--{keyword.replace('_', '-')}"
+        if value is True:
+            arguments.append(option)
+        elif isinstance(value, (str, int, float)) and value is not False:
+            arguments.append(f"{option}={value}")
+        elif value:
+            arguments += [f"{option}={each}" for each in value]
+    return arguments
 
 
-def _run(call: Payload, cwd: str | os.PathLike[str] | None) -> Report:
+def _run(call: bytes, cwd: str | os.PathLike[str] | None) -> Report:
     try:
         return run_launcher(call, None if cwd is None else os.fspath(cwd))
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
@@ -198,25 +184,19 @@ def _raise_failure(report: Report) -> None:
         raise UserError(sentence or "a rank has refused its input. Its line above says why.")
     if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
         raise JobFailed(sentence)
-    answer = report.answers.get(rank, Payload({"kind": "none"}))
-    text = answer.facts.get("traceback", "")
-    raise RankFailed(sentence, rank, outcome["host"], text) from _cause(answer)
+    answer = report.answers.get(rank, Answer())
+    cause: object = None
+    if answer.form == "exception" and answer.body:
+        with suppress(Exception):  # it cannot be unpickled here
+            cause = unpickled(answer.pickle)
+    text = answer.text if answer.form == "exception" else ""
+    failed = RankFailed(sentence, rank, outcome["host"], text)
+    raise failed from (cause if isinstance(cause, BaseException) else None)
 
 
-def _cause(answer: Payload) -> BaseException | None:
-    """The exception of a rank, None if it cannot be unpickled here."""
-    if answer.facts["kind"] != "exception" or not answer.body:
-        return None
+def _result(rank: int, answer: Answer, name: str) -> Any:
     try:
-        error = unpickled(answer.body)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
-def _result(rank: int, answer: Payload, name: str) -> Any:
-    try:
-        return unpickled(answer.body)
+        return unpickled(answer.pickle)
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "

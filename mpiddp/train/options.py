@@ -1,7 +1,7 @@
 """The options of `mpiddp train`, one a line. `mpiddp train --help` prints them.
 
 This module does not import torch, so --help and option errors appear at once. `mpiddp.train.config` fills in
-the defaults that depend on the machines. The guides' spellings work too: --use_syn is --use-syn.
+the defaults that depend on the machines. Underscores work too: --use_syn is --use-syn.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def whole(low: int) -> Callable[[str], int]:
     return parsed
 
 
+def count(low: int) -> dict[str, Any]:
+    """The keywords of an option that takes a whole number from `low` on."""
+    return {"type": whole(low), "metavar": "N"}
+
+
 def number(low: float) -> Callable[[str], float]:
     """A parser for numbers from `low` on."""
 
@@ -117,7 +122,9 @@ def option_parser() -> argparse.ArgumentParser:
     """The parser of every option, with dashes."""
     parser = _Parser(
         prog="mpiddp train",
-        usage="%(prog)s [options]",
+        usage="%(prog)s [options]\n\n"
+        "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
+        "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
         description="Train a ResNet, as one rank of a job or alone.",
         allow_abbrev=False,
     )
@@ -130,15 +137,15 @@ def option_parser() -> argparse.ArgumentParser:
     add("--dataset", choices=("cifar10", "image-folder"), default="cifar10", help="(default: cifar10)")
     add("--data-dir", type=path, metavar="DIR", help="(default: $MPIDDP_DATA, else ~/.cache/mpiddp)")
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
-    add("--image-size", type=whole(1), help="pixels of an image folder's images (default: 224)")
-    add("--num-workers", type=whole(0), default=4, help="processes that decode, per rank (default: 4)")
-    add("--batch-size", type=whole(1), help="images per rank and pass (default: 64 on CPUs, 256 on GPUs)")
-    add("--global-batch-size", type=whole(1), help="images per step over all ranks; or --batch-size")
-    add("--grad-accum-steps", type=whole(1), default=1, help="backward passes per step (default: 1)")
+    add("--image-size", **count(1), help="pixels of an image folder's images (default: 224)")
+    add("--num-workers", **count(0), default=4, help="processes that decode, per rank (default: 4)")
+    add("--batch-size", **count(1), help="images per rank and pass (default: 64 on CPUs, 256 on GPUs)")
+    add("--global-batch-size", **count(1), help="images per step over all ranks; or --batch-size")
+    add("--grad-accum-steps", **count(1), default=1, help="backward passes per step (default: 1)")
     add = parser.add_argument_group("schedule").add_argument
-    add("--epochs", type=whole(1), help="(default: 7 on CPUs, 30 on GPUs)")
-    add("--steps-per-epoch", type=whole(1), help="end every epoch after this many steps")
-    add("--low-res-epochs", type=whole(0), help="on 3/4 of the pixels (default: half of them on CPUs)")
+    add("--epochs", **count(1), help="(default: 7 on CPUs, 30 on GPUs)")
+    add("--steps-per-epoch", **count(1), help="end every epoch after this many steps")
+    add("--low-res-epochs", **count(0), help="on 3/4 of the pixels (default: half of them on CPUs)")
     add("--lr", type=number(1e-12), default=0.4, help="peak for 256 images; scales with the batch")
     add("--schedule", choices=SCHEDULES, default="one-cycle", help="learning rate (default: one-cycle)")
     add("--optimizer", choices=("sgd", "muon"), help="(default: muon for wide_resnet14_2 on CPUs, else sgd)")
@@ -150,7 +157,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
     add("--compile", nargs="?", const="default", default="off", choices=COMPILE_MODES)
     add("--grad-compression", choices=("off", "bf16"), default="off", help="of the all-reduce")
-    add("--seed", type=whole(0), default=0, help="of weights, order and augmentation (default: 0)")
+    add("--seed", **count(0), default=0, help="of weights, order and augmentation (default: 0)")
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
     add = parser.add_argument_group("run").add_argument
     add("--out", type=path, metavar="DIR", help="folder of the run (default: runs/<time>-<arch>)")
@@ -159,10 +166,10 @@ def option_parser() -> argparse.ArgumentParser:
     add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep (default: 2)")
     add("--log-every", type=whole(1), default=50, metavar="STEPS", help="(default: 50)")
     add("--log-to", type=tools, metavar="TOOLS", help=f"also show the run in {', '.join(SINKS)}")
-    add("--per-rank-log", action="store_true", help="the guides' lines on every rank")
+    add("--per-rank-log", action="store_true", help="print the lines of mpirun tutorials, on every rank")
     add("--stop-at-step", type=whole(1), metavar="STEP", help="save after this step and exit with code 75")
     add = parser.add_argument_group("checks").add_argument
-    add("--check-determinism", nargs="?", const=CHECKED_STEPS, type=whole(1), help="compare two runs")
+    add("--check-determinism", nargs="?", const=CHECKED_STEPS, **count(1), help="compare two runs")
     add("--check-divergence", type=whole(1), metavar="STEPS", help="compare the ranks so often")
     # fmt: on
     # torch.distributed.launch passes it to every script. The value comes from the environment.

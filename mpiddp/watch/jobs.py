@@ -99,11 +99,6 @@ def hosts_of(facts: Facts) -> list[str]:
     return list(dict.fromkeys(str(rank["host"]) for rank in facts["ranks"]))
 
 
-def rate(value: float | None) -> str:
-    """The text of a number of steps per second."""
-    return "-" if value is None else f"{value:.3g}/s"
-
-
 def _connected(path: Path) -> socket.socket | None:
     """A connection to the launcher, of this user, that listens there. What a dead one has left is removed."""
     connection = socket.socket(socket.AF_UNIX)

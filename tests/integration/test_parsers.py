@@ -32,9 +32,9 @@ from mpiddp.checkpoints import folder as checkpoint_folder
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.state import read_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, history
+from mpiddp.hosts import history
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
-from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile
+from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile, render
 from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.protocol.messages import MESSAGES, is_valid
@@ -139,7 +139,7 @@ def variables(names: list[str], *tokens: str) -> SearchStrategy[dict[str, str]]:
 def use_hostfile(data: bytes) -> None:
     hosts = parse_hostfile(data, "hosts")
     for form in ("openmpi", "mpich", "slurm"):
-        formats.render(hosts, form)
+        render(hosts, form)
 
 
 def use_message(line: bytes) -> None:

@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
         yield up
 
 
-JOB = ("--script", "train.py", "--data", "data")
+JOB = ("--script", "train.py", "--data", "data", "--run-dir", "runs")
 UNREACHED = {"wrong key", "unknown host key", "stopped sshd", "unresolvable name"}
 LACKING = {"interpreter missing", "daemon missing", "host down"}
 OTHERS = {"working folder missing", "Open MPI 4 beside 5"}

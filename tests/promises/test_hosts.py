@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -263,10 +264,10 @@ def test_push_names_another_python(hosts: Hosts, file: str) -> None:
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
 def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
-    """A push makes bare hosts ready for a job. `launch --push` sends each later change."""
+    """README's commands for two machines make bare hosts ready. `launch --push` sends each later change."""
     project = hosts.folder / "project"
-    write(project, {"whose.py": "import os\nprint('first', os.environ['RANK'])\n"})
-    file = hosts.folder / "two"
+    write(project, {"train.py": "import os\nprint('first', os.environ['RANK'])\n"})
+    file = project / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 slots=1\n")
     train = [
         "-m",
@@ -282,18 +283,23 @@ def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
     assert done.code == 2
     assert "mpiddp hosts push" in done.stderr
 
-    folders = [project, ROOT]  # this repository, with its environment and its Open MPI
     if not hosts["node1"].path(Path(sys.executable).resolve()).exists():
-        folders.append(Path(sys.base_prefix))
-    left_out = [f"--leave-out={name}" for name in (".git", ".frameworks", ".mpi")]
-    hosts.run("hosts", "push", *left_out, file, *folders, cwd=project).assert_ok()
+        hosts.run("hosts", "push", file, sys.base_prefix).assert_ok()
+    readme = (ROOT / "README.md").read_text().partition("## Two machines")[2].partition("\n## ")[0]
+    commands = re.findall(r"^mpiddp ((?:hosts|doctor|launch) .*?)(?: 2>&1.*| +#.*)?$", readme, re.M)
+    assert len(commands) == 5
+    left_out = ["--leave-out=.frameworks", "--leave-out=.mpi"]  # the tests' own, of 1 GB
+    for verb, *rest in map(shlex.split, commands):
+        if rest[0] == "push":
+            rest[1:1] = left_out
+        hosts.run(verb, *rest, cwd=project).assert_ok()
     hosts.run("launch", "--hostfile", file, *train, cwd=project).assert_ok()
     for name in ("node0", "node1"):
         assert (hosts[name].path(project) / "runs/x/checkpoints/step_00000002/COMPLETE").exists()
 
-    write(project, {"whose.py": "import os\nprint('second', os.environ['RANK'])\n"})
+    write(project, {"train.py": "import os\nprint('second', os.environ['RANK'])\n"})
     launch = ("launch", "--hostfile", file, "--push", "--log-ranks", "all")
-    done = hosts.run(*launch, "whose.py", cwd=project).assert_ok()
+    done = hosts.run(*launch, "train.py", cwd=project).assert_ok()
     assert "second 1" in done.stdout
     assert (hosts["node1"].path(project) / "runs/x").is_dir()
 

@@ -175,7 +175,7 @@ def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
 
 
 def test_bench(here: Here) -> None:
-    """`mpiddp bench` measures the scaling efficiency, and the bus bandwidth of all-reduces."""
+    """`mpiddp bench` measures the scaling efficiency, the bus bandwidth of all-reduces, and a loader."""
     model = ("--arch", "resnet20", "--batch-size", "2")
     results = bench(here, "scaling", "--rounds=1", "--steps=2", "--warmup=1", *model)
     alone, *_, three = results["points"]
@@ -186,6 +186,10 @@ def test_bench(here: Here) -> None:
     for point in results["points"]:
         speed = point["bytes"] / point["time_s"] / 1e9
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
+    few = ("--images=8", "--batches=2", "--rounds=1", "--workers=0,1")
+    loaded = bench(here, "loader", *few, *model)
+    assert len(loaded["sources"]) == 2
+    assert all(each["times_model"] > 0 for each in loaded["sources"])
 
 
 def test_bench_ends_with_its_jobs(here: Here) -> None:

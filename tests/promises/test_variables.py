@@ -175,7 +175,8 @@ NOT_FOR_CONTAINERS = {
 
 def test_the_page_on_containers_names_them(here: Here) -> None:
     """docs/containers.md names every variable that Docker must pass on to a rank."""
-    named = set(re.findall(r"-e (\w+)", (ROOT / "docs" / "containers.md").read_text()))
+    page = (ROOT / "docs" / "containers.md").read_text()
+    named = set(page.partition("printf '%s\\n' ")[2].partition(" > rank.env")[0].split())
     done = here.run("launch", "-n", "1", "--", "env").assert_ok()
     found = set(re.findall(r"^(\w+)=", done.stdout, re.MULTILINE))
     ours = {name for name in found if name.startswith(OF_RANKS) or name in TORCH}

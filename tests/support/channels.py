@@ -18,14 +18,14 @@ from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.world import World
 
 
-def progress(step: int, *, own_s: float = 0.0, queued_s: float = 0.0) -> dict[str, int | float]:
+def progress(step: int, *, own_s: float = 0.0) -> dict[str, int | float]:
     """The facts of a message "progress"."""
-    return {"step": step, "own_s": own_s, "queued_s": queued_s, "cpu_s": own_s, "memory": 1 << 30}
+    return {"step": step, "own_s": own_s, "cpu_s": own_s, "memory": 1 << 30}
 
 
 def stacks(text: str, **facts: object) -> dict[str, object]:
     """The facts of a message "stacks"."""
-    return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", "unsent": [], **facts}
+    return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", **facts}
 
 
 def member(server: Server, rank: int, world_size: int) -> JobChannel:

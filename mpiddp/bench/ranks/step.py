@@ -16,6 +16,7 @@ from typing import Any
 
 from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.ranks.training import (
+    EXCHANGE_TIMEOUT_S,
     Job,
     bare_step,
     build,
@@ -105,7 +106,7 @@ def _time_bare_loop(job: Job, data: Data, batches: list[Batch], order: Order) ->
 def _scratch_folder(job: Job) -> Iterator[Path]:
     """A temporary folder on rank 0's host for the records and checkpoints of the runner's loop."""
     own = tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""
-    path = Path(job.coordinator.broadcast_json(own))
+    path = Path(job.coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)[0])
     try:
         yield path
     finally:

@@ -91,7 +91,7 @@ def fill_in_hint(exports: Iterable[str], env: Mapping[str, str]) -> str:
     names = sorted(each.partition("=")[0] for each in shown if each.endswith(f"={LEFT_OUT}"))
     if not names:
         return ""
-    return f"{LEFT_OUT} stands for values that are never printed here. Fill in: {', '.join(names)}"
+    return f"{LEFT_OUT} replaces values that are never printed here. Fill in: {', '.join(names)}"
 
 
 def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:

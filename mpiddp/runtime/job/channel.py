@@ -1,6 +1,6 @@
 """A process's connection to the server of its job: `mpiddp.protocol.channel` has the messages.
 
-    channel = JobChannel(server, accepted, world)
+    channel = JobChannel(server, connection, world)
     channel.listen(act_on)                    # in a thread; a rank's agent calls `receive` in its own loop
     hosts = channel.gather("hosts", socket.gethostname(), timeout_s=60)
 
@@ -11,22 +11,15 @@ lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import math
 import os
 import select
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
-from mpiddp.runtime.job.connect import NO_MESSAGE, Accepted, Member, Server, close_in_forks
-
-_ANSWERS = frozenset({"gathered", "collected", "no_answer", "entered"})
-_NEVER = float("inf")
+from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Member, Server
 
 
 class ChannelLost(JobFailed):
@@ -46,90 +39,98 @@ class AnotherFailed(Exception):
 
 
 class _Answer:
-    """What a thread waits for. Either `value` or `error` is set when it has arrived."""
+    """What a thread waits for. Either `message` or `error` is set when it has arrived."""
 
-    def __init__(self, *, ends_with_failure: bool = False) -> None:
-        self.value = b""
+    def __init__(self, *, unless_failed: bool = False) -> None:
+        self.message: tuple[dict[str, Any], bytes] = {}, b""
         self.error: Exception | None = None
-        self.ends_with_failure = ends_with_failure
+        self.unless_failed = unless_failed
         self.has_arrived = threading.Event()
 
-    def arrive(self, value: bytes = b"", error: Exception | None = None) -> None:
-        self.value, self.error = value, error
+    def arrive(self, facts: dict[str, Any], value: bytes, error: Exception | None = None) -> None:
+        self.message, self.error = (facts, value), error
         self.has_arrived.set()
-
-    def result(self) -> bytes:
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 class JobChannel:
     """The connection of one process, which the server has accepted.
 
     Attributes:
+        group: of the ranks, 0, or of their n-th scripts, n.
         code_of_failure: the exit code of the rank whose failure ends this one, 0 if none has failed.
         is_lost: the server has ended, or has lost rank 0.
         on_news: gets the messages that nobody waits for.
     """
 
-    def __init__(self, server: Server, accepted: Accepted, member: Member) -> None:
+    def __init__(self, server: Server, connection: Connection, member: Member) -> None:
         self.server = server
-        self.rank = member.rank
-        self.world_size = member.world_size
-        self.connection, self._incoming, self._early = accepted
-        self.group = 0  # of the ranks, else the number that `enter` has returned
+        self.rank, self.world_size = member.rank, member.world_size
+        self.group = connection.group
+        self.connection = connection.socket
+        self._incoming = connection
         self.code_of_failure = 0
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
+        self._look: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
-        self._look: Callable[[], float] = lambda: _NEVER
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
             os.set_blocking(end, False)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
         self._lock = threading.RLock()  # of what follows
-        self._answers: dict[str | int, _Answer] = {}  # by key of a gather, or number of a request
+        self._answers: dict[str, _Answer] = {}  # by key of a gather, or the type of the answer
         # By key: the values of all, once they are there.
         self._given: dict[str, list[Any] | None] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._session = 0  # the number of the process group: an error that ends one may be caught
         self._first_failure: int | None = None  # the rank that has claimed it
-        self._claim = _Answer()
-        self._numbers = itertools.count(1)
-        close_in_forks(self.connection)
+        connection.close_in_forks()
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
         with contextlib.suppress(OSError):
-            self._send(encode(kind, value, **facts))
+            self._send(kind, value, facts)
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, kind: str, value: bytes, facts: dict[str, object]) -> None:
+        line = encode(kind, value, **facts)
         with self._send_lock:
             self.connection.sendall(line)
 
     # --- what the ranks agree on ---
 
-    def enter(self) -> int:
-        """Join the scripts of the other ranks, and return the number of their group."""
-        self.group = int(self._ask("enter", "entered"))
-        return self.group
-
-    def gather(self, key: str, value: object, *, timeout_s: float) -> list[Any]:
+    def gather(
+        self,
+        key: str,
+        value: object,
+        *,
+        timeout_s: float,
+        unless_failed: bool = False,
+        or_gone: bool = False,
+    ) -> list[Any]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this with the same key.
 
         Args:
             value: JSON.
+            or_gone: the value of a rank whose connection has ended is None.
 
         Raises:
             Silent: some rank did not call in time, which begins with the first rank's call.
+            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
             ChannelLost: the server has ended.
         """
-        own = encode_value(value)
-        answer = self._ask("gather", key, own, key=key, timeout_s=timeout_s)
-        return unlisted(answer, self.world_size)
+        facts, values = self.ask(
+            "gather",
+            encode_value(value),
+            answer_key=key,
+            unless_failed=unless_failed,
+            key=key,
+            timeout_s=timeout_s,
+            or_gone=or_gone,
+        )
+        if facts["type"] == "no_answer":
+            raise Silent(facts["missing"])
+        return unlisted(values, self.world_size)
 
-    def give(self, key: str, value: object, *, calls: bool) -> None:
+    def give(self, key: str, value: object, *, calls: bool = False) -> None:
         """Give this rank's value to a gather without a time limit, and do not wait, see `given`.
 
         Args:
@@ -147,114 +148,67 @@ class JobChannel:
         """Whether another rank calls all ranks to give a value under this key."""
         return key in self._called
 
-    def put(self, key: str, value: object) -> None:
-        """Let the other ranks collect a value of JSON. Does not wait."""
-        self.send("put", encode_value(value), key=key)
-
-    def collect(
-        self,
-        key: str,
-        ranks: Sequence[int],
-        *,
-        timeout_s: float,
-        unless_failed: bool = False,
-        or_gone: bool = False,
-    ) -> list[Any]:
-        """The values that these ranks have put under the key, once all have.
-
-        Args:
-            or_gone: the value of a rank whose connection has ended is None.
-
-        Raises:
-            Silent: some rank is the cause that a value is not there in time.
-            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
-            ChannelLost: the server has ended.
-        """
-        number = next(self._numbers)
-        answer = self._ask(
-            *("collect", number),
-            unless_failed=unless_failed,
-            number=number,
-            key=key,
-            ranks=list(ranks),
-            timeout_s=timeout_s,
-            or_gone=or_gone,
-        )
-        values: list[Any] = json.loads(answer)
-        return values
-
-    def forget(self, prefix: str) -> None:
-        """Forget what this rank has put under keys with this prefix. Does not wait."""
-        self.send("forget", key=prefix)
-
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail.
+        """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
 
-        Raises:
-            ChannelLost: the server has ended.
+        Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
+        fail as well.
         """
         if self._first_failure is None:
-            with self._lock:
-                if self.is_lost:
-                    raise self._lost()
-            self._send_or_lose("claim", session=self._session)
-            self._wait(self._claim)
+            try:
+                self.ask("claim", answer_key="claimed")
+            except ChannelLost:
+                return self.rank == 0
         return self._first_failure == self.rank
-
-    def begin_session(self) -> None:
-        """The ranks form another process group: the script has caught the error that ended the last one."""
-        with self._lock:
-            self._session += 1
-            self._first_failure, self._claim = None, _Answer()
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
-        self.send("fail", code=code, session=0)
+        self.send("fail", code=code)
 
     def leave(self) -> None:
         """Tell the server that the end of this connection is no failure. Does not wait."""
         if self.group == 0:  # that of a script never is one
-            self.send("leave", is_over=True)
+            self.send("leave")
 
-    def _ask(
+    def ask(
         self,
         kind: str,
-        answer_key: str | int,
         value: bytes = b"",
         *,
+        answer_key: str = "",
         unless_failed: bool = False,
         **facts: object,
-    ) -> bytes:
-        answer = _Answer(ends_with_failure=unless_failed)
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a message, and return its answer.
+
+        Args:
+            answer_key: the answer's key, or its type, by default `kind`.
+
+        Raises:
+            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
+            ChannelLost: the server has ended.
+        """
         with self._lock:
             if self.is_lost:
-                raise self._lost()
+                raise self.lost()
             if unless_failed and self._first_failure is not None:
                 raise AnotherFailed
-            self._answers[answer_key] = answer
+            # Two threads may claim at once, and wait for one answer.
+            waiting = _Answer(unless_failed=unless_failed)
+            answer = self._answers.setdefault(answer_key or kind, waiting)
         try:
-            self._send_or_lose(kind, value, **facts)
-            return self._wait(answer)
-        finally:
-            with self._lock:
-                self._answers.pop(answer_key, None)
-
-    def _wait(self, answer: _Answer) -> bytes:
-        if self._thread is None:
-            while not answer.has_arrived.is_set():
-                for facts in self.receive():
-                    self.on_news(facts)
-        answer.has_arrived.wait()
-        return answer.result()
-
-    def _send_or_lose(self, kind: str, value: bytes = b"", **facts: object) -> None:
-        """Send a message that has an answer. Raises ChannelLost if none can come."""
-        try:
-            self._send(encode(kind, value, **facts))
+            self._send(kind, value, facts)
         except OSError:
-            raise self._lost() from None
+            raise self.lost() from None
+        while self._thread is None and not answer.has_arrived.is_set():
+            for news in self.receive():
+                self.on_news(news)
+        answer.has_arrived.wait()
+        if answer.error is not None:
+            raise answer.error
+        return answer.message
 
-    def _lost(self) -> ChannelLost:
+    def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.rank} has lost the connection to the other ranks.")
 
     # --- what arrives ---
@@ -262,14 +216,13 @@ class JobChannel:
     def listen(
         self,
         on_news: Callable[[dict[str, Any]], object],
-        look: Callable[[], float] = lambda: _NEVER,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
         """Receive in a thread until the connection ends.
 
         Args:
             on_news: gets the messages that nobody waits for.
-            look: called after each message and each `wake`. It returns when to call it again, in
-                time.monotonic()'s seconds.
+            look: called after each message and each `wake`.
         """
         self.on_news, self._look = on_news, look
         if self._thread is None:  # else a process group follows another one
@@ -286,85 +239,61 @@ class JobChannel:
         poll.register(self.connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         file = self.connection.fileno()
-        news = self.receive() if self._early else []
+        news = self.receive() if self.has_early else []
         while True:
             for facts in news:
                 self.on_news(facts)
-            again_at = self._look()
-            if self._has_ended and again_at == _NEVER:
-                return
+            self._look()
             if self._has_ended:
-                with contextlib.suppress(KeyError):
-                    poll.unregister(file)
-            wait_s = None if again_at == _NEVER else max(0.0, again_at - time.monotonic())
-            ready = dict(poll.poll(None if wait_s is None else math.ceil(1000 * wait_s)))
+                return
+            ready = dict(poll.poll())
             if self._wake in ready:
                 with contextlib.suppress(OSError):
                     os.read(self._wake, 4096)
             news = self.receive() if file in ready else []
 
+    @property
+    def has_early(self) -> bool:
+        """Whether messages have arrived with the server's answer, which no poll reports."""
+        return bool(self._incoming.early)
+
     def receive(self) -> list[dict[str, Any]]:
         """Receive what arrives next: note what the ranks agree on, and return the other messages."""
-        early, self._early = self._early, []
-        try:
-            return self._take_all(early or self._incoming.read())
-        except (
-            OSError,
-            *NO_MESSAGE,
-        ):  # it has ended, or was no server; the script may have closed it
-            self._lose()
-            return []
-
-    def _take_all(self, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+        early, self._incoming.early = self._incoming.early, []
         news = []
-        for line in lines:
-            facts, value = decode(line)
-            if not self._take(facts, value):
-                news.append(facts)
+        try:
+            for line in early or self._incoming.read():
+                facts, value = decode(line)
+                if not self._take(facts, value):
+                    news.append(facts)
+        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
+            self._lose()
         return news
 
     def _take(self, facts: dict[str, Any], value: bytes) -> bool:
         """Note what the other ranks have done, and give answers to those who wait. False for other news."""
-        kind = facts["type"]
-        if kind in _ANSWERS:
-            self._answer(facts, value)
-        elif kind == "claimed":
-            if facts["session"] == self._session:
-                self._note_first_failure(facts["rank"])
-        elif kind == "failed":
-            self.code_of_failure = facts["code"]
-        elif kind == "called":
-            self._called.add(facts["key"])
-        elif kind == "lost":
-            self.is_lost = True
-        else:
-            return False
-        return True
-
-    def _answer(self, facts: dict[str, Any], value: bytes) -> None:
-        if facts["type"] == "entered":
-            answer_key, value = "entered", str(facts["number"]).encode()
-        else:
-            answer_key = facts["key"] if "key" in facts else facts["number"]
+        kind, key = facts["type"], facts.get("key")
         with self._lock:
-            answer = self._answers.pop(answer_key, None)
-            if answer_key in self._given and value:
-                self._given[answer_key] = unlisted(value, self.world_size)
+            if kind == "claimed":
+                self._first_failure = facts["rank"]
+                for waiting in self._answers.values():
+                    if waiting.unless_failed:
+                        waiting.arrive({}, b"", AnotherFailed())
+            elif kind == "failed":
+                self.code_of_failure = facts["code"]
+            elif kind == "called":
+                self._called.add(facts["key"])
+            elif kind == "lost":
+                self.is_lost = True
+            if key in self._given and value:
+                self._given[key] = unlisted(value, self.world_size)
+            answer = self._answers.pop(key or kind, None)
         if answer is not None:
-            no_answer = facts["type"] == "no_answer"
-            answer.arrive(value, Silent(facts["missing"]) if no_answer else None)
-
-    def _note_first_failure(self, rank: int) -> None:
-        with self._lock:
-            self._first_failure = rank
-            waiting = [each for each in self._answers.values() if each.ends_with_failure]
-        self._claim.arrive()
-        for each in waiting:
-            each.arrive(error=AnotherFailed())
+            answer.arrive(facts, value)
+        return answer is not None or kind in ("claimed", "failed", "called", "lost", "gathered")
 
     def _lose(self) -> None:
         with self._lock:
             self.is_lost = self._has_ended = True
-            waiting = [*self._answers.values(), self._claim]
-        for answer in waiting:
-            answer.arrive(error=self._lost())
+            for answer in self._answers.values():
+                answer.arrive({}, b"", self.lost())

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import CHUNK, VALUE_LIMIT, Lines, child_key, decode, introduction
@@ -49,12 +49,19 @@ class AnotherProgram(Exception):
     """What listens at the address is not the server of this job."""
 
 
-class Incoming:
-    """The lines that arrive over a connection. A forked child can close it: nothing else holds its file."""
+class Connection:
+    """A connection to a server. A forked child can close it: nothing else holds its file.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._identity = _identity(connection.fileno())
+    Attributes:
+        group: the number of the group of the ranks, 0, or of their n-th scripts, n.
+        early: the lines that have arrived with the server's answer.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.group = 0
+        self.early: list[bytes] = []
+        self._identity = _identity(connected.fileno())
         self._lines = Lines(_LONGEST)
 
     def read(self) -> list[bytes]:
@@ -64,23 +71,43 @@ class Incoming:
             OSError: the connection has ended.
             ValueError: what arrives is no message.
         """
-        if _identity(self._connection.fileno()) != self._identity:
+        if _identity(self.socket.fileno()) != self._identity:
             raise ConnectionResetError("the script has closed the connection")
-        chunk = self._connection.recv(CHUNK)
+        chunk = self.socket.recv(CHUNK)
         if not chunk:
             raise ConnectionResetError("the connection has ended")
         return self._lines.split(chunk)
 
+    def introduce(self, key: str, rank: int, kind: str, facts: Mapping[str, object]) -> None:
+        """Prove that this process is of the job, and check that the server is."""
+        challenge = self._next()["challenge"]
+        line, expected_proof = introduction(key, challenge, kind, rank, facts)
+        self.socket.sendall(line)
+        answer = self._next()
+        if answer["type"] == "taken":
+            raise AnotherScript
+        if answer["type"] != "received" or answer["proof"] != expected_proof:
+            raise ValueError("no proof")
+        self.group = answer.get("group", 0)
 
-class Accepted(NamedTuple):
-    """A connection that the server has accepted, and what it has sent since. `early` arrived with that."""
+    def _next(self) -> dict[str, Any]:
+        while not self.early:
+            self.early += self.read()
+        return decode(self.early.pop(0))[0]
 
-    connection: socket.socket
-    incoming: Incoming
-    early: list[bytes]
+    def close_in_forks(self) -> None:
+        """Close it in every child that this process forks: there it would hide this one's end."""
+
+        def close() -> None:
+            if _identity(self.socket.fileno()) == self._identity:
+                self.socket.close()
+            else:  # the script has closed it, and its number may be another file's
+                self.socket.detach()
+
+        os.register_at_fork(after_in_child=close)
 
 
-def connect_to_launcher(server: Server, member: Member, kind: str, **facts: object) -> Accepted:
+def connect_to_launcher(server: Server, member: Member, kind: str, **facts: object) -> Connection:
     """Connect to the launcher, and introduce this rank by a message of this kind.
 
     A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
@@ -91,18 +118,18 @@ def connect_to_launcher(server: Server, member: Member, kind: str, **facts: obje
         JobFailed: the launcher cannot be reached.
     """
     try:
-        return introduce(server, member, kind, facts)
+        return _connect(server, member.rank, kind, facts)
     except (OSError, OverflowError, AnotherProgram) as problem:  # OverflowError for a port
-        address = server.address
-        host, _, port = address.rpartition(":")
-        where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
+        host, _, port = server.address.rpartition(":")
+        is_path = server.address.startswith(UNIX)
+        where = f"on {server.address}" if is_path else f"at {host} port {port}"
         raise JobFailed(
             f"rank {member.rank} on {member.hostname} cannot reach the launcher {where} ({problem}). "
             "Check that it is running and that no firewall blocks the port."
         ) from None
 
 
-def connect_to_rank_0(server: Server, member: Member, role: str, timeout_s: float) -> Accepted:
+def connect_to_rank_0(server: Server, member: Member, role: str, timeout_s: float) -> Connection:
     """Connect to the process beside rank 0, which serves the job where no launcher does.
 
     Raises:
@@ -111,7 +138,7 @@ def connect_to_rank_0(server: Server, member: Member, role: str, timeout_s: floa
     """
     host, _, port = server.address.rpartition(":")
     try:
-        return introduce(server, member, "hello", {"role": role}, answer_in_s=timeout_s)
+        return _connect(server, member.rank, "hello", {"role": role}, timeout_s)
     except AnotherProgram:
         raise JobFailed(
             f"rank {member.rank} on {member.hostname}: another program listens on {host} port {port}, not "
@@ -124,40 +151,29 @@ def connect_to_rank_0(server: Server, member: Member, role: str, timeout_s: floa
         ) from None
 
 
-def introduce(
+def _connect(
     server: Server,
-    member: Member,
+    rank: int,
     kind: str,
     facts: Mapping[str, object],
-    *,
     answer_in_s: float | None = None,
-) -> Accepted:
-    """Connect to a server, and introduce this rank by a message of this kind.
-
-    Args:
-        answer_in_s: in so many seconds it answers, once it has accepted the connection. None for no limit.
-
-    Raises:
-        AnotherScript: this rank has a script already.
-        AnotherProgram: what listens there is not the server of this job.
-        OSError, OverflowError: the server cannot be reached.
-    """
+) -> Connection:
+    """Connect to a server that answers in so many seconds, once it has accepted; None for no limit."""
     deadline = time.monotonic() + (answer_in_s or CONNECT_TIMEOUT_S)
     while True:
-        connection: socket.socket | None = None
-        since = time.monotonic()
         try:
-            connection = _connect(server.address)
-            since = time.monotonic()
-            connection.settimeout(answer_in_s)
-            accepted = _introduced(connection, server.key, member.rank, kind, facts)
-            connection.settimeout(None)
-            return accepted
+            connection = Connection(_connected(server.address))
+            try:
+                connection.socket.settimeout(answer_in_s)
+                connection.introduce(server.key, rank, kind, facts)
+                connection.socket.settimeout(None)
+                return connection
+            except BaseException:
+                connection.socket.close()
+                raise
         except ConnectionRefusedError:
             raise
         except OSError:
-            if connection is not None and answer_in_s is None:
-                deadline += time.monotonic() - since
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_S)  # strangers may hold all connections
@@ -165,7 +181,7 @@ def introduce(
             raise AnotherProgram("it is not the server of this job") from None
 
 
-def _connect(address: str) -> socket.socket:
+def _connected(address: str) -> socket.socket:
     if address.startswith(UNIX):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_ATTEMPT_S)
@@ -175,47 +191,6 @@ def _connect(address: str) -> socket.socket:
         connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
     notice_silence(connection)
     return connection
-
-
-def _introduced(
-    connection: socket.socket, key: str, rank: int, kind: str, facts: Mapping[str, object]
-) -> Accepted:
-    """Prove that this process is of the job, and check that the server is."""
-    try:
-        incoming = Incoming(connection)
-        lines: list[bytes] = []
-        challenge, _ = decode(_next(incoming, lines))
-        line, expected_proof = introduction(key, challenge["challenge"], kind, rank, facts)
-        connection.sendall(line)
-        answer, _ = decode(_next(incoming, lines))
-        if answer["type"] == "taken":
-            raise AnotherScript
-        if answer["type"] != "received" or answer["proof"] != expected_proof:
-            raise ValueError("no proof")
-    except BaseException:
-        connection.close()
-        raise
-    return Accepted(connection, incoming, lines)
-
-
-def _next(incoming: Incoming, lines: list[bytes]) -> bytes:
-    while not lines:
-        lines += incoming.read()
-    return lines.pop(0)
-
-
-def close_in_forks(connection: socket.socket) -> None:
-    """Close the connection in every child that this process forks: there it would hide this one's end."""
-    file = connection.fileno()
-    found = _identity(file)
-
-    def close() -> None:
-        if _identity(file) == found:
-            connection.close()
-        else:  # the script has closed it, and its number may be another file's
-            connection.detach()
-
-    os.register_at_fork(after_in_child=close)
 
 
 def _identity(file: int) -> tuple[int, int] | None:

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 from mpiddp.errors import FAILED, print_error
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -21,7 +20,6 @@ from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.job.stop import stop_on
 
 GRACE_S = 1.0  # in which a rank may end by itself once another has failed
-_NEVER = float("inf")
 
 
 class FailureWatch:
@@ -37,7 +35,6 @@ class FailureWatch:
         self._channel = coordinator.channel
         self._is_rank = session.channel is None or not session.channel.group
         self._is_over = threading.Event()
-        self._ends_at = _NEVER
 
     def start(self) -> None:
         stop_on(self._session.stop, signal.SIGUSR1)
@@ -78,18 +75,17 @@ class FailureWatch:
             self._session.has_printed = True
             print_error(line)
 
-    def _look(self) -> float:
+    def _look(self) -> None:
         """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
         channel = self._channel
         assert channel is not None
         if self._is_over.is_set():
-            return _NEVER
+            return
         if not (channel.code_of_failure or channel.is_lost):
             self._session.stop.agree(channel)
-            return _NEVER
-        self._ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
-        if time.monotonic() < self._ends_at:
-            return self._ends_at
+            return
+        if self._is_over.wait(GRACE_S):
+            return
         code = channel.code_of_failure or self._code_of_lost_job()
         with contextlib.suppress(Exception):  # a script may replace stdout by anything
             sys.stdout.flush()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import json
 import numbers
 import os
@@ -13,14 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mpiddp.protocol.messages import (
     CONFIRM_EVERY,
     MOST_SHOWN,
-    MOST_UNSENT,
     SHOWN_BYTES,
     STREAMS,
     TEXT_LIMIT,
@@ -31,8 +27,6 @@ from mpiddp.protocol.variables import LOG_DIR
 
 PROGRESS_EVERY_S = 0.5
 SUFFIXES = {1: "out", 2: "err"}
-_SIOCOUTQNSD = 0x894B  # the bytes that a TCP connection could not send yet
-_MOST_FILES = 4096
 
 
 class Reports:
@@ -41,12 +35,30 @@ class Reports:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self.step = 0  # the latest step of this rank
+        self._is_told = False  # the script counts its steps itself
+        self._is_counted = False  # the calls of `should_stop` are the steps
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
         self._sent = self._confirmed = 0  # messages of progress
 
     def progress(self, step: int) -> None:
+        """The script has made this step, by its own count."""
+        self._is_told = True
+        self._report(step)
+
+    def counted(self, step: int) -> None:
+        """The script has called `should_stop` in this step."""
+        self._is_counted = True
+        if not self._is_told:
+            self._report(step)
+
+    def optimizer_stepped(self, step: int) -> None:
+        """An optimizer of the script has made so many steps."""
+        if not (self._is_told or self._is_counted) and step > self.step:
+            self._report(step)
+
+    def _report(self, step: int) -> None:
         """Report this rank's step, at most twice a second. Most calls send nothing."""
         self.step = step
         now = time.monotonic()
@@ -70,9 +82,9 @@ class Reports:
             if has_room and is_short(name, value):
                 self._shown[name] = value
 
-    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
-        """Send with the next progress what all steps so far have spent in each of their phases."""
-        self._phases = {"phases": {"steps": steps, **seconds}}
+    def tell_phases(self, phases: Mapping[str, float]) -> None:
+        """Send with the next progress what all "steps" so far have spent in each of their phases."""
+        self._phases = {"phases": {**phases, "steps": int(phases["steps"])}}
 
     def _new_shown(self) -> dict[str, Any]:
         shown, self._shown = self._shown, {}
@@ -95,7 +107,6 @@ def _usage() -> dict[str, float]:
         pages = int(_read("/proc/self/statm").split()[1])
     return {
         "own_s": round((time.thread_time_ns() + queued_ns) / 1e9, 3),
-        "queued_s": round(queued_ns / 1e9, 3),
         "cpu_s": round(time.process_time(), 3),
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
     }
@@ -120,11 +131,9 @@ def look() -> dict[str, Any]:
         "text": _stacks(),
         "cpu_s": 0.0,
         "state": state_of(os.getpid()),
-        "unsent": [],
     }
     with contextlib.suppress(OSError):  # this process has no file left
         facts["cpu_s"] = processor_time(os.getpid())
-        facts["unsent"] = [list(pair) for pair in sorted(_unsent())[:MOST_UNSENT]]
     return facts
 
 
@@ -152,21 +161,6 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def _unsent() -> set[tuple[str, str]]:
-    """Both addresses of the connections to other hosts that have data to send, and no room to send them."""
-    found = set()
-    for link in islice(Path("/proc/self/fd").iterdir(), _MOST_FILES):
-        file = int(link.name)
-        with contextlib.suppress(OSError):  # no connection of TCP, or it has been closed meanwhile
-            if not int.from_bytes(fcntl.ioctl(file, _SIOCOUTQNSD, bytes(4)), sys.byteorder):
-                continue
-            with socket.socket(fileno=os.dup(file)) as connection:
-                own, other = connection.getsockname()[0], connection.getpeername()[0]
-            if own != other:
-                found.add((own, other))
-    return found
-
-
 class Output:
     """This rank's output, which its agent copies. `log_dir` is the user's folder, None if none is named."""
 
@@ -179,15 +173,11 @@ class Output:
         """Write all output, from the rank's first line on, to files in `folder`, and return that of stderr.
 
         The files are opened here, because the rank can report an error. They grow at a restart.
-
-        Raises:
-            OSError: a file cannot be opened.
         """
         files, path = open_logs(folder, int(os.environ["RANK"]))
         try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
             with contextlib.suppress(ConnectionError):
-                self._control.sendmsg([b'{"type": "log_to"}\n'], [rights])
+                socket.send_fds(self._control, [b'{"type": "log_to"}\n'], files)
         finally:
             for file in files:
                 os.close(file)

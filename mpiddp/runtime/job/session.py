@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB
-from mpiddp.runtime.job.channel import ChannelLost, JobChannel
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Member, Server, connect_to_launcher
 from mpiddp.runtime.job.stop import StopRequest, stop_on
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mpiddp.runtime.job.ending import Ending
     from mpiddp.runtime.job.reports import Output, Reports
 
-_NEVER = float("inf")
 _TEXT_LIMIT = 16 * 1024  # characters of a text for the launcher
 
 
@@ -68,8 +67,8 @@ class Session:
         self.torch_store: object = None  # which rank 0 serves as long as its process lives
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
-        self._is_told_steps = False  # the script counts its steps itself
-        self.stop = StopRequest(send=self._told, progress=self._progress, wake=self._wake)
+        self.has_said_why = False  # to whoever reports this end
+        self.stop = StopRequest(self.tell, lambda step: self.reports.counted(step), self.wake)
         self._reports: Reports | None = None
         self._saves = 0
         self._lock = threading.RLock()
@@ -101,17 +100,11 @@ class Session:
         return Output(self.control)
 
     def connect(self, server: Server, member: Member, *, has_launcher: bool) -> None:
-        """Connect this script to the server of its job.
-
-        Raises:
-            AnotherScript: this rank has a script already.
-            JobFailed: the server cannot be reached.
-        """
-        accepted = connect_to_launcher(server, member, "hello", role=SCRIPT)
-        self.channel = JobChannel(server, accepted, member)
+        """Connect this script to the server of its job."""
+        connection = connect_to_launcher(server, member, "hello", role=SCRIPT)
+        self.channel = JobChannel(server, connection, member)
         self.has_launcher = has_launcher
         self.channel.listen(self._obey, self._look)
-        self.channel.enter()
         self.stop.is_alone = member.world_size == 1
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
@@ -124,12 +117,12 @@ class Session:
             case "received":
                 self.reports.confirm()
 
-    def _look(self) -> float:
+    def _look(self) -> None:
         if self.channel is not None and self.channel.group and self.channel.world_size > 1:
             self.stop.agree(self.channel)
-        return _NEVER
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the thread of the channel look for a request. A handler of a signal may call it."""
         if self.channel is not None:
             self.channel.wake()
 
@@ -138,8 +131,8 @@ class Session:
         if self.has_launcher and self.channel is not None:
             self.channel.send(kind, b"", **fields)
 
-    def _told(self, kind: str) -> None:
-        """The script supports a stop, or has stopped."""
+    def tell(self, kind: str) -> None:
+        """The script "supports_stop", or has "stopped"."""
         self.send(kind)
         self.tell_agent({"type": kind})
         if kind == "supports_stop" and self.has_launcher:
@@ -151,7 +144,13 @@ class Session:
                 self.control.sendall(json.dumps(facts).encode() + b"\n")
 
     def report(self, ending: Ending) -> None:
-        """Say why this script has failed, to whoever reports its end."""
+        """Say why this script has failed, to whoever reports its end.
+
+        A later exit code without a sentence follows from an error that was reported.
+        """
+        if self.has_said_why and not ending.sentence:
+            return
+        self.has_said_why = bool(ending.sentence)
         said = {
             "error": ending.sentence[:_TEXT_LIMIT],  # the beginning is the useful part
             "traceback": ending.traceback[-_TEXT_LIMIT:],
@@ -164,12 +163,7 @@ class Session:
 
     def claim_first_failure(self) -> bool:
         """Tell the others at once that this rank fails. Returns whether it is the first."""
-        if self.channel is None or not (self.channel.group or self.coordinator is not None):
-            return True
-        try:
-            return self.channel.claim_first_failure()
-        except ChannelLost:
-            return self.channel.rank == 0
+        return self.channel is None or self.channel.claim_first_failure()
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
@@ -210,32 +204,6 @@ class Session:
             if not self._saves:
                 self.send("saving", active=False)
 
-    def show(self, values: Mapping[str, Any]) -> None:
-        """Let the launcher show these values of the training, by name: numbers and short texts."""
-        if self.has_launcher:
-            self.reports.show(values)
-
-    def tell_phases(self, steps: int, seconds: Mapping[str, float]) -> None:
-        """Tell the launcher the seconds that all steps so far have spent in each of their phases."""
-        if self.has_launcher:
-            self.reports.tell_phases(steps, seconds)
-
-    def progress(self, step: int) -> None:
-        """The script has made this step, by its own count."""
-        self._is_told_steps = True
-        if self.has_launcher:
-            self.reports.progress(step)
-
-    def _progress(self, step: int) -> None:
-        if self.has_launcher and not self._is_told_steps:
-            self.reports.progress(step)
-
-    def optimizer_stepped(self, steps: int) -> None:
-        """An optimizer of the script has made so many steps. `should_stop` counts better, if it is called."""
-        is_counted = self._is_told_steps or self.stop.supports_stop
-        if self.has_launcher and not is_counted and steps > self.reports.step:
-            self.reports.progress(steps)
-
 
 _current = Session()
 
@@ -269,7 +237,7 @@ def script_session() -> Session:
 def _report_end(session: Session) -> None:
     """Tell the launcher why this script of a command ends. Python keeps only an error that it prints."""
     error = getattr(sys, "last_value", None)
-    if session.is_of_this_process:
+    if session.is_of_this_process and not session.has_said_why:
         if error is None:
             session.send("done")
         else:

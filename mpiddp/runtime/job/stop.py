@@ -11,7 +11,6 @@ proposed step, which no rank has passed.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import signal
 import sys
@@ -42,21 +41,18 @@ class StopRequest:
     """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
 
     Args:
-        send: sends the launcher a message, if there is a launcher.
-        progress: reports a step to the launcher.
+        tell: sends "supports_stop" and "stopped".
+        counted: reports a step.
         wake: lets the thread of the channel call `agree`. A handler of a signal may call it.
     """
 
     def __init__(
         self,
-        *,
-        send: Callable[[str], None],
-        progress: Callable[[int], None],
+        tell: Callable[[str], None],
+        counted: Callable[[int], None],
         wake: Callable[[], None],
     ) -> None:
-        self._send = send
-        self._progress = progress
-        self._wake = wake
+        self._tell, self._counted, self._wake = tell, counted, wake
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._answered = 0  # the latest call whose answer `stops_next` has given
@@ -81,7 +77,7 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._send("supports_stop")
+            self._tell("supports_stop")
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""
@@ -99,20 +95,14 @@ class StopRequest:
         self.is_requested = True
         self._wake()
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether a stop is requested and the ranks have not agreed on its step yet."""
-        return self.is_requested and self._step is None
-
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-            if self.is_alone and self.is_undecided:
-                self._decide(max(self._calls, self._answered + 1))
+            self._decide_alone(max(self._calls, self._answered + 1))
             must_wait = self._step is None and self._proposed == self._calls
-        self._progress(self._steps_before + self._calls)
+        self._counted(self._steps_before + self._calls)
         if must_wait:
             self._decided.wait()
         stops = self._step is not None and self._calls >= self._step
@@ -129,8 +119,7 @@ class StopRequest:
             return self.has_stopped
         with self._lock:
             self._answered = self._calls + 1
-            if self.is_alone and self.is_undecided:
-                self._decide(self._answered)
+            self._decide_alone(self._answered)
             must_wait = self._step is None and self._proposed == self._answered
         if must_wait:
             self._decided.wait()
@@ -141,7 +130,7 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._send("stopped")
+            self._tell("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
@@ -164,6 +153,10 @@ class StopRequest:
                 return
             self._proposed = self._calls + ahead
         channel.give(self._key, self._proposed, calls=self.is_requested)
+
+    def _decide_alone(self, step: int) -> None:
+        if self.is_alone and self.is_requested and self._step is None:
+            self._decide(step)
 
     def _decide(self, step: int) -> None:
         self._step = step
@@ -219,25 +212,17 @@ def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) ->
 def leave_sigterm_to_rank() -> None:
     """From now on, processes that multiprocessing forks from this rank leave a stranger's SIGTERM to it.
 
-    They do so only while the rank handles SIGTERM itself, so a SIGTERM to every process ends a script that
+    A batch system may send one to every process of a job, whose rank still saves, and needs its workers. They
+    leave it only while the rank handles SIGTERM itself, so a SIGTERM to every process ends a script that
     cannot stop, and its children with it. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
+
+    At its end, this process sends SIGTERM to its daemons until they have ended. multiprocessing sends it once
+    and then waits for ever, and the kernel drops it where a stranger's has just arrived.
     """
-    from multiprocessing import util
+    from multiprocessing import util  # its handler of atexit comes after those registered later
 
     util.register_after_fork(_obey_parent, _obey_parent)
-    end_children_at_exit()
-
-
-def end_children_at_exit() -> None:
-    """At the end of this process, send SIGTERM to the daemons of multiprocessing until they have ended.
-
-    multiprocessing sends it once and then waits for ever. The kernel drops it where a stranger's SIGTERM has
-    just arrived, which the child leaves to its rank.
-    """
-    import multiprocessing.util  # noqa: F401 - its handler of atexit comes after those registered later
-
-    atexit.unregister(_end_children)
     atexit.register(_end_children)
 
 
@@ -255,38 +240,24 @@ def _end_children() -> None:
 
 
 def _obey_parent(_: object) -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        obey_only(os.getppid(), while_it_handles=True)
-
-
-def obey_only(rank: int, *, while_it_handles: bool = False) -> None:
-    """Ignore a SIGTERM in this process unless the process `rank` sends it, or no longer exists.
+    """In a forked child: ignore a SIGTERM unless the rank sends it, or could not survive it.
 
     A handler that the child itself installs gets every SIGTERM.
-
-    Args:
-        while_it_handles: ignore it only while a SIGTERM does not end the process `rank` either.
     """
-    if any(thread.name == _THREAD for thread in threading.enumerate()):
-        return
-    inherited = signal.getsignal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
-    is_left_to = _survives_sigterm if while_it_handles else _exists
-    arguments = (rank, is_left_to, inherited)
-    threading.Thread(target=_obey, args=arguments, name=_THREAD, daemon=True).start()
+    is_obeying = any(thread.name == _THREAD for thread in threading.enumerate())
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not is_obeying:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
+        threading.Thread(target=_obey, args=(os.getppid(),), name=_THREAD, daemon=True).start()
 
 
-def _obey(rank: int, is_left_to: Callable[[int], bool], inherited: object) -> None:
+def _obey(rank: int) -> None:
     while True:
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-        has_own_handler = signal.getsignal(signal.SIGTERM) is not inherited
-        if has_own_handler or sender == rank or not is_left_to(rank):
+        has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        if has_own_handler or sender == rank or not _survives_sigterm(rank):
             break
     if not has_own_handler and sender == rank and _is_loader_worker():
         os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
-    if not has_own_handler:
-        # Only the main thread may call signal.signal, and it may be busy.
-        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))  # SIG_DFL
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -294,14 +265,6 @@ def _obey(rank: int, is_left_to: Callable[[int], bool], inherited: object) -> No
 def _is_loader_worker() -> bool:
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _survives_sigterm(pid: int) -> bool:

@@ -76,9 +76,6 @@ def rendezvous_over_channel(
 
     Args:
         listener: that of rank 0 for torch's store, None if it has none. Its port is the master port then.
-
-    Raises:
-        SystemExit: code 2, on every rank: a host has no such interface.
     """
     world, address = coordinator.world, str(coordinator.world.master_addr)
     port = listener.getsockname()[1] if listener is not None else world.master_port
@@ -109,9 +106,6 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
 
     The port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
     free port from rank 0 to the others. Two steps on one host seldom get the same port.
-
-    Raises:
-        UserError: MASTER_PORT is not a port, or the step's variables are wrong or name no host.
     """
     from mpiddp.hosts.allocations import expand_nodelist
 

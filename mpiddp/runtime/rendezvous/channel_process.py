@@ -34,11 +34,7 @@ _CODE = (
 
 
 class ChannelProcess:
-    """The process of rank 0. It ends by itself if this process ends before `serve`.
-
-    Raises:
-        OSError: this host can start no process.
-    """
+    """The process of rank 0. It ends by itself if this process ends before `serve`."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,7 +95,7 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
                 elif message.rank or message.from_script:
                     pass
                 elif message.kind == "leave":
-                    has_left = message.facts["is_over"]
+                    has_left = True
                 elif message.kind == "lost":
                     is_gone = True
         if is_gone and was_there and not has_left:

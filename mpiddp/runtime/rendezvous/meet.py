@@ -36,11 +36,6 @@ def meet(world: World, meeting: Meeting, channel: JobChannel | None, met: Met) -
     Args:
         channel: that of the launcher, None if there is none.
         met: called at the end. MPI is finalized after that.
-
-    Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI.
-        JobFailed: ranks that do not join.
-        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     has_launcher = channel is not None
     timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)

@@ -25,7 +25,7 @@ from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import bind, port_in, reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.rendezvous.finalized import FinalizedMPI
+from mpiddp.runtime.rendezvous import FinalizedMPI
 from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
     RankInfo,

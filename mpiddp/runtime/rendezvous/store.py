@@ -36,11 +36,7 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
 
 
 def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
-    """The store of a new process group of all ranks. All ranks must call this.
-
-    Raises:
-        JobFailed: another program listens where the store should be, or a rank does not answer.
-    """
+    """The store of a new process group of all ranks. All ranks must call this."""
     world = coordinator.world
     name = coordinator.unique_prefix("group")
     if coordinator.channel is None or world.world_size == 1:
@@ -53,11 +49,7 @@ def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
 
 
 def connect_to_store(world: World, timeout_s: float) -> Store:
-    """The store that rank 0, or torchrun's agent, serves.
-
-    Raises:
-        JobFailed: nobody listens there, or another program.
-    """
+    """The store that rank 0, or torchrun's agent, serves."""
     try:
         assert world.master_addr is not None
         assert world.master_port is not None

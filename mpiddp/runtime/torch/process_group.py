@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.script_exit import ExitUnknown, enter_until_exit
 from mpiddp.runtime.job.session import current
@@ -62,10 +62,14 @@ def process_group(
         with coordinator.all_or_none():
             backend = choose_backend(backend)
             device = device_of(coordinator.world, backend)
+        backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
         with coordinator.all_or_none():
-            coordinator.require_equal(
-                "the backend", backend, hint="Set it on all ranks: --backend gloo (or nccl)."
-            )
+            if len(set(backends)) > 1:
+                ranks = {each: coordinator.name(backends.index(each)) for each in backends}
+                shown = ", ".join(f"{each} ({rank})" for each, rank in ranks.items())
+                raise UserError(
+                    f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
+                )
         with default_group(coordinator, backend, device, timeout_s=timeout_s):
             yield replace(coordinator.world, backend=backend, device=str(device))
 
@@ -129,11 +133,7 @@ def default_group(
 
 
 def choose_backend(requested: str | None) -> str:
-    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo.
-
-    Raises:
-        UserError: another one, or one for a GPU that is not there.
-    """
+    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo."""
     if requested == "gloo":
         return requested  # torch may know no backend of an accelerator
     gpu = torch.accelerator.current_accelerator(check_available=True)
@@ -153,9 +153,6 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
 
     With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
     each rank its own.
-
-    Raises:
-        UserError: more local ranks than GPUs.
     """
     if (backend or choose_backend(None)) == "gloo":
         return torch.device("cpu")

@@ -82,9 +82,8 @@ def progress(
     """
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
-    session = script_session()
+    reports = script_session().reports
     if phases is not None:
-        seconds = {name: value for name, value in phases.items() if name != "steps"}
-        session.tell_phases(int(phases["steps"]), seconds)
-    session.show(values if total is None else {**values, "total": total})
-    session.progress(step)
+        reports.tell_phases(phases)
+    reports.show(values if total is None else {**values, "total": total})
+    reports.progress(step)

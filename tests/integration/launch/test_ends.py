@@ -88,7 +88,7 @@ def test_by_hand_nobody_blames_a_victim(tmp_path: Path) -> None:
 def test_a_long_announcement_is_the_scripts_own_error(tmp_path: Path) -> None:
     text = "import mpiddp\nmpiddp.announce(resume_args=['x' * 100_000] * 6)\n"
     done = launch(script(tmp_path, text))
-    assert "ValueError: resume_args: expected at most" in done.stderr, done.stderr
+    assert "ValueError: mpiddp.announce: " in done.stderr, done.stderr
 
 
 def test_a_command_needs_no_torch(tmp_path: Path) -> None:

@@ -21,10 +21,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import peer as channel_peer
 from mpiddp.protocol import server as channel_server
 from mpiddp.protocol.channel import (
-    CHILD,
     RANK,
     SCRIPT,
     Lines,
@@ -172,9 +170,7 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
 
 def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
     first, second = job.connect(0), job.connect(1)
-    first.give("stop", 5, calls=False)  # as a rank that leaves
-    first.put("after it", 1)
-    assert first.collect("after it", [0], timeout_s=PATIENCE_S) == [1]
+    first.give("stop", 5)  # as a rank that leaves
     second.give("stop", 4, calls=True)
     third = job.connect(2)
     until(lambda: third.is_called("stop"))
@@ -182,62 +178,23 @@ def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> No
     third.give("stop", 3, calls=True)
     for each in (first, second, third):
         assert until(partial(each.given, "stop")) == [5, 4, 3]
-    assert not first.is_called("stop")
-
-
-def test_values_of_some_ranks_are_collected_once_they_are_there(job: Job) -> None:
-    first, second, third = job.all()
-    first.put("a/part", 10)
-    waits = job.call(third.collect, "a/part", [1, 0], timeout_s=60)
-    also = job.call(third.collect, "a/other", [1], timeout_s=60)
-    second.put("a/part", {"of": 1})
-    second.put("a/other", None)
-    assert waits.result(PATIENCE_S) == [{"of": 1}, 10]
-    assert also.result(PATIENCE_S) == [None]
-    second.forget("a/")
-    assert third.collect("a/part", [0], timeout_s=60) == [10]
-    with pytest.raises(Silent):
-        second.collect("a/part", [1], timeout_s=0)
-
-
-def test_a_rank_that_waits_itself_is_not_named_as_silent(job: Job) -> None:
-    first, second, _ = job.all()
-    second_waits = job.call(second.collect, "b", [2], timeout_s=1)
-    until(lambda: job.server.next_deadline < float("inf"))
-    with pytest.raises(Silent) as error:
-        first.collect("a", [1], timeout_s=0.1)
-    assert error.value.ranks == [2]
-    assert isinstance(second_waits.exception(PATIENCE_S), Silent)
-
-
-def test_a_rank_that_has_given_up_a_wait_is_not_named_as_silent(job: Job) -> None:
-    first, second, third = job.all()
-    with pytest.raises(Silent):
-        second.collect("save/b", [2], timeout_s=0)
-    with pytest.raises(Silent) as error:
-        first.collect("save/a", [1], timeout_s=0)
-    assert error.value.ranks == [2]
-    third.put("save/b", 1)
-    assert third.collect("save/b", [2], timeout_s=60) == [1]
-    with pytest.raises(Silent) as error:
-        first.collect("save/a", [1], timeout_s=0)
-    assert error.value.ranks == [1]
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
     first, second, third = job.all()
-    second.put("left", None)
-    waits = job.call(first.collect, "left", range(3), timeout_s=600, or_gone=True)
+    second.give("left", None)
+    waits = job.call(first.gather, "left", None, timeout_s=600, or_gone=True)
     until(lambda: job.server.next_deadline < float("inf"))
     third.connection.shutdown(socket.SHUT_RDWR)
-    first.put("left", None)
     assert waits.result(PATIENCE_S) == [None] * 3
-    assert second.collect("left", range(3), timeout_s=600, or_gone=True) == [None] * 3
+    again = job.call(second.gather, "left again", 2, timeout_s=600, or_gone=True)
+    assert first.gather("left again", 1, timeout_s=600, or_gone=True) == [1, 2, None]
+    assert again.result(PATIENCE_S) == [1, 2, None]
 
 
 def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -> None:
     channels = job.all()
-    never = partial(channels[0].collect, "never", [1], timeout_s=600, unless_failed=True)
+    never = partial(channels[0].gather, "never", 1, timeout_s=600, unless_failed=True)
     waits = job.call(never)
     until(lambda: job.server.next_deadline < float("inf"))
     claims = [job.call(each.claim_first_failure) for each in channels]
@@ -257,19 +214,20 @@ def test_a_failure_reaches_the_others_with_the_first_code(job: Job) -> None:
     assert first.code_of_failure == 0  # its own
 
 
-def test_the_n_th_children_are_a_group_of_their_own(job: Job) -> None:
+def test_the_n_th_scripts_are_a_group_of_their_own(job: Job) -> None:
     ranks = job.all()
-    children = [job.connect(rank, CHILD) for rank in range(RANKS)]
-    assert [each.enter() for each in children] == [1] * RANKS
-    second = job.connect(1, CHILD)
-    assert second.enter() == 2
-    calls = [job.call(each.gather, "key", each.rank, timeout_s=60) for each in children]
+    scripts = [job.connect(rank, SCRIPT) for rank in range(RANKS)]
+    assert [each.group for each in scripts] == [1] * RANKS
+    calls = [job.call(each.gather, "key", each.rank, timeout_s=60) for each in scripts]
     assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
-    assert all(each.claim_first_failure() is (each is children[0]) for each in children)
-    children[0].fail(9)
-    assert until(lambda: children[1].code_of_failure) == 9
+    assert all(each.claim_first_failure() is (each is scripts[0]) for each in scripts)
+    scripts[0].fail(9)
+    assert until(lambda: scripts[1].code_of_failure) == 9
     assert not any(each.code_of_failure for each in ranks)
     assert ranks[1].claim_first_failure()
+    scripts[1].connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: [each for each in job.messages if each.kind == "lost"])
+    assert job.connect(1, SCRIPT).group == 2
 
 
 def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
@@ -304,21 +262,21 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     first, *_ = job.all()
     waits = [
         job.call(first.gather, "key", 0, timeout_s=600),
-        job.call(first.collect, "key", [1], timeout_s=600),
+        job.call(first.gather, "another", 0, timeout_s=600),
     ]
     until(lambda: job.server.next_deadline < float("inf"))
     job.close()
     assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
-    for ask in (lambda: first.claim_first_failure(), lambda: first.gather("b", 0, timeout_s=1)):
-        with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
-            ask()
+    with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
+        first.gather("b", 0, timeout_s=1)
+    assert first.claim_first_failure()
 
 
 def test_a_rank_that_ends_is_reported(job: Job) -> None:
     rank = job.connect(2)
     rank.leave()
     rank.connection.shutdown(socket.SHUT_RDWR)
-    assert job.receives("leave").facts == {"is_over": True}
+    assert job.receives("leave").facts == {}
     assert job.receives("lost").facts == {"silent": False}
     assert not job.server.has_ranks
 
@@ -332,8 +290,8 @@ INTRODUCTIONS = {
     "no rank": lambda challenge: hello(7, member_proof(KEY, challenge, RANK, 7)),
     "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
     "a child's key": lambda challenge: hello(0, member_proof(child_key(KEY), challenge, RANK, 0)),
-    "a child without its rank": lambda challenge: hello(
-        0, member_proof(child_key(KEY), challenge, CHILD, 0), role=CHILD
+    "a script without its rank": lambda challenge: hello(
+        0, member_proof(child_key(KEY), challenge, SCRIPT, 0), role=SCRIPT
     ),
     "no role": lambda challenge: hello(0, member_proof(KEY, challenge, "x", 0), role="x"),
     "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
@@ -397,16 +355,8 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "gather", "key": "a", "timeout_s": NaN}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": "1"}\t1',
         b'{"type": "gather", "key": "%s", "timeout_s": 1}\t1' % (b"a" * 2000),
-        b'{"type": "put", "key": "a"}',
-        b'{"type": "collect", "number": 1, "key": "a", "ranks": [], "timeout_s": 1}',
-        b'{"type": "collect", "number": 1, "key": "a", "ranks": [7], "timeout_s": 1}',
-        b'{"type": "collect", "number": 1, "key": "a", "ranks": [true], "timeout_s": 1}',
-        b'{"type": "fail", "code": 0, "session": 1}',
-        b'{"type": "fail", "code": 256, "session": 1}',
-        b'{"type": "fail", "code": 1, "session": -1}',
-        b'{"type": "claim"}',
-        b'{"type": "enter"}',
-        b'{"type": "leave"}',
+        b'{"type": "fail", "code": 0}',
+        b'{"type": "fail", "code": 256}',
         b"[" * 100_000,
         b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
     ],
@@ -484,7 +434,7 @@ def test_a_server_of_another_job_is_not_believed() -> None:
 def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_peer, "_UNREAD_LIMIT", 8 << 20)
+    monkeypatch.setattr(ChannelServer, "value_limit", 4 << 20)
     others = [job.connect(1), job.connect(2)]
     with job.stranger() as (connection, challenge):
         connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpiddp.doctor import compare, network
 from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, results, text
-from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
 from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.remote import Connections, program_with
 from mpiddp.hosts.transport import SSH
-from tests.support.an_mpirun import an_mpirun
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
 GPU = {
@@ -53,7 +47,7 @@ HEALTHY = {
 
 
 @pytest.fixture
-def facts() -> dict[str, Any]:
+def facts():
     """What three healthy hosts say."""
     found = {name: deepcopy(HEALTHY) for name in "abc"}
     for number, name in enumerate("abc", start=1):
@@ -72,23 +66,23 @@ def facts() -> dict[str, Any]:
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
-def everything(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+def everything(facts):
     return [
         *compare.names(facts),
         *compare.gpus(facts),
-        *compare.processes(facts, "in a launched process"),
+        *compare.processes(facts, "in a rank"),
         *compare.folders(facts),
         *compare.files(facts),
         *compare.links(facts, ADDRESSES),
     ]
 
 
-def test_nothing_is_wrong_with_healthy_hosts(facts: dict[str, Any]) -> None:
+def test_nothing_is_wrong_with_healthy_hosts(facts):
     assert everything(facts) == []
     assert results("names", compare.names(facts), "all") == [Line("names", OK, "all")]
 
 
-def the_one(found: Iterable[tuple[str, str, str]]) -> tuple[str, str]:
+def the_one(found):
     """The status and the fact of the only thing that is wrong."""
     ((status, fact, _),) = found
     return status, fact
@@ -98,45 +92,16 @@ def the_one(found: Iterable[tuple[str, str, str]]) -> tuple[str, str]:
     ("path", "value", "status", "fact"),
     [
         (("names", "c"), [], WARN, "c cannot be resolved from b"),
-        (
-            ("names", "c"),
-            ["10.9.9.9"],
-            WARN,
-            "c resolves to 10.9.9.9 on b, which is no address of c",
-        ),
         (("gpus", "each"), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
-        (("gpus", "users"), ["12, 900"], WARN, "the GPUs of b are in use (pid, MiB): 12, 900"),
-        (
-            ("cores",),
-            4,
-            WARN,
-            "the number of cores is 4 on b, 8 on the other 2 hosts (in a launched process)",
-        ),
-        (
-            ("limits", "open files"),
-            512,
-            FAIL,
-            "a process may open 512 files on b (in a launched process)",
-        ),
-        (("shm",), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
-        (
-            ("files", "/w/train.py", "hash"),
-            "9c2e",
-            FAIL,
-            "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts",
-        ),
+        (("limits", "open files"), 512, FAIL, "a process may open 512 files on b (in a rank)"),
+        (("files", "/w/train.py", "hash"), "9c2e", FAIL,
+         "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts"),
         (("folders", "run", "free"), 10e6, FAIL, "the run folder /r has 10.0 MB left on b"),
-        (
-            ("folders", "run", "error"),
-            "Permission denied",
-            FAIL,
-            "the run folder /r cannot be used on b: Permission denied; a and c can",
-        ),
+        (("folders", "run", "error"), "Permission denied", FAIL,
+         "the run folder /r cannot be used on b: Permission denied; a and c can"),
     ],
-)
-def test_the_odd_host_is_named(
-    facts: dict[str, Any], path: tuple[str, ...], value: object, status: str, fact: str
-) -> None:
+)  # fmt: skip
+def test_the_odd_host_is_named(facts, path, value, status, fact):
     inner = facts["b"]
     for key in path[:-1]:
         inner = inner[key]
@@ -144,7 +109,7 @@ def test_the_odd_host_is_named(
     assert the_one(everything(facts)) == (status, fact)
 
 
-def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str, Any]) -> None:
+def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts):
     for found in facts.values():
         found["files"] = {path: hosts_facts._file(path) for path in ("/w/none.py", "/")}
     assert [found[:2] for found in compare.files(facts)] == [
@@ -153,13 +118,7 @@ def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts: dict[str
     ]
 
 
-def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
-    facts["b"]["names"]["b"] = ["127.0.1.1"]
-    fact = "b's own name resolves to 127.0.1.1 there, which no other host can reach"
-    assert the_one(everything(facts)) == (WARN, fact)
-
-
-def test_gpus_that_do_not_answer_or_count_no_errors(facts: dict[str, Any]) -> None:
+def test_gpus_that_do_not_answer_or_count_no_errors(facts):
     facts["b"]["gpus"] = None
     assert the_one(everything(facts)) == (FAIL, "nvidia-smi does not answer on b")
     facts["b"]["gpus"] = deepcopy(HEALTHY["gpus"])
@@ -169,15 +128,7 @@ def test_gpus_that_do_not_answer_or_count_no_errors(facts: dict[str, Any]) -> No
     assert the_one(everything(facts)) == (FAIL, "uncorrected memory errors on b: GPU 0: 2")
 
 
-def test_infiniband_needs_unlimited_locked_memory(facts: dict[str, Any]) -> None:
-    for found in facts.values():
-        found["limits"]["locked memory"] = 65536
-    assert everything(facts) == []
-    facts["b"]["infiniband"] = True
-    assert "locked memory is limited on b" in the_one(everything(facts))[1]
-
-
-def test_without_a_majority_each_value_has_its_hosts() -> None:
+def test_without_a_majority_each_value_has_its_hosts():
     assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
     assert compare.differences("torch", {"a": 1, "b": 1, "c": 2}) == (
         "torch is 2 on c, 1 on the other 2 hosts"
@@ -185,7 +136,7 @@ def test_without_a_majority_each_value_has_its_hosts() -> None:
     assert compare.differences("torch", {"a": 1, "b": 1}) == ""
 
 
-def test_a_package_that_does_not_load_hides_no_other() -> None:
+def test_a_package_that_does_not_load_hides_no_other():
     well = {"python": "3.11.7", "torch": "2.13.0", "libnccl": "/v/libnccl.so.2", "mpi4py": "4.1"}
     broken = {"python": "3.11.7", "torch": "broken: no libcudart", "mpi4py": "4.1"}
     found = compare.stacks({"a": well, "b": broken, "c": well})
@@ -197,32 +148,26 @@ def test_a_package_that_does_not_load_hides_no_other() -> None:
     assert [*compare.stacks(other, already=("torch",))] == []
 
 
-def test_a_clock_that_is_wrong() -> None:
-    assert the_one(compare.clocks({"a": 0.1, "b": -40.0, "c": 0.0})) == (
-        WARN,
-        "the clock of b is 40.0 s behind",
-    )
+def test_a_clock_that_is_wrong():
+    behind = the_one(compare.clocks({"a": 0.1, "b": -40.0, "c": 0.0}))
+    assert behind == (WARN, "the clock of b is 40.0 s behind the others")
     assert [*compare.clocks({"a": 0.1, "b": -0.4, "c": 0.0})] == []
-    apart = (WARN, "the clocks of b and a are 3.9 s apart")
-    assert the_one(compare.clocks({"a": 1.95, "b": -1.95})) == apart
+    apart = the_one(compare.clocks({"a": 1.95, "b": -1.95}))
+    assert apart == (WARN, "the clock of a is 3.9 s ahead of the others")
 
 
-def test_a_slow_device_is_named_from_three_hosts_on() -> None:
+def test_a_slow_device_is_named_from_three_hosts_on():
     slow = the_one(compare.speeds({"a": 100.0, "b": 79.0, "c": 101.0}))
     assert slow == (WARN, "b is slow: 79 % of the others' speed")
     assert [*compare.speeds({"a": 100.0, "b": 85.0, "c": 120.0})] == []
     assert [*compare.speeds({"a": 100.0, "b": 10.0})] == []
 
 
-def answers(**errors: str) -> dict[str, dict[str, Any]]:
+def answers(**errors):
     """What each host says of each other. `errors`: "ab" is that from a to b."""
     return {
         here: {
-            there: {
-                "error": errors.get(here + there, ""),
-                "large": "",
-                "source": ADDRESSES[here],
-            }
+            there: {"error": errors.get(here + there, ""), "large": ""}
             for there in "abc"
             if there != here
         }
@@ -230,8 +175,8 @@ def answers(**errors: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_all_pairs_of_hosts() -> None:
-    def reach(found: dict[str, dict[str, Any]]) -> str:
+def test_all_pairs_of_hosts():
+    def reach(found):
         return the_one(compare.reach(found, ADDRESSES))[1]
 
     assert [*compare.reach(answers(), ADDRESSES)] == []
@@ -239,30 +184,20 @@ def test_all_pairs_of_hosts() -> None:
     assert said == "b → a (10.0.0.1) fails: no answer in 3 s; a → b is open"
     said = reach(answers(ab="refused", cb="refused"))
     assert said == "no other host reaches b (10.0.0.2): refused"
-    large, other = answers(), answers()
+    large = answers()
     large["a"]["b"]["large"] = "no answer in 3 s"
-    other["a"]["b"]["source"] = "172.17.0.1"
     said = reach(large)
     assert said == "a → b carries small messages but no large ones (no answer in 3 s)"
-    assert reach(other) == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
 
 
-def test_what_was_not_tried_is_unknown(facts: dict[str, Any]) -> None:
+def test_what_was_not_tried_is_unknown(facts):
     """As between hosts that did not answer in time."""
     assert the_one(compare.links(facts, {})) == (UNKNOWN, "no host told of its link")
     untried = (UNKNOWN, "no direction between the hosts was tried")
     assert the_one(compare.reach({}, {})) == untried
 
 
-def test_another_mtu_and_a_slower_link(facts: dict[str, Any]) -> None:
-    facts["b"]["links"][0]["mtu"] = "1500"
-    assert the_one(everything(facts))[1] == "the MTU is 1500 on b, 9000 on the other 2 hosts"
-    facts["b"]["links"][0] |= {"mtu": "9000", "speed": "1 Gbit/s"}
-    fact = "the speed of the link is 1 Gbit/s on b, 100 Gbit/s on the other 2 hosts"
-    assert the_one(everything(facts))[1] == fact
-
-
-def test_the_report_says_first_what_is_not_well() -> None:
+def test_the_report_says_first_what_is_not_well():
     lines = [
         Line("names", OK, "all"),
         Line("GPUs", UNKNOWN, "no answer"),
@@ -280,7 +215,7 @@ def test_the_report_says_first_what_is_not_well() -> None:
     assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
 
 
-def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path: Path) -> None:
+def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
     begin = f"sys.modules[{network.__name__!r}].main()"
     program = program_with((interfaces, gpus, hosts_facts, network), begin)
     wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
@@ -295,25 +230,12 @@ def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path: Path) -
     assert all(abs(skew) < PATIENCE_S for skew in connected.skews.values())
 
 
-def test_two_ends_of_a_connection() -> None:
+def test_two_ends_of_a_connection():
     port = network.listen("127.0.0.1")
     (answer,) = network.reach([{"name": "a", "address": "127.0.0.1", "port": port}]).values()
-    assert answer == {"error": "", "large": "", "source": "127.0.0.1"}
+    assert answer == {"error": "", "large": ""}
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
         port = unused.getsockname()[1]
         (answer,) = network.reach([{"name": "a", "address": "127.0.0.1", "port": port}]).values()
     assert answer["error"] == "Connection refused"
-
-
-def test_bad_usage_is_one_sentence(tmp_path: Path) -> None:
-    from mpiddp.doctor.main import main
-
-    usual = ["-H", "localhost", "--mpirun", an_mpirun(tmp_path)]
-    with pytest.raises(
-        UserError, match=error("--script", "--script nowhere.py ", f" {Path.cwd()})")
-    ):
-        main([*usual, "--script", "nowhere.py"])
-    long = f"/{'x' * 300}"
-    with pytest.raises(UserError, match=error(":", f"--script {long}: File name too long")):
-        main([*usual, "--script", long])

@@ -7,14 +7,23 @@ python -m pytest tests/unit/hosts/test_allocations.py
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import subprocess
+import sys
+import time
 
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, grants_hosts
+from mpiddp.hosts.allocations import (
+    SCHEDULERS,
+    compress_names,
+    expand_nodelist,
+    find_allocation,
+    grants_hosts,
+    in_slurm_terminal,
+)
 from mpiddp.hosts.hostfile import read_hostfile
 from tests.support.allocations import (
     DRY_RUNS,
@@ -25,11 +34,12 @@ from tests.support.allocations import (
     PBS,
     SKYPILOT,
     SLURM,
-    Env,
     documented_dry_runs,
     enter_folder,
 )
 from tests.support.errors import error
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 # Slurm, "Heterogeneous Job Support", "Environment Variables"
 # (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
@@ -57,11 +67,11 @@ AWS_BATCH = {
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_folder(tmp_path, monkeypatch):
     return enter_folder(tmp_path, monkeypatch)
 
 
-def found(env: Env) -> tuple[str, list[str], list[int | None]]:
+def found(env):
     """The source, hosts and slots of the allocation in `env`."""
     allocation = find_allocation({"PATH": "/usr/bin:/bin"} | env)
     assert allocation is not None
@@ -70,7 +80,7 @@ def found(env: Env) -> tuple[str, list[str], list[int | None]]:
     return allocation.source, names, slots
 
 
-def refusal(call: Callable[[], object]) -> str:
+def refusal(call):
     with pytest.raises(UserError) as caught:
         call()
     return str(caught.value)
@@ -90,54 +100,30 @@ HINT = ("--hostfile", "-H", "-H localhost")  # the ways out, in the order of the
         (LSF | {"LSB_MCPU_HOSTS": ""}, "LSF job 105", CLUSTER_NAMES, [2, 2]),
         (GRID_ENGINE, "Grid Engine job 3", ["n1", "n2"], [3, 1]),
         (MPIJOB, "the hostfile of OMPI_MCA_orte_default_hostfile", PODS, [2, 2]),
-        (
-            {"PRTE_MCA_prte_default_hostfile": "mpi_hostfile"},
-            "the hostfile of PRTE_MCA_prte_default_hostfile",
-            PODS,
-            [2, 2],
+        *(
+            ({name: file}, f"the hostfile of {name}", PODS, [2, 2])
+            for name, file in (
+                ("PRTE_MCA_prte_default_hostfile", "mpi_hostfile"),
+                ("I_MPI_HYDRA_HOST_FILE", "intel_hostfile"),
+                ("HYDRA_HOST_FILE", "intel_hostfile"),
+            )
         ),
-        (
-            {"I_MPI_HYDRA_HOST_FILE": "intel_hostfile"},
-            "the hostfile of I_MPI_HYDRA_HOST_FILE",
-            PODS,
-            [2, 2],
-        ),
-        ({"HYDRA_HOST_FILE": "intel_hostfile"}, "the hostfile of HYDRA_HOST_FILE", PODS, [2, 2]),
         (SKYPILOT, "the SkyPilot task", IPS, [4, 4]),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
         ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
          "the SkyPilot task", IPS, [4, 4]),
     ],
 )  # fmt: skip
-def test_the_hosts_and_slots_of_an_allocation(
-    in_folder: Path, env: Env, source: str, names: list[str], slots: list[int | None]
-) -> None:
+def test_the_hosts_and_slots_of_an_allocation(in_folder, env, source, names, slots):
     assert found(env) == (source, names, slots)
 
 
-def test_flux_knows_its_hosts(in_folder: Path) -> None:
+def test_flux_knows_its_hosts(in_folder):
     env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
     assert found(env) == ("the Flux instance", ["n1", "n2"], [None, None])
 
 
-def test_several_brokers_of_flux_on_one_host(tmp_path: Path) -> None:
-    flux = tmp_path / "flux"
-    flux.write_text("#!/bin/sh\necho n1,n1,n2\n")
-    flux.chmod(0o755)
-    assert found(FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"})[1] == ["n1", "n2"]
-
-
-def test_a_flux_that_fails_in_bytes_that_are_no_text(tmp_path: Path) -> None:
-    flux = tmp_path / "flux"
-    flux.write_bytes(b"#!/bin/sh\nprintf 'no \\377 broker\\n' >&2\nexit 1\n")
-    flux.chmod(0o755)
-    env = FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    said = "no \N{REPLACEMENT CHARACTER} broker"
-    sentence = error("FLUX_URI is", "FLUX_URI", "flux getattr hostlist", said, *HINT)
-    assert re.fullmatch(sentence, refusal(lambda: found(env)))
-
-
-def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder: Path) -> None:
+def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder):
     (in_folder / "node_file").write_text("n1\nn2\n")
     assert found(PBS)[1:] == (["n1", "n2"], [None, None])
 
@@ -146,31 +132,9 @@ def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder: Path) -> 
     ("file", "names", "slots"),
     [("node_file", CLUSTER_NAMES, [2, 2]), ("pe_hostfile", ["n1", "n2"], [3, 1])],
 )
-def test_the_hostfile_option_reads_the_files_of_schedulers(
-    in_folder: Path, file: str, names: list[str], slots: list[int]
-) -> None:
+def test_the_hostfile_option_reads_the_files_of_schedulers(in_folder, file, names, slots):
     hosts = read_hostfile(file).hosts
     assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
-
-
-def test_hosts_whose_names_differ_only_after_the_first_dot(in_folder: Path) -> None:
-    (in_folder / "node_file").write_text("n1.one\nn1.two\n")
-    assert found(PBS)[1] == ["n1.one", "n1.two"]
-
-
-def test_hosts_that_take_turns_in_a_node_file(in_folder: Path) -> None:
-    (in_folder / "node_file").write_text("n1\nn2\nN1\nn2\n")
-    assert [(host.name, host.slots) for host in read_hostfile("node_file").hosts] == [
-        ("n1", 2),
-        ("n2", 2),
-    ]
-
-
-@pytest.mark.parametrize("env", [PBS, LSF | {"LSB_MCPU_HOSTS": ""}])
-def test_a_node_file_that_repeats_hosts_unevenly(in_folder: Path, env: Env) -> None:
-    (in_folder / "node_file").write_text("n1\nn1\nn2\n")
-    _, names, slots = found(env)
-    assert (names, slots) == (["n1", "n2"], [2, 1])
 
 
 @pytest.mark.parametrize(
@@ -185,96 +149,42 @@ def test_a_node_file_that_repeats_hosts_unevenly(in_folder: Path, env: Env) -> N
         dict.fromkeys((name for row in SCHEDULERS for name in row.proof), ""),
     ],
 )
-def test_no_allocation(env: Env) -> None:
+def test_no_allocation(env):
     assert find_allocation(env) is None
 
 
 @pytest.mark.parametrize(
-    ("env", "id", "values"),
+    ("env", "words"),
     [
-        ({"PBS_JOBID": "12"}, "not: this", ["PBS_JOBID=12 ", "PBS_NODEFILE ", *HINT]),
-        (
-            {"PBS_JOBID": "12", "PBS_NODEFILE": "/nowhere/12"},
-            "Not falling",
-            ["/nowhere/12 "],
-        ),
-        ({"LSB_JOBID": "9"}, "not: this", ["LSB_JOBID=9 ", "LSB_DJOB_HOSTFILE ", *HINT]),
-        (
-            {"LSB_MCPU_HOSTS": "n1 4 n2"},
-            "not LSF's",
-            ['LSB_MCPU_HOSTS="n1 4 n2"', "a number after each host", *HINT],
-        ),
-        (
-            {"LSB_MCPU_HOSTS": "n1 4 n2 x"},
-            "not LSF's",
-            ['LSB_MCPU_HOSTS="n1 4 n2 x"', "'x' is not a number", *HINT],
-        ),
-        (
-            {"SGE_TASK_ID": "1", "NHOSTS": "2"},
-            "not: this",
-            ["NHOSTS=2 ", "PE_HOSTFILE ", *HINT],
-        ),
-        ({"K_MPI_JOB_ROLE": "worker"}, "a worker", ["mpiddp launch", "Launcher"]),
-        (
-            {"K_MPI_JOB_ROLE": "launcher"},
-            "K_MPI_JOB_ROLE is",
-            [
-                "K_MPI_JOB_ROLE",
-                "OMPI_MCA_orte_default_hostfile, I_MPI_HYDRA_HOST_FILE, HYDRA_HOST_FILE, "
-                "PRTE_MCA_prte_default_hostfile.",
-                *HINT,
-            ],
-        ),
-        (
-            SKYPILOT | {"SKYPILOT_NODE_RANK": "1"},
-            "then mpiddp",
-            ["node 1 ", 'if [ "$SKYPILOT_NODE_RANK" = 0 ]', "; then mpiddp launch …; fi "],
-        ),
-        (
-            SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
-            '" is not',
-            ['SKYPILOT_NUM_GPUS_PER_NODE="many"', "a whole number, 0 or more and less than 1000"],
-        ),
-        (
-            TRAIN_JOB,
-            "process on",
-            ["PET_NNODES=2: ", "a PyTorchJob or TrainJob", "torchrun", "MPIJob", *HINT],
-        ),
-        (
-            AWS_BATCH,
-            "process on",
-            ["AWS_BATCH_JOB_NUM_NODES=2: ", "AWS Batch", "torchrun on each node", *HINT],
-        ),
-        (
-            SLURM | {"SLURM_NTASKS": "12", "SLURM_TASKS_PER_NODE": "4(x3)"},
-            "of SLURM_JOB_NODELIST=",
-            ["SLURM_TASKS_PER_NODE=4(x3) ", " 2 hosts ", "SLURM_JOB_NODELIST=n[1-2]", *HINT[:2]],
-        ),
-        (SLURM_HETEROGENEOUS, "is heterogeneous", ["SLURM_HET_SIZE=2: ", "Slurm job 7 ", *HINT]),
-        (
-            {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
-            "and would",
-            ['SKYPILOT_NODE_IPS: host "-oProxyCommand=x"'],
-        ),
-        ({"SKYPILOT_NODE_IPS": "\n"}, "lists no", ["SKYPILOT_NODE_IPS "]),
+        ({"LSB_JOBID": "9"}, "LSB_JOBID=9 is set but LSB_DJOB_HOSTFILE is not"),
+        ({"LSB_MCPU_HOSTS": "n1 4 n2"}, 'LSB_MCPU_HOSTS="n1 4 n2" is not LSF\'s'),
+        ({"SGE_TASK_ID": "1", "NHOSTS": "2"}, "NHOSTS=2 is set but PE_HOSTFILE is not"),
+        ({"K_MPI_JOB_ROLE": "worker"}, "Write mpiddp launch in the command of the Launcher"),
+        ({"K_MPI_JOB_ROLE": "launcher"}, "Expected one of OMPI_MCA_orte_default_hostfile, "),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "1"}, "this is node 1 of a SkyPilot task"),
+        (TRAIN_JOB, "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of"),
+        (AWS_BATCH, "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of"),
+        (SLURM | {"SLURM_NTASKS": "12", "SLURM_TASKS_PER_NODE": "4(x3)"},
+         "SLURM_TASKS_PER_NODE=4(x3) does not fit the 2 hosts of SLURM_JOB_NODELIST=n[1-2]"),
+        (SLURM_HETEROGENEOUS, "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous"),
+        ({"SKYPILOT_NODE_IPS": "-oProxyCommand=x"}, 'host "-oProxyCommand=x" starts with "-"'),
+        ({"SKYPILOT_NODE_IPS": "\n"}, "SKYPILOT_NODE_IPS lists no host"),
     ],
-)
-def test_an_allocation_that_cannot_be_read_is_refused(
-    env: Env, id: str, values: Sequence[str]
-) -> None:
-    said = refusal(lambda: find_allocation({"PATH": "/nowhere"} | env))
-    assert re.fullmatch(error(id, *values), said)
+)  # fmt: skip
+def test_an_allocation_that_cannot_be_read_is_refused(env, words):
+    """tests/refusals has more of them, with their whole sentences."""
+    assert words in refusal(lambda: find_allocation({"PATH": "/nowhere"} | env))
 
 
 @pytest.mark.parametrize(
     ("env", "is_granted"),
     [({}, False), ({"PET_NNODES": "1"}, False), (TRAIN_JOB, True), (SLURM, True)],
 )
-def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: bool) -> None:
+def test_hosts_are_granted_even_if_they_cannot_be_read(env, is_granted):
     assert grants_hosts(env) == is_granted
 
 
-def test_flux_without_its_program(tmp_path: Path) -> None:
+def test_flux_without_its_program(tmp_path):
     said = refusal(lambda: find_allocation(FLUX | {"PATH": str(tmp_path)}))
     assert re.fullmatch(error("FLUX_URI is", "FLUX_URI", "flux getattr hostlist", *HINT), said)
 
@@ -283,31 +193,22 @@ def test_flux_without_its_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stale", [PBS | {"PBS_NODEFILE": "others"}, {"PBS_JOBID": "12"}])
-def test_the_first_of_two_allocations_counts(in_folder: Path, stale: Env) -> None:
+def test_the_first_of_two_allocations_counts(in_folder, stale):
     (in_folder / "others").write_text("x1\nx1\nx2\nx2\n")
     assert found(SLURM | stale) == ("Slurm job 7", ["n1", "n2"], [1, 1])
 
 
-def test_slurm_with_the_variables_of_its_pbs_wrappers(in_folder: Path) -> None:
-    """generate_pbs_nodefile(1) of Slurm's Torque wrappers writes a PBS_NODEFILE of the same hosts."""
-    assert found(SLURM | PBS) == ("Slurm job 7", ["n1", "n2"], [1, 1])
-
-
-def test_the_inner_of_two_allocations_counts(in_folder: Path) -> None:
+def test_the_inner_of_two_allocations_counts(in_folder):
     """`bsub … jsrun … flux start`: LSF also lists the host of the batch script."""
     env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
     outer = {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
     assert found(outer | env)[0] == "the Flux instance"
 
 
-def test_a_slurm_job_in_pods_is_one_allocation() -> None:
-    assert found(SLURM | {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})[0] == "Slurm job 7"
-
-
 # The command
 
 
-def test_the_page_has_the_dry_run_of_each_environment() -> None:
+def test_the_page_has_the_dry_run_of_each_environment():
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
 
 
@@ -323,14 +224,73 @@ UNEVEN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"
         ({"SLURM_GPUS_PER_NODE": "3"}, [3, 3]),
     ],
 )
-def test_gpus_that_slurm_has_divided_unevenly(env: Env, slots: list[int]) -> None:
+def test_gpus_that_slurm_has_divided_unevenly(env, slots):
     """SLURM_GPUS_ON_NODE is of the script's own host alone."""
     hosts = find_allocation({**UNEVEN, **env})
     assert hosts is not None
     assert [host.slots for host in hosts.hosts] == slots
 
 
-def test_gpus_of_three_hosts_that_nobody_knows() -> None:
+def test_gpus_of_three_hosts_that_nobody_knows():
     env = {**UNEVEN, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
-    with pytest.raises(UserError, match=error("does not fit", "SLURM_GPUS=6 ", "3 hosts", "-H")):
+    with pytest.raises(UserError, match=error("which of", "SLURM_GPUS=6 ", "3 hosts", "-H")):
         find_allocation(env)
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["login"], "login"),
+        (["n5"], "n5"),
+        (["n1", "n2", "n4", "n5", "n7"], "n[1-2,4-5,7]"),
+        (["n9", "n10", "n11"], "n[9-11]"),
+        (["n09", "n10", "n1"], "n[1,09-10]"),
+        (["n2", "n1", "n2"], "n[1-2]"),
+        (["n2", "gpu1", "n1", "login"], "n[1-2],gpu1,login"),
+        (["n1.a.org", "n2.a.org", "n3.b.org"], "n[1-2].a.org,n3.b.org"),
+        # Addresses are no names with a number.
+        (["10.0.0.1", "11.0.0.1"], "10.0.0.1,11.0.0.1"),
+        (["fe80::1", "fe80::2"], "fe80::1,fe80::2"),
+    ],
+)
+def test_names_are_compressed(names, text):
+    assert compress_names(names) == text
+    if ":" not in text:
+        assert sorted(expand_nodelist(text)) == sorted(set(names))
+
+
+def test_in_a_container_the_process_itself_is_asked():
+    """The task may have another pid there. No process has this one: Linux counts to 2**22."""
+    task = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(2**22 + 1)}
+    text = f"import mpiddp.hosts.allocations as s; print(s.in_slurm_terminal({task}))"
+    without = [sys.executable, "-c", text]
+    on_terminal = [sys.executable, "-c", f"import pty; pty.spawn({without})"]
+    for command, answer in ((on_terminal, "True"), (without, "False")):
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.stdout.strip() == answer, done.stderr
+
+
+def test_only_task_0_of_a_step_with_a_terminal_may_launch():
+    """setsid gives the task a terminal of its own."""
+    ours, theirs = os.openpty()
+    task = subprocess.Popen(["setsid", "--ctty", "sleep", "600"], stdin=theirs)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        env = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(task.pid)}
+        while not in_slurm_terminal(env):
+            assert time.monotonic() < deadline
+        assert not in_slurm_terminal(env | {"SLURM_PROCID": "1"})
+        assert not in_slurm_terminal({name: env[name] for name in env if "PTY" not in name})
+    finally:
+        task.kill()
+        task.wait(PATIENCE_S)
+        os.close(ours)
+        os.close(theirs)

@@ -11,23 +11,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, gpus, interfaces, main, pidfd, processes
+from mpiddp.hosts import facts, gpus, interfaces, main, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON
 from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
 from tests.support.patience import PATIENCE_S
 
-SENT = (interfaces, gpus, facts, network, job, pidfd, processes)
+SENT = (interfaces, gpus, facts, network, job, processes)
 
 
-def run_bare(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_bare(program, folder):
     """Run a program without site-packages, user folders and environment, in another folder."""
     return subprocess.run(
         [sys.executable, "-I", "-S"],
@@ -39,7 +37,7 @@ def run_bare(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_program_needs_only_the_standard_library(tmp_path: Path) -> None:
+def test_the_program_needs_only_the_standard_library(tmp_path):
     needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), path="")
     done = run_bare(probe_program(needs), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,7 +48,7 @@ def test_the_program_needs_only_the_standard_library(tmp_path: Path) -> None:
     assert "No module named 'mpiddp'" in run_bare("import mpiddp", tmp_path).stderr
 
 
-def test_a_python_that_is_too_old_says_so(tmp_path: Path) -> None:
+def test_a_python_that_is_too_old_says_so(tmp_path):
     program = f"import sys; sys.version_info = (3, 6, 9)\n{CHECK_PYTHON}\nprint('more')"
     done = run_bare(program, tmp_path)
     sentence = "it is Python 3.6, and 3.8 or newer is needed\n"
@@ -58,7 +56,7 @@ def test_a_python_that_is_too_old_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", SENT, ids=lambda module: module.__name__)
-def test_what_is_sent_runs_on_python_3_8(module: ModuleType) -> None:
+def test_what_is_sent_runs_on_python_3_8(module):
     """It imports the standard library and what travels with it, and evaluates no generic of Python 3.9."""
     assert module.__file__ is not None
     parsed = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
@@ -77,7 +75,7 @@ def test_what_is_sent_runs_on_python_3_8(module: ModuleType) -> None:
         assert roots <= {*sys.stdlib_module_names, "mpiddp"}
 
 
-def evaluated(node: ast.AST) -> Iterator[ast.AST]:
+def evaluated(node):
     """A node and all below it, without annotations: `from __future__ import annotations` keeps them text."""
     yield node
     for name, value in ast.iter_fields(node):
@@ -87,14 +85,14 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
                     yield from evaluated(child)
 
 
-def program(path: Path, text: str) -> str:
+def program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_what_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_host_has(tmp_path, monkeypatch):
     for name, version in (("torch", "2.99"), ("mpi4py", "4.99")):
         metadata = tmp_path / f"{name}-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir()
@@ -139,7 +137,7 @@ def test_what_a_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [("/bin:/usr/bin", "/bin:/usr/bin:/opt/mpi"), ("/opt/mpi:/bin", "/opt/mpi:/bin"),
      (None, f"{os.defpath}:/opt/mpi")],
 )  # fmt: skip
-def test_the_folder_of_mpirun_is_on_its_path(path: str | None, expected: str) -> None:
+def test_the_folder_of_mpirun_is_on_its_path(path, expected):
     env = {"A": "1"} if path is None else {"A": "1", "PATH": path}
     found = facts.with_own_folder(Path("/opt/mpi/mpirun"), env)
     assert found == {"A": "1", "PATH": expected}
@@ -148,14 +146,14 @@ def test_the_folder_of_mpirun_is_on_its_path(path: str | None, expected: str) ->
 # --- the network ---
 
 
-def put(root: Path, files: dict[str, str]) -> str:
+def put(root, files):
     for name, text in files.items():
         (root / "class" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "class" / name).write_text(f"{text}\n")
     return str(root / "class")
 
 
-def test_links_and_devices_of_a_host(tmp_path: Path) -> None:
+def test_links_and_devices_of_a_host(tmp_path):
     root = put(
         tmp_path,
         {
@@ -185,7 +183,7 @@ def test_links_and_devices_of_a_host(tmp_path: Path) -> None:
     assert links(str(tmp_path / "none")) == []
 
 
-def link(name: str, mtu: int = 1500) -> dict[str, str]:
+def link(name, mtu=1500):
     return {
         "name": name,
         "address": "10.0.0.1",
@@ -195,7 +193,7 @@ def link(name: str, mtu: int = 1500) -> dict[str, str]:
     }
 
 
-def test_a_link_that_differs_is_named() -> None:
+def test_a_link_that_differs_is_named():
     found = {
         "n1": [link("eth0"), link("docker0", mtu=1)],
         "n2": [link("eth0", mtu=9000), link("docker0", mtu=2)],
@@ -211,7 +209,7 @@ def test_a_link_that_differs_is_named() -> None:
     assert main.network_table(found).endswith("\nnothing differs between the hosts")
 
 
-def test_a_dead_host_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_host_hides_no_other(tmp_path, capsys):
     file = tmp_path / "hosts"
     file.write_text("localhost\nnowhere.invalid\n")
     assert main.main(["check", str(file), "--network"]) == 1

@@ -17,13 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
 from mpiddp.hosts import main, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
-from mpiddp.hosts.transport import QRSH, Transport
+from mpiddp.hosts.ssh import (
+    NO_PROGRAM,
+    Answer,
+    answers_as_they_come,
+    logins_at_once,
+    run_on_hosts,
+    shell_command,
+)
+from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
 from tests.support.errors import error
@@ -35,52 +41,26 @@ SHELL = Transport("shell", ("sh", "-c", 'eval "$1"'), "rsh", instead="--hostfile
 
 
 @pytest.fixture(autouse=True)
-def python3(monkeypatch: pytest.MonkeyPatch) -> None:
+def python3(monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 # --- one program on all hosts ---
 
 
-def test_each_host_answers_for_itself() -> None:
+def test_each_host_answers_for_itself():
     hosts = [Host(f"node{index}.invalid") for index in range(3)]
     program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     answers = run_on_hosts(hosts, sys.executable, program, timeout_s=60, transport=SHELL)
     assert answers == dict.fromkeys(hosts, Answer(3, "out\n", "err\n"))
-    one = run_on_hosts(
-        hosts, sys.executable, program, timeout_s=60, transport=SHELL, most_at_once=1
-    )
-    assert list(one) == hosts
     missing = run_on_hosts([HERE], "/no/such/program", "", timeout_s=60)[HERE]
     assert (missing.exit_code, missing.stdout) == (NO_PROGRAM, "")
-
-
-@pytest.mark.parametrize(
-    ("host", "transport", "command"),
-    [
-        (Host("localhost", user="me", port=9), None, ["sh", "-c", "true"]),
-        (Host("far.invalid"), QRSH, ["qrsh", "-inherit", "far.invalid", "exec sh -c true"]),
-    ],
-)
-def test_the_command_for_a_host(
-    host: Host, transport: Transport | None, command: list[str]
-) -> None:
-    options = {} if transport is None else {"transport": transport}
-    assert shell_command(host, "true", **options) == command
-
-
-def test_a_transport_that_is_not_installed() -> None:
-    absent = Transport("absent", ("absent-program",), "rsh", instead="--hostfile FILE")
-    missing = error("PATH. Put", "absent-program ", "PATH", ": --hostfile FILE ")
-    with pytest.raises(UserError, match=rf"^{missing}$"):
-        run_on_hosts([Host("far.invalid")], "true", "", timeout_s=1, transport=absent)
-    assert run_on_hosts([HERE], "true", "", timeout_s=60, transport=absent)[HERE].exit_code == 0
 
 
 # --- the preflight ---
 
 
-def needs(here: Path, **more: str) -> Needs:
+def needs(here, **more):
     mpirun = here / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\necho more\n")
     mpirun.chmod(0o755)
@@ -88,7 +68,7 @@ def needs(here: Path, **more: str) -> Needs:
     return Needs(**{**paths, "folder": str(here), "path": "/bin:/usr/bin", **more})
 
 
-def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+def test_a_host_says_what_it_has(tmp_path):
     a, b = Host("a.invalid"), Host("b.invalid")
     infos, complaints, silent = preflight([a, b], needs(tmp_path), SHELL)
     assert (list(infos), complaints, silent) == ([a, b], {}, {})
@@ -106,7 +86,7 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert re.fullmatch(no_interface, preflight([b], lacking, SHELL)[1][b])
 
 
-def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
+def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path):
     """The history does not hold it against the host."""
     a, b = Host("a.invalid"), Host("b.invalid")
     script = 'case $0 in a*) eval "$1" ;; *) exit 1 ;; esac'
@@ -118,7 +98,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path: Path) -> None:
     assert re.fullmatch(no_python, complaints[a])
 
 
-def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path: Path) -> None:
+def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
     """It has answered: the history does not hold it against the host."""
     old, broken, other = (tmp_path / name for name in ("old", "broken", "other"))
     old.write_text("#!/bin/sh\necho 'it is Python 3.6, and 3.8 or newer is needed' >&2; exit 1\n")
@@ -138,9 +118,7 @@ def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path: Path
         assert said in complaints[a]
 
 
-def test_a_host_is_asked_until_it_answers(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_is_asked_until_it_answers(tmp_path, capfd, monkeypatch):
     """One answers at once, one at its second login. One has another key, which only people change."""
     script = f"""
         case $0 in
@@ -167,7 +145,7 @@ def test_a_host_is_asked_until_it_answers(
 # --- what is left of a job ---
 
 
-def test_processes_of_the_job_alone_are_killed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_of_the_job_alone_are_killed(capfd):
     ours, other = (
         subprocess.Popen(["sleep", "1000"], env={**os.environ, "MPIDDP_JOB": job})
         for job in (f"1-{os.getpid()}", f"2-{os.getpid()}")
@@ -194,7 +172,7 @@ def test_processes_of_the_job_alone_are_killed(capfd: pytest.CaptureFixture[str]
             each.wait(PATIENCE_S)
 
 
-def test_a_process_and_what_it_has_started() -> None:
+def test_a_process_and_what_it_has_started():
     script = "trap '' TERM; sleep 1000 & sleep 1001 & echo; while :; do sleep 0.01; done"
     shell = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     assert shell.stdout is not None
@@ -207,7 +185,7 @@ def test_a_process_and_what_it_has_started() -> None:
         assert descendants(os.getpid(), but=[shell.pid]).keys().isdisjoint([shell.pid])
         assert processor_time(shell.pid) >= 0.0
 
-        def found() -> list[int]:
+        def found():
             return [] if shell.poll() is not None else [shell.pid, *descendants(shell.pid)]
 
         signal_all(found, signal.SIGTERM)
@@ -237,7 +215,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_orphans_are_adopted_and_no_child_outlives_its_parent() -> None:
+def test_orphans_are_adopted_and_no_child_outlives_its_parent():
     done = subprocess.run(
         [sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -249,7 +227,7 @@ def test_orphans_are_adopted_and_no_child_outlives_its_parent() -> None:
         time.sleep(0.01)
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     """Whether it has not ended. Nobody may have collected it yet."""
     try:
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -260,50 +238,26 @@ def runs(pid: int) -> bool:
 # --- mpiddp hosts run ---
 
 
-def verb(tmp_path: Path, *arguments: str) -> int:
+def verb(tmp_path, *arguments):
     (tmp_path / "hosts").write_text("localhost\n")
     name, *rest = arguments
     return main.main([name, str(tmp_path / "hosts"), *rest])
 
 
-def test_a_command_on_every_host(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert verb(tmp_path, "run", "--", "sh", "-c", 'pwd; echo "$0" >&2', "a 'b\"") == 0
-    assert capfd.readouterr() == (f"localhost: {tmp_path}\n", "localhost: a 'b\"\n")
-    assert verb(tmp_path, "run", "--", "sh", "-c", "echo out; exit 4") == 1
-    assert capfd.readouterr() == ("localhost: out\n", "localhost: exit code 4\n")
-    assert verb(tmp_path, "run", "--", "no-such-program") == 1
-    assert "no-such-program: No such file or directory" in capfd.readouterr().err
-    options = ("--timeout", "90s", "--parallel", "1")
-    assert verb(tmp_path, "run", *options, "--", "echo", "--timeout") == 0
-    assert capfd.readouterr() == ("localhost: --timeout\n", "")
-    with pytest.raises(UserError, match=error("hosts run", "mpiddp hosts run")):
-        verb(tmp_path, "run")
-
-
-def test_answers_are_printed_as_they_come(tmp_path: Path) -> None:
+def test_answers_are_printed_as_they_come(tmp_path):
     """A host that does not end hides no other one's answer, and --timeout ends it."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    came: list[list[Host]] = []
-
-    def on_answers(answers: dict[Host, Answer]) -> None:
-        came.append([*answers])
-        if len(came) == 1:  # only now the other one ends
-            pipe.write_text("go")
-
     script = f'case $0 in slow*) cat {pipe} > /dev/null ;; esac; eval "$1"'
     shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
     quick, slow = Host("quick.invalid"), Host("slow.invalid")
-    run_on_hosts(
-        [slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell, on_answers=on_answers
-    )
-    assert came == [[quick], [slow]]
+    came = answers_as_they_come([slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell)
+    assert [*next(came)] == [quick]
+    pipe.write_text("go")  # only now the other one ends
+    assert [[*answers] for answers in came] == [[slow]]
 
 
-def test_a_large_output_costs_no_more_than_its_size() -> None:
+def test_a_large_output_costs_no_more_than_its_size():
     """32 MB took 3 s of processor time when each piece was added to a string."""
     program = "import sys; [sys.stdout.write('x' * 65536) for _ in range(512)]"
     began = time.process_time()
@@ -313,9 +267,7 @@ def test_a_large_output_costs_no_more_than_its_size() -> None:
 
 
 @pytest.mark.parametrize("has_jump", [False, True])
-def test_logins_are_bounded(
-    tmp_path: Path, has_jump: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logins_are_bounded(tmp_path, has_jump, monkeypatch):
     """Each login waits until as many are open as may be: one more would be counted."""
     ssh = tmp_path / "ssh"
     ssh.write_text(f"""#!/bin/sh
@@ -345,9 +297,7 @@ def test_logins_are_bounded(
     ],
 )
 @pytest.mark.parametrize("has_home", [True, False])
-def test_a_command_in_the_home_folder(
-    tmp_path: Path, has_home: bool, command: list[str], stdout: str, stderr: str, code: int
-) -> None:
+def test_a_command_in_the_home_folder(tmp_path, has_home, command, stdout, stderr, code):
     """Of a host that lacks the folder. The program is what `mpiddp hosts run` sends."""
     values = {"FOLDER": str(tmp_path / "none"), "COMMAND": command, "ENDED": "ended "}
     home = tmp_path if has_home else tmp_path / "no home"
@@ -378,5 +328,43 @@ ENDED = "mpiddp-hosts-run ended: "
         (Answer(NO_PROGRAM, "", ""), None, error("mpiddp needs", "python3 ")),
     ],
 )  # fmt: skip
-def test_what_a_command_did(answer: Answer, timeout_s: float | None, failure: str) -> None:
+def test_what_a_command_did(answer, timeout_s, failure):
     assert re.fullmatch(failure, run._failure(HERE, answer, timeout_s))
+
+
+def test_the_command_for_a_host():
+    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
+    options += ["-o", "ServerAliveInterval=15"]
+    *command, line = shell_command(Host("192.0.2.7", user="ann", port=2222), "date", SSH)
+    assert command == ["ssh", *options, "-p", "2222", "-T", "--", "ann@192.0.2.7"]
+    assert line == "exec sh -c date"
+    assert shell_command(Host("192.0.2.7"), "date", SSH)[:-1] == [
+        "ssh",
+        *options,
+        "-T",
+        "--",
+        "192.0.2.7",
+    ]
+    assert shell_command(Host("192.0.2.7"), "date", QRSH) == ["qrsh", "-inherit", "192.0.2.7", line]
+    assert shell_command(Host("localhost"), "date", SSH) == ["sh", "-c", "date"]
+
+
+def test_a_program_that_does_not_end_is_killed():
+    program = "import time; print(1, flush=True); time.sleep(1000)"
+    began = time.monotonic()
+    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.1, work_s=0.2)[HERE]
+    assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
+    assert 0.1 <= time.monotonic() - began < 60
+
+
+def test_a_command_that_does_not_end(tmp_path, capfd):
+    """It ends with all that it has started, on this machine too."""
+    file, hosts = tmp_path / "pid", tmp_path / "hosts"
+    hosts.write_text("localhost\n")
+    shell = ["sh", "-c", f"echo $$ > {file}; sleep 1000"]
+    assert main.main(["run", str(hosts), "--timeout", "1s", "--", *shell]) == 1
+    assert capfd.readouterr() == ("", "localhost: no end in 1 s; stopped\n")
+    deadline = time.monotonic() + 60
+    while file.exists() and Path("/proc", file.read_text().strip()).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

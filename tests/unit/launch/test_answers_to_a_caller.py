@@ -15,35 +15,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.attempt import Outcome
-from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.exchange import Answer, Exchange, messages_over
 from mpiddp.launch.launch_function import _final, _report, _with_variables
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.verdict import FirstFailure
-from mpiddp.protocol.payload import (
-    TO_CALLER,
-    TO_LAUNCHER,
-    Payload,
-    receive_payload,
-    send_payload,
-)
+from mpiddp.protocol.channel import encode
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
-RESULT = {"kind": "result"}
+RESULT = ("result", "")
 FIRST = FirstFailure(1, "b", "KeyError: 3")
 
 
-def exchange(*answers: tuple[int, dict[str, str]]) -> Exchange:
-    found = Exchange(Payload({"name": "work"}, b""), 100)
-    found.begin("secret", 2)
-    found.answers.update({rank: Payload(facts, b"body %d" % rank) for rank, facts in answers})
+def exchange(*answers: tuple[int, tuple[str, str]]) -> Exchange:
+    found = Exchange(b"function", 100)
+    found.world_size = 2
+    found.answers = {rank: Answer(*said, b"body %d" % rank) for rank, said in answers}
     return found
 
 
@@ -64,7 +57,7 @@ def test_a_failed_job_keeps_its_sentence() -> None:
 
 
 def test_a_refusal_has_the_sentence_of_the_lowest_rank() -> None:
-    refusals = [(rank, {"kind": "refusal", "sentence": f"no {rank}."}) for rank in (1, 0)]
+    refusals = [(rank, ("refusal", f"no {rank}.")) for rank in (1, 0)]
     assert _final(Outcome(BAD_INPUT, "x"), exchange(*refusals)).sentence == "no 0."
     assert _final(Outcome(BAD_INPUT, "x"), exchange((0, RESULT))).sentence == "x"
     assert _final(Outcome(BAD_INPUT, "", FIRST), exchange()).sentence == "KeyError: 3"
@@ -86,15 +79,17 @@ def test_the_caller_gets_the_answers_and_the_outcome(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         _report(outcome, exchange((1, RESULT), (0, RESULT)), ours)
-        for rank in ranks:
-            answer = receive_payload(theirs, "", TO_CALLER)
-            assert answer.facts == {**RESULT, "rank": rank}
-            assert bytes(answer.body) == b"body %d" % rank
-        assert receive_payload(theirs, "", TO_CALLER).facts == {
-            "kind": "outcome",
-            "code": outcome.code,
-            **dict(zip(("sentence", "rank", "host"), final, strict=True)),
-        }
+        ours.close()
+        *answers, (last, _) = messages_over(theirs)
+    assert answers == [
+        ({"type": "answer", "rank": rank, "form": "result", "text": ""}, b"body %d" % rank)
+        for rank in ranks
+    ]
+    assert last == {
+        "type": "outcome",
+        "code": outcome.code,
+        **dict(zip(("sentence", "rank", "host"), final, strict=True)),
+    }
 
 
 def test_variables_of_the_caller_are_exported() -> None:
@@ -122,8 +117,7 @@ def a_caller(tmp_path: Path) -> Iterator[tuple[socket.socket, subprocess.Popen[b
 
 
 def call(caller: socket.socket, *options: str) -> None:
-    facts: dict[str, Any] = {"options": options, "env": {}, "function": {}, "max_result_bytes": 1}
-    send_payload(caller, Payload(facts, b""), "", TO_LAUNCHER)
+    caller.sendall(encode("call", b"function", options=options, env={}, max_result_bytes=1))
 
 
 Caller = tuple[socket.socket, "subprocess.Popen[bytes]"]
@@ -138,10 +132,10 @@ def test_a_caller_that_says_nothing_has_no_job(caller: Caller) -> None:
 def test_a_wrong_option_is_the_outcome(caller: Caller, tmp_path: Path) -> None:
     ours, launcher = caller
     call(ours, "--mpirun", an_mpirun(tmp_path), "-H", "localhost:1", "-n", "2")
-    facts = receive_payload(ours, "", TO_CALLER).facts
+    facts, _ = next(messages_over(ours))
     sentence = error("slots of", "-n 2 ", " 1 slots ", "-H (localhost=1)")
     assert re.fullmatch(sentence, facts.pop("sentence"))
-    assert facts == {"kind": "outcome", "code": BAD_INPUT, "rank": None, "host": ""}
+    assert facts == {"type": "outcome", "code": BAD_INPUT, "rank": None, "host": ""}
     assert launcher.wait(PATIENCE_S) == BAD_INPUT
 
 
@@ -164,6 +158,6 @@ def test_a_launcher_ends_before_anything_has_started(
         assert launcher.wait(PATIENCE_S) == -signal.SIGTERM
         return
     launcher.send_signal(signal.SIGINT)
-    facts = receive_payload(ours, "", TO_CALLER).facts
+    facts, _ = next(messages_over(ours))
     assert (facts["code"], facts["sentence"]) == (INTERRUPTED, "interrupted.")
     assert launcher.wait(PATIENCE_S) == INTERRUPTED

@@ -418,7 +418,7 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
         ),
         (
             lambda: find_allocation({**ALLOCATED, "SLURM_GPUS_ON_NODE": "two"}),
-            error("or -H, or", 'SLURM_GPUS_ON_NODE="two"', "2 or 2(x3)"),
+            error("or -H, or", "Slurm job ", "'two'"),
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
     parse_options([str(script), "-n", "4", "--lr", "1"])
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert f"-n stands behind {script}" in said
+    assert f"-n comes after {script}" in said
 
 
 # ---- the job

@@ -7,7 +7,7 @@ python -m pytest tests/unit/launch/test_pace.py
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,24 +24,16 @@ class Job:
         self.step = 0
         self.paces = {rank: Pace() for rank in range(ranks)}
         self.own_s = dict.fromkeys(range(ranks), 0.0)
-        self.queued_s = dict.fromkeys(range(ranks), 0.0)
         self.watch = PaceWatch(0.0)
         self.said: list[str] = []
         self._reported_at = 0.0
         self._looked_at = 0.0
 
-    def steps(
-        self,
-        count: int,
-        own_s: Sequence[float],
-        step_s: float | None = None,
-        queued: Mapping[int, float] = {},
-    ) -> list[str]:
+    def steps(self, count: int, own_s: Sequence[float], step_s: float | None = None) -> list[str]:
         """What is said during so many steps, in which the slowest rank makes the others wait.
 
         Args:
             own_s: of each rank in a step.
-            queued: the ranks' shares of it without a core.
         """
         self.said = []
         for _ in range(count):
@@ -49,14 +41,10 @@ class Job:
             self.step += 1
             for rank, own in enumerate(own_s):
                 self.own_s[rank] += own
-                self.queued_s[rank] += own * queued.get(rank, 0.0)
             if self.now - self._reported_at >= 0.5:
                 self._reported_at = self.now
                 for rank, pace in self.paces.items():
-                    facts = progress(
-                        self.step, own_s=self.own_s[rank], queued_s=self.queued_s[rank]
-                    )
-                    pace.add(self.now, facts)
+                    pace.add(self.now, progress(self.step, own_s=self.own_s[rank]))
             while self._looked_at + 1 <= self.now:
                 self._looked_at += 1
                 if straggler := self.watch.judge(self._looked_at, self.paces, self.step):

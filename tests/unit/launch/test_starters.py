@@ -292,7 +292,7 @@ def test_a_printed_command_has_no_values() -> None:
         "-x", "TOKEN", "-x", "V=…", "--hostfile", "PLAIN=i", "-xSAME",
     ]  # fmt: skip
     assert fill_in_hint(exports, env) == (
-        "… stands for values that are never printed here. Fill in: A, HF_TOKEN, MY_KEY, PLAIN, V"
+        "… replaces values that are never printed here. Fill in: A, HF_TOKEN, MY_KEY, PLAIN, V"
     )
     assert fill_in_hint(["SAME=j", "TOKEN"], env) == ""
 

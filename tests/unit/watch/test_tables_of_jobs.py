@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
-Tests mpiddp/watch/{ps,top,stacks}.py, mpiddp/launch/{console,status}.py.
+Tests mpiddp/watch, mpiddp/launch/{console,status}.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
@@ -16,16 +16,16 @@ from mpiddp.errors import UserError
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Message
-from mpiddp.watch import jobs, ps
+from mpiddp.watch import jobs
 from mpiddp.watch.jobs import Job
-from mpiddp.watch.stacks import stacks_text
-from mpiddp.watch.top import head_lines, rank_lines, sorted_ranks
+from mpiddp.watch.stop_and_stacks import stacks_text
+from mpiddp.watch.table import head_lines, job_lines, rank_lines, sorted_ranks
 from tests.support.channels import progress
 from tests.support.errors import error
 
 
 @pytest.fixture(name="facts")
-def facts_of_a_job() -> dict[str, Any]:
+def facts_of_a_job():
     """A job of four ranks on two hosts: two make steps, one saves, one has not started."""
     ranks = Ranks(("a", "a", "b", "b"))
     for rank in (0, 1, 2):
@@ -43,11 +43,11 @@ def facts_of_a_job() -> dict[str, Any]:
     return decoded
 
 
-def test_every_rank_has_a_line(facts: dict[str, Any]) -> None:
+def test_every_rank_has_a_line(facts):
     assert head_lines(facts) == [
         "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
     ]
-    assert rank_lines(sorted_ranks(facts, "rank", ""), {}) == [
+    assert rank_lines(sorted_ranks(facts, "rank", "")) == [
         "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
         "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
         "   1  a     running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
@@ -56,8 +56,8 @@ def test_every_rank_has_a_line(facts: dict[str, Any]) -> None:
     ]
 
 
-def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts: dict[str, Any]) -> None:
-    def ranks(sort: str, host: str = "") -> list[int]:
+def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
+    def ranks(sort, host=""):
         return [rank["rank"] for rank in sorted_ranks(facts, sort, host)]
 
     assert ranks("own") == [1, 0, 2, 3]
@@ -65,21 +65,15 @@ def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts: dict[str, Any]) 
     assert ranks("rank", "b") == [2, 3]
 
 
-def test_the_ranks_on_gpus_have_a_column_for_them(facts: dict[str, Any]) -> None:
-    head, first, second = rank_lines(sorted_ranks(facts, "rank", "a"), {1: "87% 12.3 GB"})
-    assert head.split()[-3:] == ["GPU", "LAST", "LINE"]
-    assert ("87% 12.3 GB" in first, "87% 12.3 GB" in second) == (False, True)
-
-
-def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts: dict[str, Any]) -> None:
-    assert ps.table([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
+def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts):
+    assert job_lines([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
         "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
         "  7  train.py  a,b        4    18   2/s  running    12 min",
         "  8  -         -          -     -     -  no answer  -",
     ]
 
 
-def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
     found = [
         Job(Path(), pid, {"name": name}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
     ]
@@ -98,7 +92,7 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_narrow_terminal_has_whole_columns(facts):
-    lines = rank_lines(sorted_ranks(facts, "rank", ""), {}, 50)
+    lines = rank_lines(sorted_ranks(facts, "rank", ""), 50)
     assert lines[:2] == [
         "RANK  HOST  STATE     STEP  RATE  AGO  LAST LINE",
         "   0  a     running     18   2/s  3 s   20%\\x1b[2J",

@@ -1,30 +1,37 @@
-"""`mpiddp top`: the ranks of a job, redrawn every second on a terminal, or printed once."""
+"""`mpiddp ps` and `mpiddp top`: the jobs of this user on this machine, and the ranks of one.
+
+mpiddp ps
+mpiddp top 4711 --sort wait --host node2     # redrawn every second on a terminal, or printed once
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import answer
-from mpiddp.hosts.names import is_this_host
+from mpiddp.errors import DONE, UserError
+from mpiddp.protocol.viewers import taken
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
-from mpiddp.watch.jobs import Facts, find_job, hosts_of, rate
+from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, running_jobs
 
-_EVERY_S, _GPUS_EVERY = 1.0, 5  # the GPUs at every fifth turn
+_JOBS = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
+_EVERY_S = 1.0
 _CLEAR, _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[2K", "\x1b[J"
-# Of nvidia-smi: who uses which GPU, and how busy each is.
-_QUERIES = ("--query-compute-apps=pid,gpu_uuid,used_gpu_memory", "--query-gpu=uuid,utilization.gpu")
-_ANSWER_S = 5.0
 
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _rate(value: float | None) -> str:
+    """The text of a number of steps per second."""
+    return "-" if value is None else f"{value:.3g}/s"
 
 
 # The columns: the fact of a rank, its text, and whether a sorted table begins with the largest.
@@ -33,7 +40,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "host": ("host", escaped, False),
     "state": ("state", escaped, False),
     "step": ("step", str, False),
-    "rate": ("rate", rate, False),
+    "rate": ("rate", _rate, False),
     "own": ("own_s", _seconds, True),
     "wait": ("wait_s", _seconds, True),
     "cpu": ("cores", "{:.0%}".format, True),
@@ -46,12 +53,43 @@ _LEAST_LINE = 10  # characters of a rank's last line
 _LAST = "LAST LINE"
 
 
-def main(argv: list[str]) -> int:
+def ps(argv: list[str]) -> int:
+    """Run `mpiddp ps ARGV`. Raises UserError for bad usage."""
+    OneSentenceParser(
+        prog="mpiddp ps",
+        description="List your jobs whose mpiddp launch runs on this machine.",
+        allow_abbrev=False,
+    ).parse_args(argv)
+    if why := taken():
+        print(f"mpiddp: {why}", file=sys.stderr)
+    jobs = running_jobs()
+    print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
+    return DONE
+
+
+def job_lines(jobs: list[Job]) -> str:
+    """A line for each job."""
+    return align_columns([_JOBS, *map(_row, jobs)], right=(0, 3, 4, 5))
+
+
+def _row(job: Job) -> list[str]:
+    facts, pid = job.facts, str(job.pid or "-")
+    if not facts:
+        return [pid, "-", "-", "-", "-", "-", "no answer", "-"]
+    hosts = hosts_of(facts)
+    more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
+    step = "-" if facts["step"] is None else str(facts["step"])
+    places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+    state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
+    return [pid, *map(escaped, [*places, *state])]
+
+
+def top(argv: list[str]) -> int:
     """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
     parser = OneSentenceParser(
         prog="mpiddp top",
-        description="Watch the ranks of a job until Ctrl-C: steps per second, own and waiting time of a "
-        "step, CPU, memory, seconds since the last step, GPU and last line.",
+        description="Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a "
+        "step, CPU, memory, seconds since the last step, and last line.",
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
@@ -64,38 +102,33 @@ def main(argv: list[str]) -> int:
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))
         raise UserError(f"--host {options.host}: the job has no such host.{hint}")
-    ranks = sorted_ranks(facts, options.sort, options.host)
-    gpus = gpus_of(ranks)
-    if options.once or not os.isatty(1) or os.environ.get("TERM", "dumb") == "dumb":
-        print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus)]))
-        return 0
-    print(_CLEAR, end="")
-    turn = 0
+    is_drawn = not options.once and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
+    if is_drawn:
+        print(_CLEAR, end="")
     try:
         while True:
-            _draw(head_lines(facts), ranks, gpus)
-            time.sleep(_EVERY_S)
-            turn += 1
-            facts = job.now()
             ranks = sorted_ranks(facts, options.sort, options.host)
-            if turn % _GPUS_EVERY == 0:
-                gpus = gpus_of(ranks)
+            if not is_drawn:
+                print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
+                break
+            _draw(head_lines(facts), ranks)
+            time.sleep(_EVERY_S)
+            facts = job.now()
     except KeyboardInterrupt:
         print()
-        return 0
-    except UserError as error:
+    except UserError as error:  # it has ended
         print(f"\n{error}")
-        return 0
+    return DONE
 
 
-def _draw(head: Sequence[str], ranks: Sequence[Facts], gpus: Mapping[int, str]) -> None:
+def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
     """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut.
 
     A line is erased before it is written: after a full one, the cursor is still on its last character.
     """
     size = shutil.get_terminal_size()
     wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
-    table = [line[: size.columns] for line in rank_lines(ranks, gpus, size.columns)]
+    table = [line[: size.columns] for line in rank_lines(ranks, size.columns)]
     lines = [*wrapped, "", *table][: size.lines - 1]
     text = "\n".join(f"{_ERASE_LINE}{line}" for line in lines)
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
@@ -116,15 +149,15 @@ def head_lines(facts: Facts) -> list[str]:
         f"{escaped(facts['name'])} (pid {facts['pid']})",
         escaped(facts["phase"]),
         f"{counted(len(facts['ranks']), 'rank')} on {counted(len(hosts_of(facts)), 'host')}",
-        *([] if facts["step"] is None else [f"step {facts['step']}, {rate(facts['rate'])}"]),
+        *([] if facts["step"] is None else [f"step {facts['step']}, {_rate(facts['rate'])}"]),
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
     return [", ".join(parts), *([escaped(facts["straggler"])] if "straggler" in facts else [])]
 
 
-def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) -> list[str]:
-    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs.
+def rank_lines(ranks: Sequence[Facts], width: int = 0) -> list[str]:
+    """The table of ranks: a line of names, and one for each.
 
     Args:
         width: of the terminal, 0 for any. Whole columns are left out until the table fits.
@@ -132,37 +165,17 @@ def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str], width: int = 0) 
     names = list(COLUMNS)
     for left_out in ("", *_LEAST_IMPORTANT):
         names = [name for name in names if name != left_out]
-        lines = _table(ranks, gpus, names)
+        lines = _table(ranks, names)
         if not width or lines[0].index(_LAST) + _LEAST_LINE <= width:
             break
     return [line.rstrip() for line in lines]
 
 
-def _table(ranks: Sequence[Facts], gpus: Mapping[int, str], names: Sequence[str]) -> list[str]:
-    rows = [[*map(str.upper, names), *(["GPU"] if gpus else []), _LAST]]
+def _table(ranks: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    rows = [[*map(str.upper, names), _LAST]]
     for rank in ranks:
         facts = [(rank.get(fact), text) for fact, text, _ in map(COLUMNS.__getitem__, names)]
         cells = ["-" if value is None else text(value) for value, text in facts]
-        gpu = [gpus.get(rank["rank"], "-")] if gpus else []
-        rows.append([*cells, *gpu, escaped(rank["line"])])
+        rows.append([*cells, escaped(rank["line"])])
     right = [index for index, name in enumerate(names) if name not in ("host", "state")]
     return align_columns(rows, right=right).split("\n")
-
-
-def gpus_of(ranks: Sequence[Facts]) -> dict[int, str]:
-    """ "87% 12.3 GB" for each rank of this machine that uses a GPU: how busy it is, and the rank's memory."""
-    pids = {str(rank.get("pid")): rank["rank"] for rank in ranks if is_this_host(rank["host"])}
-    processes, gpus = map(_rows, _QUERIES)
-    busy = {row[0]: row[1] for row in gpus if len(row) == 2}
-    found = {}
-    for pid, uuid, megabytes in (row for row in processes if len(row) == 3 and row[0] in pids):
-        memory = f" {int(megabytes) / 1024:.1f} GB" if megabytes.isdigit() else ""
-        found[pids[pid]] = f"{busy.get(uuid, '?')}%{memory}"
-    return found
-
-
-def _rows(query: str) -> list[list[str]]:
-    """The cells of each line of nvidia-smi's table; [] without it, or without an answer."""
-    arguments = (query, "--format=csv,noheader,nounits")
-    text = answer("nvidia-smi", arguments, os.environ.get("PATH"), _ANSWER_S) or ""
-    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]

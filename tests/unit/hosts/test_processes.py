@@ -1,7 +1,7 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/pidfd.py and mpiddp/launch/mpirun.py.
-python -m pytest tests/unit/hosts/test_pidfd.py
+Tests mpiddp/hosts/processes.py and mpiddp/launch/mpirun.py.
+python -m pytest tests/unit/hosts/test_processes.py
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.pidfd import kill_marked, opened
-from mpiddp.launch.mpirun import remote_program
+from mpiddp.hosts.processes import OomKills, group_of, kill_marked, kills_in, opened
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -25,11 +24,11 @@ Start = Callable[[str], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     """Starts a process of a job that only its end stops."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(job: str) -> subprocess.Popen[bytes]:
+    def start(job):
         env = {**os.environ, "MPIDDP_JOB": job}
         process = subprocess.Popen(["sleep", "6000"], env=env)
         started.append(process)
@@ -46,10 +45,10 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(params=["pidfd", "no pidfd", "no pidfd in this kernel"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernel(request, monkeypatch):
     """With pidfds, and as on a Python or a kernel without them."""
 
-    def refuse(pid: int) -> int:
+    def refuse(pid):
         raise OSError(38, "Function not implemented")
 
     if request.param == "no pidfd":
@@ -62,7 +61,7 @@ JOB = f"a{os.getpid()}"  # other tests of this machine may run at the same time
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_only_processes_of_the_job_are_killed(start: Start) -> None:
+def test_only_processes_of_the_job_are_killed(start):
     of_job, other = start(JOB), start(f"{JOB}1")
     assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == [of_job.pid]
     assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
@@ -70,22 +69,8 @@ def test_only_processes_of_the_job_are_killed(start: Start) -> None:
     assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == []
 
 
-def test_the_program_for_other_hosts_kills_and_prints(start: Start) -> None:
-    of_job, other = start(JOB), start("")
-    done = subprocess.run(
-        [sys.executable, "-I"],
-        input=remote_program(JOB),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert (done.stdout, done.stderr) == (f"{of_job.pid}\n", "")
-    assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
-    assert other.poll() is None
-
-
 @pytest.mark.usefixtures("_kernel")
-def test_a_process_that_has_ended(start: Start) -> None:
+def test_a_process_that_has_ended(start):
     process = start("")
     with opened(process.pid) as send:
         process.kill()
@@ -100,7 +85,7 @@ def test_a_process_that_has_ended(start: Start) -> None:
 REUSED = """
 import signal, subprocess
 from pathlib import Path
-from mpiddp.hosts.pidfd import opened
+from mpiddp.hosts.processes import opened
 first = subprocess.Popen(["sleep", "6000"])
 with opened(first.pid) as send:
     first.kill()
@@ -116,9 +101,62 @@ with opened(first.pid) as send:
 """
 
 
-def test_a_stranger_with_the_same_pid_is_not_killed() -> None:
+def test_a_stranger_with_the_same_pid_is_not_killed():
     command = ["unshare", "-rpf", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     if "unshare" in done.stderr or "ns_last_pid" in done.stderr:
         pytest.skip(f"no namespace for pids here: {done.stderr}")
     assert (done.stdout.split(), done.stderr) == (["True", "refused", "None"], "")
+
+
+NO_LIMIT_V1 = 0x7FFFFFFFFFFFF000
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder"),
+    [
+        ("0::/user/job\n", "user/job"),
+        ("0::/\n", ""),
+        ("12:cpu,cpuacct:/c\n5:memory:/a/b:c\n0::/c\n", "memory/a/b:c"),
+        ("12:cpu:/c\n", None),
+        ("no columns\n", None),
+        ("", None),
+    ],
+)
+def test_the_control_group_of_a_process(tmp_path, lines, folder):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cgroup").write_text(lines)
+    found = group_of(7, tmp_path, Path("/mount"))
+    assert found == (None if folder is None else Path("/mount", folder))
+    assert group_of(8, tmp_path, Path("/mount")) is None
+
+
+def test_the_control_group_of_this_process():
+    found = group_of()
+    assert found == group_of(os.getpid())
+    assert found is None or found.is_relative_to("/sys/fs/cgroup")
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"memory.events": "low 0\noom 2\noom_kill 1\n", "memory.max": "4096\n"}, OomKills(1, 4096)),
+        ({"memory.events": "oom_kill 0\n", "memory.max": "max\n"}, OomKills(0, None)),
+        ({"memory.events": "low 0\n", "memory.max": "max\n"}, None),
+        ({"memory.oom_control": "under_oom 0\noom_kill 3\n", "memory.limit_in_bytes": "8192\n"},
+         OomKills(3, 8192)),
+        ({"memory.oom_control": "oom_kill 3\n", "memory.limit_in_bytes": f"{NO_LIMIT_V1}\n"},
+         OomKills(3, None)),
+        ({"memory.oom_control": "oom_kill 3\n", "memory.limit_in_bytes": f"{1 << 60}\n"},
+         OomKills(3, 1 << 60)),
+        ({"memory.oom_control": "oom_kill 3\n", "memory.limit_in_bytes": f"{(1 << 60) + 4096}\n"},
+         OomKills(3, None)),
+        ({"memory.oom_control": "oom_kill many\n", "memory.limit_in_bytes": "1\n"}, None),
+        ({"memory.events": "oom_kill 1\n"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_the_kills_of_a_control_group(tmp_path, files, kills):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert kills_in(tmp_path) == kills

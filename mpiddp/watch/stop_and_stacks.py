@@ -1,0 +1,94 @@
+"""`mpiddp stacks`: in which line each rank of a job is. `mpiddp stop`: stop a job, as Ctrl-C does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from contextlib import suppress
+
+from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.errors import DONE, UserError
+from mpiddp.hosts.processes import opened
+from mpiddp.text import escaped
+from mpiddp.watch.jobs import Job, find_job
+
+# The frames of what runs a script, which stand above the script's own.
+_ABOVE_SCRIPT = re.compile(
+    r'(?:(?<=:\n)|\A)(?:  File "(?:<frozen |<string>|[^"]*/(?:mpiddp/|runpy\.py))[^\n]*\n(?:    [^\n]*\n)*)+'
+)
+
+
+def stacks(argv: list[str]) -> int:
+    """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job, or no answer."""
+    parser = OneSentenceParser(
+        prog="mpiddp stacks",
+        description="Print the current source line of each rank, and who waits. The job goes on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
+    parser.add_argument("--rank", type=whole(0), help="also print the Python stacks of this rank")
+    options = parser.parse_args(argv)
+    print(stacks_text(find_job(options.job), options.rank))
+    return DONE
+
+
+def stacks_text(job: Job, rank: int | None) -> str:
+    """Where all ranks are, and the Python stacks of `rank`.
+
+    Raises:
+        UserError: no answer, or the job has no such rank.
+    """
+    count = len(job.facts.get("ranks", []))
+    if rank is not None and rank >= count > 0:
+        has = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
+        raise UserError(f"--rank {rank}: there is no such rank; job {job.title} has {has}.")
+    facts = job.stacks()
+    text = str(facts["sentence"])
+    if rank is not None:
+        stacks = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
+        text += f"\n\n{_ABOVE_SCRIPT.sub('', stacks)}"
+    return escaped(text, keep="\n").rstrip()
+
+
+def stop(argv: list[str]) -> int:
+    """Run `mpiddp stop ARGV`. It does not wait for the end of the job.
+
+    Raises:
+        UserError: bad usage, no such job, one in another container, or no name and nobody to ask.
+    """
+    parser = OneSentenceParser(
+        prog="mpiddp stop",
+        description="Stop a job: its ranks save, if its script can, and it ends. A second request kills it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="pid or name (default: the only job, once you confirm)",
+    )
+    name = parser.parse_args(argv).job
+    job = find_job(name)
+    if name is None and not _confirmed(job):
+        return DONE
+    if not job.pid:
+        raise UserError(f"job {job.title} runs in another container. Stop it there.")
+    with suppress(ProcessLookupError), opened(job.pid) as send:
+        if job.is_alive:  # else another process may have its pid by now
+            send(signal.SIGTERM)
+            print(f"job {job.title} is requested to stop.")
+            return DONE
+    raise job.gone()
+
+
+def _confirmed(job: Job) -> bool:
+    """Ask on the terminal. A stop ends hours of work, and the only job may be another terminal's.
+
+    Raises:
+        UserError: there is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")
+    print(f"stop job {job.title}? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
