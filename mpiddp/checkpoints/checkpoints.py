@@ -8,13 +8,11 @@ import os
 import platform
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -29,7 +27,7 @@ from mpiddp.checkpoints.run import Run, RunDir, open_run
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import FAILED, JobFailed, UserError, print_from_one_rank
-from mpiddp.paths import cause_of, from_here, named_by
+from mpiddp.paths import from_here, named_by
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
@@ -37,11 +35,10 @@ from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.text import Interval, parse_interval
+from mpiddp.text import parse_interval
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
-MAX_STEP = (1 << 53) - 1
 
 
 class Checkpoints:
@@ -68,7 +65,7 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int = 2,
-        every: int | str | Interval | None = "10m",
+        every: int | str | None = "10m",
         config: Mapping[str, Any] | None = None,
         on_save_error: Literal["warn", "stop"] = "warn",
         timeout_s: float = PATIENCE_S,
@@ -94,7 +91,10 @@ class Checkpoints:
         if on_save_error not in ("warn", "stop"):
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._keep, self._must_succeed = keep, on_save_error == "stop"
-        self._interval = None if every is None else _interval(every)
+        try:
+            self._interval = None if every is None else parse_interval(str(every))
+        except ValueError as error:
+            raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
         self._timeout_s = timeout_s
         self._dir = RunDir(Path(folder).absolute())  # the script may change the working folder
@@ -102,10 +102,9 @@ class Checkpoints:
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
         self._saver: Saver | None = None
-        self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
-        self._has_noted_end, self._pid = False, os.getpid()
+        self._has_ended, self._pid = False, os.getpid()
         session = current()
         if session.run is None or session.run.is_closed:
             session.run = self._records
@@ -114,17 +113,11 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
-            self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
+            self._end("failed", error)
         else:
-            self._note_end("failed", error)
-            self._give_up()
+            self.close()
 
     @property
     def is_writer(self) -> bool:
@@ -197,13 +190,9 @@ class Checkpoints:
 
     def _set_newer_aside(self, run: Run, step: int) -> None:
         """Rename the checkpoints of later steps: a restart would resume from the newest of them."""
-        root, moved = self._dir.checkpoints, list[Path]()
-        with run.together():
-            try:
-                moved = folders.set_aside(root, step) if run.is_writer else []
-            except OSError as error:
-                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
-                raise cause_of(error, has_run=True)(sentence) from None
+        moved: list[Path] = []
+        with run.together(), named_by("cannot rename", has_run=True):
+            moved = folders.set_aside(self._dir.checkpoints, step) if run.is_writer else []
         for each in moved:
             log.info(
                 f"renamed to {each.name}: its step is later than the one this run resumes from"
@@ -217,11 +206,7 @@ class Checkpoints:
 
         Args:
             step: the step that has just ended. It grows by one from call to call.
-
-        Raises:
-            TypeError, ValueError: the step is not a whole number, or below 0.
         """
-        _check_step(step)
         if self._schedule is None:
             self._schedule = SaveSchedule(
                 self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
@@ -235,8 +220,8 @@ class Checkpoints:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 
         A save waits for the previous one. At the end of the script, the last one is waited for: if it
-        fails, the process ends with exit code 1. A step that is saved already is left as it is. Call it from
-        one thread, in which the process's other collectives run too.
+        fails, the process ends with exit code 1. A step that is saved already is left as it is. Call it in
+        the thread that trains: its collectives would meet those of another one.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
@@ -251,21 +236,16 @@ class Checkpoints:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
             ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
                 entry's name cannot be a file's.
-            RuntimeError: `close` has been called, or another thread has saved before.
+            RuntimeError: `close` has been called.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
-        _check_step(step)
+        if step < 0:
+            raise ValueError(f"step: expected 0 or more, not {step}")
         check_entries("state", state)
         check_entries("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
-        self._thread = self._thread or threading.get_ident()
-        if self._thread != threading.get_ident():
-            raise RuntimeError(
-                "save() was called from another thread than the first save. Its collectives would meet those "
-                "of the training: call it in the thread that trains."
-            )
         if self._run is None:
             self._open_new()
         assert self._run is not None
@@ -294,34 +274,33 @@ class Checkpoints:
         self._records.is_closed = True
         try:
             if self._saver is not None:
-                self._saver.finish()
+                self._saver.meet(None)
+        except BaseException as error:
+            self._end("failed", error)
+            raise
         finally:
             self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
-            failed = sys.exc_info()[1]  # its last save
-            outcome = "stopped" if current().stop.has_stopped else "done"
-            self._note_end("failed" if failed else outcome, failed)
-            self._give_up()
+        self._end("stopped" if current().stop.has_stopped else "done")
 
-    def _give_up(self) -> None:
+    def _end(self, outcome: str, error: BaseException | None = None) -> None:
+        """Give the folder up. Say once in it how this rank ended; a rank that says nothing has failed."""
         self._records.is_closed = True
-        if self._run is not None:
-            self._run.close()
-
-    def _note_uncaught(self) -> None:
-        """At the exit of a script without a `with` that an error has ended."""
-        if error := getattr(sys, "last_value", None):
-            self._note_end("failed", error)
-
-    def _note_end(self, outcome: str, error: BaseException | None = None) -> None:
-        """Say once in the run's folder how this rank ended. A rank that says nothing has failed."""
-        if self._run is None or self._has_noted_end or os.getpid() != self._pid:
+        run = self._run
+        if run is None or os.getpid() != self._pid:
             return
-        self._has_noted_end = True
-        failure = ending_of(error).sentence if outcome == "failed" else ""
-        rank = self._run.rank
-        if rank == 0 or failure:
-            facts = {"rank": rank, "host": socket.gethostname(), "outcome": outcome}
+        failure = ending_of(error).sentence if error else ""
+        if not self._has_ended and (run.rank == 0 or failure):
+            facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
             self._records.note(event="ended", **facts, failure=failure)
+        self._has_ended = True
+        run.close()
+
+    def _end_at_exit(self) -> None:
+        """After an error that has ended a script without a `with`. The thread has ended its save then."""
+        assert self._run is not None
+        if error := getattr(sys, "last_value", None):
+            self._end("failed", error)
+        self._run.close()
 
     def _wait_for_own_save(self) -> None:
         saver = self._saver  # another thread may close
@@ -367,24 +346,7 @@ class Checkpoints:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
             self._records.note(event="started", step=step, hosts=hosts, versions=versions)
-        atexit.register(self._note_uncaught)
-        if run.lock is not None:
-            # After an error too; the thread has ended its save then.
-            atexit.register(run.lock.release)
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step: expected a whole number, not {step!r}")
-    if not 0 <= step <= MAX_STEP:
-        raise ValueError(f"step: expected 0 or more, not {step}")
-
-
-def _interval(every: int | str | Interval) -> Interval:
-    try:
-        return every if isinstance(every, Interval) else parse_interval(str(every))
-    except ValueError as error:
-        raise ValueError(f"every: {error}") from None
+        atexit.register(self._end_at_exit)
 
 
 def script_coordinator(finish: Callable[[], None]) -> Coordinator:

@@ -4,8 +4,8 @@ model.pt      the entry "model" of the state; each entry has a file of its own
 ranks.pt      each rank's random number generators, and what it has saved for itself
 state.json    the step, the number of ranks, the entries of the state, and the program's configuration
 
-If the state has sharded tensors, the entries have None in their places, shards.json says which part of them
-lies where, and each rank's parts are in a file of shards. Every other checkpoint is whole.
+If the state has sharded tensors, the entries have None in their places, each rank's parts are in a file of
+shards, and shards.json names these files. Every other checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint
+from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint
 from mpiddp.checkpoints.shards import Like, ShardFiles, with_tensors
 from mpiddp.checkpoints.state import (
     RANKS,
@@ -146,9 +146,6 @@ def write_files(
     """Write the files of a checkpoint without its shards. Returns the SHA-256 of the large ones, by name.
 
     `ranks` is what each rank has saved for itself, uint8 [bytes] each.
-
-    Raises:
-        OSError: a file cannot be written, for example because the disk is full.
     """
     entries = {stem_of(key): value for key, value in state.items()}
     hashes = write_tensors(new, {**entries, RANKS: ranks})
@@ -170,10 +167,6 @@ def read(
 
     Returns:
         The checkpoint for this rank, and what each rank has saved for itself.
-
-    Raises:
-        UserError: another program has written them.
-        JobFailed: a disk has failed.
     """
     place = next(iter(files.values())).parent
     try:
@@ -181,7 +174,8 @@ def read(
         keys = [str(key) for key in facts["keys"]]
         state = {key: read_tensors(files[f"{stem_of(key)}.pt"]) for key in keys}
         if INDEX in files:
-            state = ShardFiles.of(files).as_values(state)
+            names = json.loads(read_limited(files[INDEX], MAX_INDEX_BYTES))["files"]
+            state = ShardFiles({name: files[name] for name in names}).as_values(state)
         ranks = read_tensors(files[f"{RANKS}.pt"])
         own = unpacked(ranks[rank]) if rank is not None and rank < len(ranks) else {}
         resumed = Resumed(

@@ -121,9 +121,6 @@ def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
     Yields:
         The hidden folder to write into, and a dict for the SHA-256 of the files that are hashed already.
-
-    Raises:
-        OSError: the disk is full or read-only, … Nothing is left visible.
     """
     new, hashes = _new_hidden(final), dict[str, str]()
     new.mkdir()
@@ -140,9 +137,6 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
 
     Args:
         hashes: the SHA-256 of files, by name. The others are read and hashed here.
-
-    Raises:
-        OSError: the disk is full or read-only, … Nothing has become visible.
     """
     manifest = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
@@ -173,11 +167,7 @@ def prune(root: Path, keep: int, *, is_good: Callable[[Path], bool]) -> list[Pat
 
 
 def set_aside(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, so that they no longer count, and return the new paths.
-
-    Raises:
-        OSError: a checkpoint cannot be renamed.
-    """
+    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
     moved = []
     for folder in list_steps(root):
         if step_of(folder) > step:
@@ -229,11 +219,6 @@ def is_intact(folder: Path) -> bool:
     return is_verified(folder, with_hashes=False)
 
 
-def missing_shards(folder: Path) -> list[str]:
-    """The files of shards that the folder lacks. Raises BrokenCheckpoint as `listing`."""
-    return listing(folder).lacking
-
-
 def listing(folder: Path) -> Listing:
     """What the folder lists. Reads no file of tensors.
 
@@ -279,7 +264,7 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
     try:
         table = json.loads(content)
         rows = (table[key] if key else table).items()
-        entries = {name: Entry(each["bytes"], each["sha256"]) for name, each in rows}
+        entries = {name: Entry(**each) for name, each in rows}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _broken(folder, f"{file} is not a table of files") from None
     for name in entries:

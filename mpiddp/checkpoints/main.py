@@ -56,10 +56,10 @@ def _line(folder: Path) -> str:
 def _verify(folder: Path) -> int:
     try:
         folders.verify(folder)
+        missing = folders.listing(folder).lacking
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
-    missing = folders.missing_shards(folder)
     without = f", without {listed(missing)}: other hosts must have them" if missing else ""
     print(f"checkpoint {folder.name}: verified{without}")
     return 0
@@ -68,9 +68,9 @@ def _verify(folder: Path) -> int:
 def _prune(given: Path, keep: int) -> int:
     root = find_checkpoints(given)
     if root is None:
-        raise UserError(
-            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
-        )
+        is_one = folders.is_checkpoint(given)
+        found = "is a single checkpoint" if is_one else "contains no checkpoints"
+        raise UserError(f"{given} {found}. Expected a run's folder or a folder of checkpoints.")
     for folder in folders.prune(root, keep, is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
@@ -80,14 +80,13 @@ def _export(given: Path, out: Path) -> int:
     """Export a checkpoint, or the newest verified one of a run."""
     from mpiddp.checkpoints.contents import export  # needs torch
 
-    given_folders = _checkpoints(given)
-    folder: Path | None = given_folders[0]
-    if len(given_folders) > 1:
-        folder = next(filter(folders.is_verified, reversed(given_folders)), None)
-    if folder is None:
+    found = _checkpoints(given)
+    if len(found) > 1:
+        found = list(filter(folders.is_verified, found))
+    if not found:
         raise UserError(f"{given} contains no verified checkpoint.")
-    entries = listed([f"{entry}.pt" for entry in export(folder, out)])
-    print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")
+    entries = listed([f"{entry}.pt" for entry in export(found[-1], out)])
+    print(f"checkpoint {found[-1].name}: written to {out}: whole, with {entries}")
     return 0
 
 
@@ -96,17 +95,10 @@ def _checkpoints(given: Path) -> list[Path]:
         return folders.list_steps(root)
     if folders.is_checkpoint(given):
         return [given.resolve()]
+    found = "contains no checkpoints" if given.exists() else "does not exist"
     raise UserError(
-        f"{given} {_found(given)}. "
-        "Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        f"{given} {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
-
-
-def _found(given: Path) -> str:
-    """What `given` is instead of a folder of checkpoints, as the end of a sentence."""
-    if not given.exists():
-        return "does not exist"
-    return "is a single checkpoint" if folders.is_checkpoint(given) else "contains no checkpoints"
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -116,22 +108,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
+    added = {}
     for name, purpose in (
         ("list", "print name, size, time and state of each checkpoint"),
         ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
         ("prune", "remove checkpoints older than the newest verified ones"),
         ("export", "write a sharded checkpoint as a whole one, with every tensor in one piece"),
     ):
-        verb = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
-        verb.add_argument("dir", metavar="DIR")
-        if name == "export":
-            verb.add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
-        if name == "prune":
-            verb.add_argument(
-                "--keep",
-                type=whole(1),
-                default=2,
-                metavar="N",
-                help="number of verified checkpoints to keep (default: 2)",
-            )
+        added[name] = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        added[name].add_argument("dir", metavar="DIR")
+    keep = "number of verified checkpoints to keep (default: 2)"
+    added["prune"].add_argument("--keep", type=whole(1), default=2, metavar="N", help=keep)
+    added["export"].add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
     return parser.parse_args(argv)

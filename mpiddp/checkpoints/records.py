@@ -63,7 +63,7 @@ class RunRecords:
             return
         record = {"step": step, **{name: _plain(name, value) for name, value in values.items()}}
         try:
-            _append(self._run.metrics, _finite(record))
+            _append(self._run.metrics, record)
             self._is_warned = False
         except OSError as error:
             self._warn(error)
@@ -77,14 +77,6 @@ class RunRecords:
         if not self._is_warned:
             log.warning(f"warning: {self._run.metrics}: {error.strerror}.")
         self._is_warned = True
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with null in place of NaN and infinities, which JSON does not have."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
@@ -159,11 +151,14 @@ def _current_run() -> RunFiles:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if type(value) in _SCALARS:
-        return value
+    """The value as JSON has it: null in place of NaN and infinities."""
     if hasattr(value, "item") and getattr(value, "size", None) != 0:
         with contextlib.suppress(RuntimeError, ValueError):  # it has several elements
-            return value.item()
+            value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if type(value) in _SCALARS:
+        return value
     raise TypeError(
         f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}"
     )

@@ -10,9 +10,10 @@ from its own host.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
@@ -27,8 +28,7 @@ from mpiddp.text import counted
 _EXPECTED = "Expected a run's folder or a checkpoint's folder."
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A checkpoint on one host, or why it cannot be used."""
 
     rank: int  # the host's first
@@ -36,9 +36,9 @@ class Candidate:
     path: str
     step: int
     of_this_run: bool
-    is_named: bool  # the user has named the checkpoint itself
+    is_named: bool = False  # the user has named the checkpoint itself
     save_id: str = ""  # the same on all hosts of a save
-    lacking: tuple[str, ...] = ()  # the files of shards that this host lacks
+    lacking: Sequence[str] = ()  # the files of shards that this host lacks
     damage: str = ""  # a sentence without its period
     is_failure: bool = False  # a machine failed
 
@@ -50,14 +50,22 @@ class Candidate:
     def damaged(self, error: Exception) -> Candidate:
         """The same, with the path in the sentence if the user has named it."""
         damage = f"{self.path}: {error}" if self.is_named else str(error)
-        return replace(self, damage=damage, is_failure=getattr(error, "is_failure", False))
+        return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
+
+    def verified(self) -> Candidate:
+        """The same, or why it is damaged. Reads every byte."""
+        try:
+            folder.verify(Path(self.path))
+        except BrokenCheckpoint as error:
+            return self.damaged(error)
+        return self
 
 
 @dataclass(frozen=True)
 class Found:
     """The checkpoint to resume from. The same on every rank."""
 
-    hosts: tuple[Candidate, ...]  # that have it, all files together
+    hosts: list[Candidate]  # that have it, all files together
     files: Mapping[str, Entry]  # of all hosts, by name
     leaves_newer: bool  # this run has later checkpoints, which it repeats
 
@@ -95,71 +103,67 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     with run.together(), named_by(""):
         own = _on_this_host(run, path) if run.local_rank == 0 else []
     found = _gathered(run, own)
-    broken = [each for each in found if each.damage]
-    while left := [each for each in found if not each.damage]:
-        best = max(left, key=lambda each: (each.order, -each.rank))
-        same = [each for each in left if each.save_id == best.save_id and each.order == best.order]
-        missing = set.intersection(*(set(each.lacking) for each in same))
-        if missing:
-            name = f"checkpoint {Path(best.path).name}"
-            reason = f"{name}: {min(missing)} is on none of these hosts"
-            newly_broken = [each.damaged(BrokenCheckpoint(reason)) for each in same]
-        else:
-            newly_broken = _gathered(run, _damaged(each for each in same if each.rank == run.rank))
-        if not newly_broken:
+    while usable := [each for each in found if not each.damage]:
+        best = max(usable, key=lambda each: (each.order, -each.rank))
+        same = [
+            each for each in usable if each.save_id == best.save_id and each.order == best.order
+        ]
+        checked = _checked(run, same)
+        found = [each for each in found if each not in same] + checked
+        if not any(each.damage for each in checked):
             break
-        broken += newly_broken
-        of_hosts = {(each.rank, each.path) for each in newly_broken}
-        found = [each for each in left if (each.rank, each.path) not in of_hosts]
-    else:
-        _log_damages(run, broken, None)
+    broken = [each for each in found if each.damage]
+    _log_damages(broken, best if usable else None)
+    if not usable:
         if path is not None or broken:
             _refuse(run, path, broken)
         return None
-    _log_damages(run, broken, best)
     if path is not None and best.of_this_run and not best.is_named:
         log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
     same.sort(key=lambda each: each.rank)
-    entries: dict[str, tuple[int, str]] = {}
+    listed: Mapping[str, Entry] = {}
     if run.rank == same[0].rank:
         listed = folder.listing(Path(same[0].path)).everywhere
-        entries = {name: (each.bytes, each.sha256) for name, each in listed.items()}
-    rows = run.gather(entries)[same[0].rank]
-    files = {name: Entry(size, sha256) for name, (size, sha256) in rows.items()}
+    rows = run.gather({name: vars(entry) for name, entry in listed.items()})
+    files = {name: Entry(**entry) for name, entry in rows[same[0].rank].items()}
     # A later start may find the missing parts of a newer one. It would jump forward again.
     has_newer = any(each.lacking and each.order > best.order for each in broken)
-    return Found(tuple(same), files, leaves_newer=best.is_named or has_newer)
+    return Found(same, files, leaves_newer=best.is_named or has_newer)
 
 
-def _gathered(run: Run, own: list[Candidate]) -> list[Candidate]:
+def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
     """Those of all hosts. All ranks must call this."""
-    rows = [row for rows in run.gather([asdict(each) for each in own]) for row in rows]
-    return [Candidate(**{**row, "lacking": tuple(row["lacking"])}) for row in rows]
+    return [Candidate(*row) for rows in run.gather(own) for row in rows]
+
+
+def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates of one save, with every byte verified. All ranks must call this."""
+    missing = set.intersection(*(set(each.lacking) for each in same))
+    if missing:
+        name = Path(same[0].path).name
+        nowhere = BrokenCheckpoint(f"checkpoint {name}: {min(missing)} is on none of these hosts")
+        return [each.damaged(nowhere) for each in same]
+    return _gathered(run, [each.verified() for each in same if each.rank == run.rank])
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
-    """The checkpoints of this host that may be chosen, and those that are broken.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """The checkpoints of this host that may be chosen, and those that are broken. Raises OSError."""
     root = run.dir.checkpoints
     own = [_candidate(run, each, of_this_run=True) for each in folder.list_steps(root)]
     goes_back = path is not None and path.parent == root
     has_own = any(not each.damage for each in own)
     if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
-    if not path.exists() or not (folder.is_checkpoint(path) or folder.find_checkpoints(path)):
-        reason = ": contains no checkpoint"
-        if not path.exists():
-            reason = f" not found (looked in {Path.cwd()})"
-        node = run.coordinator.world.node_rank
-        nothing = Candidate(run.rank, node, str(path), -1, goes_back, False)
-        named = [replace(nothing, damage=f"{path}{reason}. {_EXPECTED}")]
-    elif given := folder.find_checkpoints(path):
+    given = folder.find_checkpoints(path)
+    if given is not None:
         named = [_candidate(run, each, of_this_run=False) for each in folder.list_steps(given)]
-    else:
+    elif folder.is_checkpoint(path):
         named = [_candidate(run, path, of_this_run=goes_back, is_named=True)]
+    else:
+        is_there = path.exists()
+        reason = ": contains no checkpoint" if is_there else f" not found (looked in {Path.cwd()})"
+        nothing = Candidate(run.rank, run.coordinator.world.node_rank, str(path), -1, goes_back)
+        named = [nothing._replace(damage=f"{path}{reason}. {_EXPECTED}")]
     return named if goes_back else own + named
 
 
@@ -167,38 +171,23 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
     node = run.coordinator.world.node_rank
     found = Candidate(run.rank, node, str(path), 0, of_this_run, is_named)
     try:
-        step = step_of(path) if of_this_run or not is_named else 0
-        found = replace(found, step=step)
+        found = found._replace(step=step_of(path) if of_this_run or not is_named else 0)
         listed = folder.listing(path)
     except (BrokenCheckpoint, ValueError) as error:
         return found.damaged(error)
-    return replace(found, save_id=listed.save_id, lacking=tuple(listed.lacking))
+    return found._replace(save_id=listed.save_id, lacking=listed.lacking)
 
 
-def _damaged(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those of this host's candidates that have a damaged file."""
-    found = []
-    for each in candidates:
-        try:
-            folder.verify(Path(each.path))
-        except BrokenCheckpoint as error:
-            found.append(each.damaged(error))
-    return found
-
-
-def _log_damages(run: Run, broken: list[Candidate], best: Candidate | None) -> None:
+def _log_damages(broken: list[Candidate], best: Candidate | None) -> None:
     """One sentence for each broken checkpoint at least as new as the one to resume from."""
     sentences: dict[str, None] = {}
     for each in broken:
-        if each.step < 0 or (best is not None and each.step < best.step):
+        if each.step < (best.step if best else 0):
             continue
-        if best is None:
-            rest = "no older one is verified"
-        elif each.step > best.step:
+        rest = "no older one is verified" if best is None else "another host has a verified copy"
+        if best is not None and each.step > best.step:
             lost = each.step - best.step
             rest = f"resuming from {Path(best.path).name} ({lost} steps lost)"
-        else:
-            rest = "another host has a verified copy"
         sentences[f"{each.damage}; {rest}."] = None
     for sentence in sentences:
         log.info(sentence)
@@ -230,9 +219,6 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
 
     Returns:
         Where this host has each file, by its name.
-
-    Raises:
-        JobFailed: a host cannot read or store a file.
     """
     root = run.dir.checkpoints
     nodes = run.gather(run.coordinator.world.node_rank)
@@ -253,18 +239,17 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
     received = folder.hidden(root, f"received-{found.hosts[0].save_id[:16]}")
     if transfers:
         log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
-        if found.of_this_run and INDEX not in found.files:
-            _receive(run, transfers, received, final=root / found.path.name)
-            received = root / found.path.name
-        else:
-            _receive(run, transfers, received, final=None)
+        is_whole = found.of_this_run and INDEX not in found.files
+        final = root / found.path.name if is_whole else None
+        _receive(run, transfers, received, final)
+        received = final or received
     return {
         name: Path(own.path) / name if own and not lacks(run.rank, name) else received / name
         for name in found.files
     }
 
 
-def _receive(run: Run, transfers: list[Transfer], new: Path, *, final: Path | None) -> None:
+def _receive(run: Run, transfers: list[Transfer], new: Path, final: Path | None) -> None:
     """Send these files, and on the ranks that receive some make them the checkpoint `final`."""
     assert run.group is not None, "there are other ranks"
     receives = any(run.rank in each.receivers for each in transfers)

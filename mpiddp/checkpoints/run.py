@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
 from mpiddp.errors import JobFailed, NoAnswer, UserError
-from mpiddp.paths import cause_of, from_here, named_by
+from mpiddp.paths import cause_of, from_here
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log
@@ -75,11 +75,7 @@ class RunLock:
     """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well."""
 
     def __init__(self, run: RunDir) -> None:
-        """
-        Raises:
-            UserError, JobFailed: another run holds it; a restart may find that it has ended.
-            OSError: the folder is not writable, …
-        """
+        """Raises UserError, or JobFailed in a restart, if another run holds it."""
         self._path, self._pid = run.owner.absolute(), os.getpid()
         if self._path in _held:
             raise UserError(f"{run} is in use by this process. Close it there first.")
@@ -181,12 +177,8 @@ class Run:
         """Run the body on every rank; it succeeds on all ranks or raises on all. All ranks must call this.
 
         `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank
-        raises the same exception.
-
-        Raises:
-            UserError: the body has raised one on some rank.
-            JobFailed: the body has raised one on some rank. It takes precedence, because a failure of a
-                machine may cause what looks like bad input.
+        raises the same UserError or JobFailed. JobFailed takes precedence, because a failure of a machine may
+        cause what looks like bad input.
         """
         problem, is_failure = "", False
         try:
@@ -198,22 +190,11 @@ class Run:
         answers = self.gather((problem, is_failure))
         if any(text for text, _ in answers):
             kind = JobFailed if any(failed for _, failed in answers) else UserError
-            raise kind(self.sentences([text for text, _ in answers])) from None
-
-    def sentences(self, problems: list[str]) -> str:
-        """Each distinct problem once, after the name of the first rank that has it unless all have it."""
-        if len(set(problems)) == 1:
-            return problems[0]
-        first = {problem: problems.index(problem) for problem in problems if problem}
-        names = self.coordinator.hostnames
-        return "\n".join(f"rank {rank} on {names[rank]}: {text}" for text, rank in first.items())
+            sentences = self.coordinator.sentences([text for text, _ in answers])
+            raise kind("\n".join(sentences)) from None
 
     def close(self, *, removes_new: bool = False) -> None:
-        """Give the folder up.
-
-        Args:
-            removes_new: remove the folders that `open_run` has created, if they are empty.
-        """
+        """Give the folder up; with `removes_new`, also what `open_run` has created, if it is empty."""
         if self.lock is not None:
             self.lock.release()
         for each in self.created if removes_new else ():
@@ -222,25 +203,19 @@ class Run:
 
 
 def open_run(run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> Run:
-    """Create the run's folder on every host, and become its owner. All ranks must call this.
-
-    Raises:
-        UserError: the folder cannot be written, another run owns it, another program has written it, or there
-            is no process group of all ranks.
-        JobFailed: a disk has failed, or the folder of the run that is restarted is gone.
-    """
+    """Create the run's folder on every host, and become its owner. All ranks must call this."""
     run = _with_group(Run(run_dir, coordinator, None, timeout_s))
     if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
         with run.together():
             if not any(run.gather(run_dir.checkpoints.exists())):  # its file server may be away
                 raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
-    with run.together(), named_by(""):
-        if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
+    new: tuple[Path, ...] = ()
+    with run.together(), run_dir.writing():
+        if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
             raise UserError(
                 f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
             )
         new = tuple(each for each in (run_dir.checkpoints, run_dir.path) if not each.exists())
-    with run.together(), run_dir.writing():
         run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
     run = replace(run, writer_of=_writers(run), created=new)
     lock: RunLock | None = None
@@ -282,18 +257,16 @@ def _writers(run: Run) -> tuple[int, ...]:
     One rank of each host creates a file in the folder, and every rank looks for these files. The lowest rank
     whose file it sees is its writer. The next `open_run` removes what a killed one leaves.
     """
-    root, mark = run.dir.checkpoints, ""
-    if run.local_rank == 0:
-        mark = folder.hidden(root, f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}").name
+    root, seen = run.dir.checkpoints, list[int]()
+    own = folder.hidden(root, f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}")
     try:
         with run.together(), run.dir.writing():
-            if mark:
-                (root / mark).touch()
-        marks = run.gather(mark)
+            if run.local_rank == 0:
+                own.touch()
+        marks = run.gather(own.name)
         with run.together(), run.dir.writing():
-            seen = [rank for rank, name in enumerate(marks) if name and (root / name).exists()]
+            seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
         return tuple(run.gather(seen[0]))
     finally:
-        if mark:
-            with contextlib.suppress(OSError):
-                (root / mark).unlink()
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)

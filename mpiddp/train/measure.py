@@ -154,20 +154,18 @@ class GuideLines:
 
     def __init__(self, local_rank: int | None, *, is_wanted: bool) -> None:
         self._local_rank, self._is_wanted = local_rank, is_wanted
-        self._epoch_times_s: list[float] = []
+        self._epochs_s: list[float] = []
 
     def epoch_begins(self, epoch: int) -> None:
         self._print(f"Local Rank: {self._local_rank}, Epoch: {epoch}, Training ...")
 
-    def epoch_ends(self, step_times_s: Sequence[float]) -> None:
-        if step_times_s:
-            self._epoch_times_s.append(sum(step_times_s))
-            average = f"avg_step_time: {mean(step_times_s):.4f}"
-            self._print(f"num_steps_per_gpu: {len(step_times_s)}, {average}")
+    def epoch_ends(self, steps_s: Sequence[float]) -> None:
+        self._epochs_s.append(sum(steps_s))
+        self._print(f"num_steps_per_gpu: {len(steps_s)}, avg_step_time: {mean(steps_s):.4f}")
 
     def training_ends(self) -> None:
-        if counted := self._epoch_times_s[1:] or self._epoch_times_s:
-            self._print(f"Average epoch time: {mean(counted):.4f}")
+        if self._epochs_s:  # the run has not resumed after its last step
+            self._print(f"Average epoch time: {mean(self._epochs_s[1:] or self._epochs_s):.4f}")
 
     def _print(self, line: str) -> None:
         if self._is_wanted:

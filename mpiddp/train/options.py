@@ -79,19 +79,16 @@ def count(low: int) -> dict[str, Any]:
     return {"type": whole(low), "metavar": "N"}
 
 
-def number(low: float, high: float = float("inf")) -> Callable[[str], float]:
-    """A parser for numbers from `low` on, below `high`."""
+def number(low: float) -> Callable[[str], float]:
+    """A parser for numbers from `low` on."""
 
     def parsed(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value < high:
-            bound = f" and less than {high:g}" if high < float("inf") else ""
-            raise ArgumentTypeError(
-                f"expected a number of at least {low:g}{bound}, not {text[:80]!r}"
-            )
+        if not low <= value < float("inf"):
+            raise ArgumentTypeError(f"expected a number of at least {low:g}, not {text[:80]!r}")
         return value
 
     return parsed

@@ -61,46 +61,36 @@ def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
     write("done")
 
 
-@contextlib.contextmanager
-def recorded(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> Iterator[None]:
-    """Write the record of this start while the body runs: git may be slow. Call this on rank 0 alone."""
-    facts = {
+def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> None:
+    """Begin to write the record of this start, beside the training: git may be slow. For rank 0 alone."""
+    facts: dict[str, Any] = {
         "started": started,  # local time, 20261122-070847
         "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
         "folder": str(Path.cwd()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
         "started_by": world.launcher.name,
         "hosts_of_ranks": hosts,
     }
-    writer = threading.Thread(target=_write, args=(run / "starts", facts), daemon=True)
-    writer.start()
-    yield
-    writer.join(2 * _GIT_S)
 
+    def write() -> None:
+        facts["packages"] = {str(each.metadata["Name"]): each.version for each in distributions()}
+        facts["git"] = git_state(Path.cwd())
+        with contextlib.suppress(OSError):  # the training matters more than its record
+            (run / "starts").mkdir(exist_ok=True)
+            number = 1 + len(list((run / "starts").glob("start_*.json")))
+            save_json(run / "starts" / f"start_{number:04d}.json", facts)
 
-def _write(folder: Path, facts: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the training matters more than its record
-        versions = {
-            "python": platform.python_version(),
-            "system": platform.platform(),
-            "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
-        }
-        folder.mkdir(exist_ok=True)
-        file = folder / f"start_{1 + len(list(folder.glob('start_*.json'))):04d}.json"
-        save_json(file, {**facts, **versions, "git": git_state(Path.cwd())})
+    threading.Thread(target=write).start()
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """The commit of a folder, and whether files differ from it; None outside of a repository."""
+    options = ("--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+    command = ["git", "--no-optional-locks", "describe", *options]
     try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        differs = _git(folder, "diff", "--quiet", "HEAD")
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if commit.returncode:
-        return None
-    return {"commit": commit.stdout.strip(), "dirty": differs.returncode == 1}
-
-
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["git", "--no-optional-locks", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_S)
+    commit = done.stdout.strip()
+    return {"commit": commit.rstrip("+"), "dirty": commit.endswith("+")} if commit else None

@@ -9,68 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["ARCHS", "ResNet"]
 
-Block = Literal["basic", "bottleneck"]
 SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A ResNet. `stem` and `num_classes` default to those of the data set it was designed for."""
-
-    block: Block
-    depths: tuple[int, ...]  # blocks in each stage
-    widths: tuple[int, ...]  # channels of each stage before the block's expansion
-    stem: str
-    num_classes: int
-    pad_shortcuts: bool  # option A of He et al., without parameters; else B, a 1×1 convolution
-    optimizer: str = "sgd"  # the default of --optimizer
-
-
-def _imagenet(block: Block, *depths: int) -> Architecture:
-    return Architecture(block, depths, (64, 128, 256, 512), "imagenet", 1000, pad_shortcuts=False)
-
-
-def _cifar(depth: int) -> Architecture:
-    return Architecture("basic", (depth,) * 3, (16, 32, 64), "cifar", 10, pad_shortcuts=True)
-
-
-# resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
-# resnet20 to resnet110 are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
-# wide_resnet14_2 is of this family too, with fewer blocks, twice the channels (Zagoruyko and Komodakis, "Wide
-# Residual Networks", 2016), and half the height and width from the first convolution on. A CPU computes many
-# channels of small images faster than few of large ones: docs/evidence/accuracy.md has the figures.
-ARCHITECTURES = {
-    "resnet18": _imagenet("basic", 2, 2, 2, 2),
-    "resnet34": _imagenet("basic", 3, 4, 6, 3),
-    "resnet50": _imagenet("bottleneck", 3, 4, 6, 3),
-    "resnet101": _imagenet("bottleneck", 3, 4, 23, 3),
-    "resnet152": _imagenet("bottleneck", 3, 8, 36, 3),
-    "resnet20": _cifar(3),
-    "resnet32": _cifar(5),
-    "resnet44": _cifar(7),
-    "resnet56": _cifar(9),
-    "resnet110": _cifar(18),
-    "wide_resnet14_2": Architecture(
-        "basic", (2, 2, 2), (32, 64, 128), "half", 10, pad_shortcuts=True, optimizer="muon"
-    ),
-}
-
-
-def stem_of(arch: str, stem: str, pixels: int) -> str:
-    """The stem of --stem, which "auto" leaves to the architecture and the height of the images."""
-    if stem != "auto":
-        return stem
-    if pixels >= SMALL_IMAGE:
-        return "imagenet"
-    own = ARCHITECTURES[arch].stem
-    return own if own != "imagenet" else "cifar"
 
 
 STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # size and stride of the convolution
@@ -142,8 +87,61 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A ResNet. `stem` and `num_classes` default to those of the data set it was designed for."""
+
+    block: type[BasicBlock] | type[Bottleneck]
+    depths: tuple[int, ...]  # blocks in each stage
+    widths: tuple[int, ...]  # channels of each stage before the block's expansion
+    stem: str
+    num_classes: int
+    pad_shortcuts: bool  # option A of He et al., without parameters; else B, a 1×1 convolution
+    optimizer: str = "sgd"  # the default of --optimizer
+
+
+def _imagenet(block: type[BasicBlock] | type[Bottleneck], *depths: int) -> Architecture:
+    return Architecture(block, depths, (64, 128, 256, 512), "imagenet", 1000, pad_shortcuts=False)
+
+
+def _cifar(depth: int) -> Architecture:
+    return Architecture(BasicBlock, (depth,) * 3, (16, 32, 64), "cifar", 10, pad_shortcuts=True)
+
+
+# resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
+# resnet20 to resnet110 are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
+# wide_resnet14_2 is of this family too, with fewer blocks, twice the channels (Zagoruyko and Komodakis, "Wide
+# Residual Networks", 2016), and half the height and width from the first convolution on. A CPU computes many
+# channels of small images faster than few of large ones: docs/evidence/accuracy.md has the figures.
+ARCHITECTURES = {
+    "resnet18": _imagenet(BasicBlock, 2, 2, 2, 2),
+    "resnet34": _imagenet(BasicBlock, 3, 4, 6, 3),
+    "resnet50": _imagenet(Bottleneck, 3, 4, 6, 3),
+    "resnet101": _imagenet(Bottleneck, 3, 4, 23, 3),
+    "resnet152": _imagenet(Bottleneck, 3, 8, 36, 3),
+    "resnet20": _cifar(3),
+    "resnet32": _cifar(5),
+    "resnet44": _cifar(7),
+    "resnet56": _cifar(9),
+    "resnet110": _cifar(18),
+    "wide_resnet14_2": Architecture(
+        BasicBlock, (2, 2, 2), (32, 64, 128), "half", 10, pad_shortcuts=True, optimizer="muon"
+    ),
+}
+
+
+def stem_of(arch: str, stem: str, pixels: int) -> str:
+    """The stem of --stem, which "auto" leaves to the architecture and the height of the images."""
+    if stem != "auto":
+        return stem
+    if pixels >= SMALL_IMAGE:
+        return "imagenet"
+    own = ARCHITECTURES[arch].stem
+    return own if own != "imagenet" else "cifar"
+
+
 class ResNet(nn.Module):
-    """A module from images, float [N, in_channels, H, W], to logits [N, num_classes].
+    """A module from images, float [N, 3, H, W], to logits [N, num_classes].
 
     Its fresh weights are He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
     """
@@ -153,7 +151,6 @@ class ResNet(nn.Module):
         architecture: Architecture,
         num_classes: int | None = None,
         stem: str | None = None,
-        in_channels: int = 3,
     ):
         """
         Args:
@@ -162,7 +159,6 @@ class ResNet(nn.Module):
             stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
                 "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None
                 for that of its own data set.
-            in_channels: channels of an image.
 
         Raises:
             ValueError: another stem.
@@ -172,8 +168,8 @@ class ResNet(nn.Module):
         if stem not in STEMS:
             raise ValueError(f'stem="{stem}" is none of {", ".join(STEMS)}')
         size, stride = STEMS[stem]
-        block, depths, widths = BLOCKS[architecture.block], architecture.depths, architecture.widths
-        self.conv1 = _conv(in_channels, widths[0], size, stride)
+        block, depths, widths = architecture.block, architecture.depths, architecture.widths
+        self.conv1 = _conv(3, widths[0], size, stride)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
 
@@ -205,16 +201,5 @@ class ResNet(nn.Module):
         return logits
 
 
-BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
-    "basic": BasicBlock,
-    "bottleneck": Bottleneck,
-}
+# By the names of --arch: functions that build a ResNet, images [N, 3, H, W] to logits [N, num_classes].
 ARCHS = {name: partial(ResNet, each) for name, each in ARCHITECTURES.items()}
-"""The functions that build a ResNet, by the names of `mpiddp train --arch`.
-
-    model = ARCHS["resnet18"](num_classes=10, stem="cifar")   # images [N, 3, 32, 32] to logits [N, 10]
-
-resnet18, 34, 50, 101 and 152 have torchvision's names and shapes, so its checkpoints load. resnet20, 32, 44,
-56 and 110 are the family for 32×32 images in section 4.2 of He et al., "Deep Residual Learning for Image
-Recognition" (2015). wide_resnet14_2 is the quickest of them, see `ARCHITECTURES`.
-"""

@@ -1,10 +1,10 @@
 """`--log-to`: the records of a run in the tools in which people look at runs, each through its own package.
 
-    with sinks.following("tensorboard,wandb", run, config): …
+    with sinks.following("tensorboard,wandb", run, config, step=0) as record:
+        record(1, train_loss=0.5)      # in metrics.jsonl, and in both tools
 
-A thread of rank 0 follows metrics.jsonl. An error of a package becomes one warning, and the training goes on.
-RUN/log_to/tensorboard.json holds the id that the tool has given the run, and the last step that it has. The
-next start of the run continues there.
+A thread of rank 0 sends the records to each tool. An error of a package becomes one warning, and the training
+goes on. RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
+import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train.record import save_json
 
 FINISH_S = 20.0  # for the tools to take the last records; `--grace` is longer
-_POLL_S = 1.0
 _PROJECT = "mpiddp"  # unless the tool's own variable names another
 log = logging.getLogger("mpiddp")
 
 
-@dataclass(frozen=True)
-class RunFacts:
+class RunFacts(NamedTuple):
     """What a tool gets at the start."""
 
     folder: Path
@@ -40,8 +39,7 @@ class RunFacts:
     first_step: int  # the tool gets no record of earlier steps, and later ones anew
 
 
-@dataclass(frozen=True)
-class Sink:
+class Sink(NamedTuple):
     """A run that is open in a tool. Its functions may raise anything."""
 
     id: str
@@ -131,79 +129,62 @@ def check_packages(tools: str | None) -> None:
             )
 
 
+Record = tuple[int, dict[str, float]]
+
+
 @contextlib.contextmanager
-def following(tools: str | None, run: Path, config: Mapping[str, Any]) -> Iterator[None]:
-    """Send the records of the run to these tools while the body runs. Call this on rank 0 alone."""
-    is_over = threading.Event()
-    newest = max((step for step, _ in numbers(run / "metrics.jsonl", 0)[0]), default=-1)
-    threads = [
-        threading.Thread(target=_follow, args=(tool, run, config, newest, is_over), daemon=True)
-        for tool in (tools.split(",") if tools else ())
-    ]
+def following(
+    tools: str | None, run: Path, config: Mapping[str, Any], *, step: int
+) -> Iterator[Callable[..., None]]:
+    """Give the body a `mpiddp.log_metrics` that also sends the numbers to these tools.
+
+    Args:
+        step: the one from which the run starts or resumes.
+    """
+    threads: dict[threading.Thread, SimpleQueue[Record | None]] = {}
+    for tool in tools.split(",") if tools else ():
+        queue: SimpleQueue[Record | None] = SimpleQueue()
+        arguments = (tool, run, config, step + 1, queue)
+        threads[threading.Thread(target=_send, args=arguments, daemon=True)] = queue
     for thread in threads:
         thread.start()
+
+    def record(step: int, **values: Any) -> None:
+        mpiddp.log_metrics(step, **values)
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        for queue in threads.values():
+            queue.put((step, numbers))
+
     try:
-        yield
+        yield record
     finally:
-        is_over.set()
+        for queue in threads.values():
+            queue.put(None)
     for thread in threads:  # not after an error, which the other ranks must learn of now
         thread.join(FINISH_S)
         if thread.is_alive():
             log.warning(f"warning: --log-to: the last records took more than {FINISH_S:g} s.")
 
 
-def _follow(
-    tool: str, run: Path, config: Mapping[str, Any], newest: int, is_over: threading.Event
+def _send(
+    tool: str,
+    run: Path,
+    config: Mapping[str, Any],
+    first_step: int,
+    records: SimpleQueue[Record | None],
 ) -> None:
+    file = run / "log_to" / f"{tool}.json"
     try:
-        follow(tool, run, config, newest, is_over)
+        file.parent.mkdir(exist_ok=True)
+        known = str(json.loads(file.read_bytes())["id"]) if file.exists() else ""
+        sink = SINKS[tool](RunFacts(run.absolute(), config, known, first_step))
+        save_json(file, {"id": sink.id})
+        while (record := records.get()) is not None:
+            sink.log(*record)
+        sink.finish()
     except (Exception, SystemExit) as error:
         first_line = str(error).strip().partition("\n")[0]
         log.warning(
             f"warning: --log-to {tool}: {type(error).__name__}: {first_line[:300]!r}. The training "
             "continues, and metrics.jsonl has all records."
         )
-
-
-def follow(
-    tool: str, run: Path, config: Mapping[str, Any], newest: int, is_over: threading.Event
-) -> None:
-    """Send the tool the records of the steps that it does not have yet, until `is_over`.
-
-    Args:
-        newest: the last step of metrics.jsonl when this start of the run began. A run that resumed has
-            dropped the records of later steps, which the tool then gets again.
-    """
-    file, metrics = run / "log_to" / f"{tool}.json", run / "metrics.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    known: dict[str, Any] = {"id": "", "step": -1}
-    if file.exists():
-        known = json.loads(file.read_bytes())
-    first_step = min(known["step"], newest) + 1
-    sink = SINKS[tool](RunFacts(run.absolute(), config, known["id"], first_step))
-    save_json(file, {"id": sink.id, "step": first_step - 1})
-    position, is_last = 0, False
-    while not is_last:
-        is_last = is_over.wait(_POLL_S)
-        records, position = numbers(metrics, position)
-        new = [(step, values) for step, values in records if step >= first_step]
-        for step, values in new:
-            sink.log(step, values)
-        if new:
-            save_json(file, {"id": sink.id, "step": new[-1][0]})
-    sink.finish()
-
-
-def numbers(metrics: Path, start: int) -> tuple[list[tuple[int, dict[str, float]]], int]:
-    """The step and the numbers of each record from this position on, and the position behind the last one."""
-    with metrics.open("rb") as file:
-        file.seek(start)
-        data = file.read()
-    data = data[: data.rfind(b"\n") + 1]
-    records = []
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a full disk has cut it
-            record = json.loads(line)
-            step = int(record.pop("step"))
-            records.append((step, {k: v for k, v in record.items() if type(v) in (int, float)}))
-    return records, start + len(data)

@@ -71,11 +71,8 @@ def load_weights(model: nn.Module, path: str) -> None:
             f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
         ) from None
     try:
-        own, weights = model.state_dict(), dict(weights)
-        # torchvision's oldest files have no num_batches_tracked
-        optional = {key for key in own if key.endswith("num_batches_tracked")}
-        head = {key for key in ("fc.weight", "fc.bias") if weights[key].shape != own[key].shape}
-        fresh = {key: own[key] for key in (optional - weights.keys()) | head}
+        own, weights, head = model.state_dict(), dict(weights), ("fc.weight", "fc.bias")
+        fresh = {key: own[key] for key in head if weights[key].shape != own[key].shape}
         model.load_state_dict({**weights, **fresh})
     except Exception as error:  # no dict, a value that is no tensor, a shape of another model
         reason = " ".join(str(error).split())[:300].rstrip(".")

@@ -7,7 +7,6 @@ project, and change it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -47,7 +47,7 @@ from mpiddp.train.measure import (
 )
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards, wrap
-from mpiddp.train.record import rank_log, recorded, save_json
+from mpiddp.train.record import rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
     build_model,
@@ -153,17 +153,21 @@ def main(options: Namespace) -> int:
                     raise UserError(
                         f"--out {error.filename}: {error.strerror}. Name another folder."
                     ) from None
-            with contextlib.ExitStack() as beside:
-                beside.enter_context(rank_log(logs / f"rank_{world.rank:05d}.log", world))
-                if world.rank == 0:
-                    beside.enter_context(recorded(out, world, hosts, started))
-                    beside.enter_context(sinks.following(config.log_to, out, vars(config)))
+            if world.rank == 0:
+                start_record(out, world, hosts, started)
+            tools = config.log_to if world.rank == 0 else None
+            with (
+                rank_log(logs / f"rank_{world.rank:05d}.log", world),
+                sinks.following(tools, out, vars(config), step=progress.step) as record,
+            ):
                 log.info(
                     f"{counted(world.world_size, 'rank')} on {counted(len(set(nodes)), 'host')} over "
                     f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "
                     f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
                 )
-                summary = fit(config, world, data, order, state, ddp, checkpoints, progress)
+                summary = fit(
+                    config, world, data, order, state, ddp, checkpoints, progress, record=record
+                )
         if summary is None:
             return STOPPED
         summary["hosts"] = dict(Counter(hosts))
@@ -182,12 +186,15 @@ def fit(
     ddp: nn.Module,
     checkpoints: mpiddp.Checkpoints,
     progress: Progress,
+    *,
+    record: Callable[..., None] = mpiddp.log_metrics,
 ) -> dict[str, Any] | None:
     """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
 
     Args:
         ddp: the model to call.
         progress: how far the training has come.
+        record: takes a step, and values by name.
     """
     started_at = time.monotonic()
     device = next(state.model.parameters()).device
@@ -231,7 +238,7 @@ def fit(
                 recent = timer.read()[-config.log_every :]
                 images_per_s = len(recent) * config.global_batch_size / sum(recent)
                 shown["phases"] = {"steps": len(timer.read()), **timer.phases}
-                mpiddp.log_metrics(
+                record(
                     progress.step,
                     epoch=epoch,
                     lr=lr,
@@ -252,9 +259,7 @@ def fit(
                 is_full_size = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
                 if data.test is not None and is_full_size:
                     accuracy, loss, test_images = evaluate(state.model, data.test, config, device)
-                    mpiddp.log_metrics(
-                        progress.step, epoch=epoch, test_accuracy=accuracy, test_loss=loss
-                    )
+                    record(progress.step, epoch=epoch, test_accuracy=accuracy, test_loss=loss)
                     log.info(f"epoch {epoch + 1}/{config.epochs}  test accuracy {accuracy:.2%}")
                     timer.resume("evaluation")
 

@@ -15,16 +15,3 @@ def write(root: Path, step: int, write_files: Callable[[Path], Mapping[str, str]
     with folder.writing(final) as (new, hashes):
         hashes.update(write_files(new) or {})
     return final
-
-
-def survey(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest verified checkpoint, and the damage of every newer one."""
-    damages = []
-    for each in reversed(folder.list_steps(root)):
-        try:
-            folder.verify(each)
-        except folder.BrokenCheckpoint as error:
-            damages.append(str(error))
-        else:
-            return each, damages
-    return None, damages

@@ -46,12 +46,3 @@ def bad_texts(folder: Path) -> dict[str, str]:
         ".": " is not a file. Name a file of text in UTF-8.",
         "x" * 300: ": File name too long.",
     }
-
-
-BAD_INPUT = {
-    "--text=empty": "--text empty has 0 characters. With --context 32 a training needs 330,",
-    "--lr=fast": "train.py: argument --lr: expected a number above 0, not 'fast'. See: train.py --help",
-    "--save-every=often": "--save-every: ",
-    "--batch-size=3": "--batch-size 3 cannot be divided by 2 ranks. Use 2 or 4.",
-    "--precision=int8": "train.py: argument --precision: invalid choice: 'int8'",
-}

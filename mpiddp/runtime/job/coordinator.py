@@ -106,7 +106,7 @@ class Coordinator:
             return
         # A failure of a machine may cause what looks like bad input.
         code = min(code for _, code in answers if code != DONE)
-        sentences = self._sentences(problems)
+        sentences = self.sentences(problems)
         is_launchers = code == FAILED and self.has_launcher
         if not is_launchers:
             if self.world.rank == 0:
@@ -147,7 +147,7 @@ class Coordinator:
         """The rank and its host, for sentences."""
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
 
-    def _sentences(self, problems: list[str]) -> list[str]:
+    def sentences(self, problems: list[str]) -> list[str]:
         """Each distinct problem once: bare if all ranks have it, else after the name of the first rank."""
         if len(set(problems)) == 1:
             return problems[:1]

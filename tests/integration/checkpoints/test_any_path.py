@@ -6,7 +6,6 @@ python -m pytest tests/integration/checkpoints/test_any_path.py
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -16,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.plan import working_folder
-from mpiddp.paths import named_by, read_limited
+from mpiddp.errors import UserError
+from mpiddp.paths import read_limited
 from mpiddp.train.datasets import default_data_dir
 from tests.support.errors import error
 from tests.support.homes import leave_home
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, mpiddp, script
+from tests.support.ranks import ROOT, clean_env
 
 # As in most locales. In the C locale, Python prints a path's own bytes.
 STRICT = {"PYTHONIOENCODING": "utf-8:strict"}
@@ -56,23 +54,6 @@ def test_a_run_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
     assert (out / "summary.json").exists()
 
 
-def test_data_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
-    data = strange(tmp_path)
-    data.mkdir()
-    done = run_mpiddp("train", "--dataset=image-folder", "--data-dir", data)
-    assert done.returncode == 2
-    sentence = error("val/CLASS/", r"a\udcffb/train ")
-    assert re.fullmatch(f"{sentence}\n", done.stderr.decode())
-
-
-def test_a_dry_run_of_a_script_that_is_not_utf_8(tmp_path: Path) -> None:
-    path = strange(tmp_path)
-    path.write_text("")
-    done = run_mpiddp("launch", "--dry-run", "-n", "1", path)
-    assert done.returncode == 0, done.stderr
-    assert rb"a\udcffb" in done.stdout
-
-
 @pytest.mark.parametrize(
     "arguments", [("launch", "--dry-run", "-n", "1", "t.py"), ("train", *TRAIN)]
 )
@@ -87,31 +68,6 @@ def test_a_working_folder_that_has_been_removed(arguments: tuple[str, ...], tmp_
     assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
 
 
-def test_a_working_folder_that_is_removed_before_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    folder.rmdir()
-    with pytest.raises(UserError, match=error("folder cannot", "No such file")):
-        working_folder({"PWD": str(folder)})
-
-
-def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale() -> str:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(os, "getcwd", stale)
-    with pytest.raises(JobFailed, match=error("folder cannot", "Stale file handle")):
-        working_folder({})
-
-
-def test_a_pwd_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
-
-
 def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDDP_DATA", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -121,46 +77,6 @@ def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
         default_data_dir()
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ENAMETOOLONG, UserError), (errno.EIO, JobFailed)]
-)
-def test_the_error_of_a_path(number: int, kind: type[Exception]) -> None:
-    """A disk that fails is no bad input: a restart may succeed."""
-    with pytest.raises(kind) as caught, named_by("--out"):
-        raise OSError(number, os.strerror(number), "a/b")
-    sentence = error(":", "--out a/b: ", os.strerror(number))
-    assert re.fullmatch(sentence, str(caught.value))
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"RANK": "3", "LOCAL_RANK": "3"},
-        # As within `mpiddp run -- COMMAND`, whose script must stay the only one at the launcher.
-        {
-            "MPIDDP_RUN_ID": "ab",
-            "TORCHELASTIC_RUN_ID": "ab",
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MPIDDP_CONTROL": "unix:/nowhere",
-        },
-    ],
-)
-def test_a_verb_within_a_rank_says_what_failed(env: dict[str, str]) -> None:
-    """/proc/self/mem is a file that cannot be read (EIO), as on a bad sector."""
-    done = mpiddp("hosts", "check", "/proc/self/mem", **env)
-    assert (done.returncode, done.stdout) == (1, "")
-    sentence = error("cannot be read", "/proc/self/mem ", "Input/output error")
-    assert re.fullmatch(f"{sentence}\n", done.stderr), done.stderr
-
-
-def test_an_error_without_a_path_is_left_alone() -> None:
-    with pytest.raises(ConnectionError), named_by("--out"):
-        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-
-
 def test_a_read_always_ends(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"1234")
@@ -168,10 +84,3 @@ def test_a_read_always_ends(tmp_path: Path) -> None:
     for path, limit in ((tmp_path / "pipe", 4), (Path("/dev/zero"), 4), (tmp_path / "file", 3)):
         with pytest.raises(OSError, match=r"not a regular file|larger than 3 bytes"):
             read_limited(path, limit)
-
-
-def test_a_script_that_a_rank_cannot_reach(tmp_path: Path) -> None:
-    done = run_mpiddp("run", script(tmp_path, "") + "x" * 300)
-    assert done.returncode == 2
-    sentence = error(":", "x: ", "File name too long")
-    assert re.fullmatch(f"{sentence}\n", done.stderr.decode()), done.stderr

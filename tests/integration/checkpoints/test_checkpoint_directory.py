@@ -9,10 +9,6 @@ import hashlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,126 +60,12 @@ def test_a_file_system_without_fsync_of_folders(
     assert {*CONTENT, "manifest.json"} <= set(flushed)
 
 
-def test_a_checkpoint_contains_its_files_and_a_manifest(tmp_path: Path) -> None:
-    folder = checkpoint_folders.write(tmp_path / "checkpoints", 12, write_files)
-    assert folder == tmp_path / "checkpoints" / "step_00000012"
-    assert names(folder.parent) == ["step_00000012"]
-    assert names(folder) == ["COMPLETE", "manifest.json", "model.pt", "state.json"]
-    assert (folder / "model.pt").read_bytes() == CONTENT["model.pt"]
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert {name: entry["bytes"] for name, entry in manifest.items()} == {
-        "model.pt": 5000,
-        "state.json": 12,
-    }
-    directory.verify(folder)
-    assert directory.step_of(folder) == 12
-
-
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     folder = checkpoint_folders.write(tmp_path, 1, write_files)
     (folder / "model.pt").write_bytes(b"broken")
     checkpoint_folders.write(tmp_path, 1, write_files)
     directory.verify(folder)
     assert names(tmp_path) == ["step_00000001"]
-
-
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    kept = checkpoint_folders.write(tmp_path, 1, write_files)
-
-    def fail(folder: Path) -> None:
-        write_files(folder)
-        raise OSError(28, "No space left on device")
-
-    for step in (1, 2):
-        if step == 1:
-            (kept / "state.json").unlink()  # broken, so it would be replaced
-        with pytest.raises(OSError, match="No space left"):
-            checkpoint_folders.write(tmp_path, step, fail)
-        assert names(tmp_path) == ["step_00000001"]
-
-
-HANGS_WHILE_WRITING = """
-import sys, time
-from pathlib import Path
-from mpiddp.checkpoints import folder as directory
-from tests.support import checkpoint_folders
-
-def write_files(folder):
-    (folder / "model.pt").write_bytes(b"half")
-    print("writing", flush=True)
-    time.sleep(60)
-
-checkpoint_folders.write(Path(sys.argv[1]), 2, write_files)
-"""
-
-
-def test_set_aside_renames_newer_checkpoints(tmp_path: Path) -> None:
-    for _ in range(2):
-        for step in (1, 2, 3):
-            checkpoint_folders.write(tmp_path, step, write_files)
-        moved = directory.set_aside(tmp_path, 1)
-    assert names(tmp_path) == [
-        "step_00000001",
-        *(f"step_0000000{step}.old-{turn}" for step in (2, 3) for turn in (1, 2)),
-    ]
-    assert [folder.name for folder in moved] == ["step_00000002.old-2", "step_00000003.old-2"]
-    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
-
-
-def test_a_kill_during_a_write_leaves_the_old_checkpoint_valid(tmp_path: Path) -> None:
-    old = checkpoint_folders.write(tmp_path, 1, write_files)
-    writer = subprocess.Popen(
-        [sys.executable, "-c", HANGS_WHILE_WRITING, str(tmp_path)], stdout=subprocess.PIPE
-    )
-    with writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"writing\n"
-        writer.kill()
-    assert directory.list_steps(tmp_path) == [old]
-    assert checkpoint_folders.survey(tmp_path) == (old, [])
-    assert len(names(tmp_path)) == 2  # with the unfinished folder
-    directory.remove_leftovers(tmp_path)
-    checkpoint_folders.write(tmp_path, 2, write_files)
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
-
-
-WRITES_FOREVER = """
-import sys
-from itertools import count
-from pathlib import Path
-from mpiddp.checkpoints import folder as directory
-from tests.support import checkpoint_folders
-
-root = Path(sys.argv[1])
-
-def write_files(folder):
-    (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
-
-for step in count(1):
-    checkpoint_folders.write(root, step, write_files)
-    directory.prune(root, 2, is_good=directory.is_intact)
-    print(step, flush=True)
-"""
-
-
-def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """After each kill, another writer starts in the same folder, as after a restart."""
-    draw = random.Random(0)
-    for _ in range(8):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITES_FOREVER, str(tmp_path)], stdout=subprocess.PIPE
-        )
-        with writer:
-            assert writer.stdout is not None
-            written = [int(writer.stdout.readline()) for _ in range(3)]
-            time.sleep(draw.uniform(0, 0.02))
-            writer.send_signal(signal.SIGKILL)
-        for folder in directory.list_steps(tmp_path):
-            directory.verify(folder)
-        newest, complaints = checkpoint_folders.survey(tmp_path)
-        assert newest is not None
-        assert complaints == []
-        assert directory.step_of(newest) >= written[-1]
 
 
 # Reading
@@ -259,12 +141,3 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path / "none") == []
     with pytest.raises(ValueError, match="step_5 is not named"):
         directory.step_of(tmp_path / "step_5")
-
-
-def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
-    folders = write_several(tmp_path, 1, 2, 3, 4, 5)
-    (folders[4] / "COMPLETE").unlink()
-    assert directory.prune(tmp_path, 2, is_good=directory.is_intact) == [folders[1], folders[0]]
-    assert directory.list_steps(tmp_path) == folders[2:]
-    assert names(tmp_path) == [folder.name for folder in folders[2:]]
-    assert directory.prune(tmp_path, 2, is_good=directory.is_intact) == []

@@ -101,13 +101,3 @@ def test_the_data_of_a_training(batches: Path) -> None:
         prepare(configured("--data-dir=/none"))
     with pytest.raises(UserError, match="image-folder needs --data-dir"):
         open_data(configured("--dataset=image-folder"), World(0, 1, 0, 1), torch.device("cpu"))
-
-
-def test_synthetic_images_repeat_by_the_number_of_the_first_image() -> None:
-    config = configured("--use-syn", "--batch-size=4")
-    data = open_data(config, World(1, 2, 1, 2), torch.device("cpu"))
-    assert data.contents == "50000 + 0 images of 10 classes"
-    numbers = [torch.tensor([8, 1, 2, 3]), torch.tensor([4, 0, 9, 7]), torch.tensor([5])]
-    (one, _), (same, _), (short, _) = data.train.batches(numbers, epoch=0)
-    assert torch.equal(one, same)  # 8 and 4 select the same batch of four
-    assert short.shape[0] == 1

@@ -83,14 +83,6 @@ def test_the_border_is_mirrored_without_repeating_the_edge() -> None:
     assert (2, 3, 4, 5, 6, 7, 8, 9, 8, 7) in rows
 
 
-def test_test_images_are_only_normalized() -> None:
-    data = arrays()
-    scaled = (data[0] / 255 - np.array(MEAN)) / np.array(STD)
-    for epoch in (0, 7):
-        got = batch(source(data, augment=False), torch.arange(40), epoch=epoch)
-        np.testing.assert_allclose(got.numpy(), scaled.transpose(0, 3, 1, 2), rtol=0, atol=1e-5)
-
-
 def test_augmentation_depends_only_on_seed_epoch_and_image() -> None:
     data, everything = arrays(), torch.arange(40)
     images = source(data)
@@ -104,12 +96,6 @@ def test_augmentation_depends_only_on_seed_epoch_and_image() -> None:
     assert torch.equal(batch(images, torch.tensor([5]), epoch=3)[0], expected[5])
     assert not torch.equal(batch(images, everything, epoch=4), expected)
     assert not torch.equal(batch(source(data, seed=1), everything, epoch=3), expected)
-
-
-def test_augmentation_does_not_use_the_global_generator() -> None:
-    before = torch.get_rng_state()
-    batch(source(arrays()), torch.tensor([1, 2]))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("augment", [False, True])

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.gpt import batches, model
 from examples.gpt.batches import Batch, Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
 
@@ -61,10 +60,6 @@ def losses_by_document(net: GPT, batch: Batch, number: int) -> tuple[Tensor, Ten
     return sums, torch.bincount(owners, minlength=number)
 
 
-def test_both_modules_ignore_the_same_targets() -> None:
-    assert batches.IGNORED == model.IGNORED
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("number", [1, 2, 7, 23])
 def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
@@ -90,64 +85,6 @@ def test_a_document_has_the_same_loss_as_alone(plan: str) -> None:
         sums, targets = sums + found[0], targets + found[1]
     assert targets.tolist() == [len(each) - 1 for each in documents]
     assert (sums / targets - expected).abs().max() < 1e-5
-
-
-def test_documents_of_a_row_would_see_each_other_without_the_mask() -> None:
-    """The comparison above can fail."""
-    documents, net = some_documents(), small_gpt()
-    row = [each for each in range(len(documents)) if len(documents[each]) < 12][:3]
-    batch = collate(documents, [row], WIDTH)
-    assert batch.mask is not None
-    without = Batch(batch.tokens, batch.targets, batch.documents, None)
-    expected = losses_alone(net, documents)
-    masked, open_ = (losses_by_document(net, each, len(documents)) for each in (batch, without))
-    for place, document in enumerate(row):
-        alone = expected[document]
-        assert (masked[0] / masked[1])[document].item() == pytest.approx(alone, abs=1e-5)
-        if place > 0:
-            assert abs((open_[0] / open_[1])[document].item() - alone) > 1e-3
-
-
-def test_a_position_sees_its_document_up_to_itself() -> None:
-    owners = torch.tensor([[4, 4, 7, 7, 7, IGNORED]])
-    assert batches.block_diagonal(owners)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-
-
-def test_packing_and_bucketing_need_fewer_positions_than_padding() -> None:
-    documents = some_documents(200, seed=3)
-    lengths = [len(each) for each in documents]
-
-    def positions(plan: str) -> int:
-        width = WIDTH if plan == "packed" else None
-        steps = PLANS[plan](lengths, 0)
-        return sum(
-            collate(documents, rows, width).tokens.numel() for step in steps for rows in step
-        )
-
-    needed = sum(lengths) - len(lengths)
-    assert needed <= positions("packed") < 1.05 * needed
-    assert needed < positions("bucketed") < 1.15 * needed < 1.3 * needed < positions("padded")
-
-
-def test_the_ranks_of_a_bucketed_step_have_rows_of_nearly_the_same_length() -> None:
-    documents = some_documents(60, seed=3)
-    lengths = [len(each) for each in documents]
-
-    def largest_ratio(plan: str) -> float:
-        return max(
-            max(longest) / min(longest)
-            for step in PLANS[plan](lengths, 0)
-            for longest in [[max(lengths[each] for row in rows for each in row) for rows in step]]
-        )
-
-    assert largest_ratio("bucketed") < 1.3 < largest_ratio("padded")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -177,17 +114,6 @@ def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None
             (sum(parts) - each).norm() > 1e-3 * each.norm() for each, *parts in wrong
         )
     assert mean_of_means_differs
-
-
-def test_a_rank_without_rows_takes_part_with_zero_gradients() -> None:
-    documents, net = some_documents(3), small_gpt()
-    (step,) = padded([len(each) for each in documents], rows=2, ranks=4, seed=0)
-    assert [len(rows) for rows in step] == [1, 1, 1, 0]
-    batch = collate(documents, step[3])
-    loss = summed_loss(net(batch.tokens, batch.mask), batch.targets)
-    assert loss.item() == 0
-    gradients = torch.autograd.grad(loss, list(net.parameters()))
-    assert all(each.abs().max() == 0 for each in gradients)
 
 
 def test_a_document_that_is_longer_than_a_row_is_an_error() -> None:

@@ -16,7 +16,7 @@ import torch
 
 import mpiddp
 from examples.gpt.data import batch_of_step, load_text
-from tests.support.gpt import BAD_INPUT, TINY, bad_texts, run, weights
+from tests.support.gpt import TINY, bad_texts, run, weights
 from tests.support.ranks import ROOT
 from tests.support.training import records, unequal
 
@@ -62,15 +62,6 @@ def test_the_batches_of_a_step_do_not_depend_on_the_past() -> None:
     assert not torch.equal(inputs, batch_of_step(tokens, 7, 4, 10, seed=4)[0])
 
 
-def test_every_window_of_the_text_can_be_drawn() -> None:
-    starts = {
-        start
-        for step in range(200)
-        for start in batch_of_step(torch.arange(14), step, 4, 10, seed=0)[0][:, 0].tolist()
-    }
-    assert starts == {0, 1, 2, 3}
-
-
 def test_a_text_as_numbers(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("zaß𝄞" * 100)
@@ -94,11 +85,3 @@ def test_a_bad_text_is_one_sentence(tmp_path: Path) -> None:
         load_text("/dev/zero", context=128)
     (tmp_path / "enough").write_text("x" * 1290)
     assert len(load_text(str(tmp_path / "enough"), context=128).validation) == 129
-
-
-def test_one_process_without_a_launcher_refuses_as_well(tmp_path: Path) -> None:
-    bad_texts(tmp_path)
-    done = run(command([sys.executable], "--text=empty"), tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(BAD_INPUT["--text=empty"])
-    assert done.stderr.count("\n") == 1

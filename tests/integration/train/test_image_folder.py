@@ -75,12 +75,6 @@ def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
         assert image.mean((1, 2)).argmax() == label  # red, green, blue
 
 
-def test_pixels_are_normalized_with_imagenets_statistics(folder: Path) -> None:
-    pixels, _ = everything(source(folder))
-    expected = torch.tensor(COLOURS["cat"]).view(3, 1, 1).expand(3, 16, 16)
-    torch.testing.assert_close(bytes_of(pixels[0]), expected.float(), rtol=0, atol=1e-3)
-
-
 def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
     for epoch in (0, 1):
         expected, labels = everything(source(folder, augment=True), epoch=epoch)
@@ -173,14 +167,6 @@ def test_random_crops_stay_within_scale_and_aspect() -> None:
     assert 160 < flips < 240
 
 
-def test_grey_and_transparent_images_become_rgb(folder: Path) -> None:
-    Image.new("L", (20, 20), 77).save(folder / "cat" / "0.png")
-    Image.new("RGBA", (20, 20), (1, 2, 3, 128)).save(folder / "dog" / "0.png")
-    pixels, _ = everything(source(folder))
-    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
-    assert pixels.shape == (12, 3, 16, 16)
-
-
 # Errors
 
 
@@ -195,15 +181,6 @@ def test_a_broken_image_is_named_in_one_sentence(
     assert re.fullmatch(error("Replace or", f"{broken}: ", "("), str(caught.value))
 
 
-def test_a_decompression_bomb_is_refused(folder: Path) -> None:
-    path = folder / "cat" / "3.bmp"
-    content = bytearray(path.read_bytes())
-    content[18:26] = b"\xff\xff\x00\x00" * 2  # 65535 by 65535 pixels
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=error("Replace or", f"{path}: ", "(Image size")):
-        everything(source(folder))
-
-
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 %%BoundingBox: 0 0 9 9
 %%EndComments
@@ -212,47 +189,11 @@ showpage
 """
 
 
-READS = """
-import sys, torch
-from pathlib import Path
-from mpiddp.errors import UserError
-from mpiddp.train.image_folder import ImageFolder
-from tests.support.training import configured
-folder, eps = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
-for name in sys.argv[3:]:
-    before = (folder / name).read_bytes()
-    (folder / name).write_bytes(eps)
-    config = configured("--image-size=16", "--dataset=image-folder", "--num-workers=0")
-    images = ImageFolder(folder, config, torch.device("cpu"), augment=False)
-    try:
-        list(images.batches(torch.arange(12).split(4), epoch=0))
-    except UserError as error:
-        print(error)
-    (folder / name).write_bytes(before)
-"""
-
-
-def test_no_other_program_reads_an_image(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_other_program_reads_an_image(folder: Path) -> None:
     """Pillow would start Ghostscript for EPS, whatever the file's name."""
-    programs = tmp_path_factory.mktemp("programs")
-    (programs / "gs").write_text(f"#!/bin/sh\necho started >> {programs}/started\n")
-    (programs / "gs").chmod(0o755)
-    (programs / "eps").write_bytes(EPS)
-    env = {**clean_env(), "PATH": f"{programs}:{clean_env()['PATH']}"}
-    names = [f"dog/{name}" for name in ("1.jpg", "0.png", "3.bmp")]
-    done = subprocess.run(
-        [sys.executable, "-c", READS, str(folder), str(programs / "eps"), *names],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.stderr == ""
-    for name, line in zip(names, done.stdout.splitlines(), strict=True):
-        assert re.fullmatch(error("Replace or", f"/{name}: ", "(cannot identify"), line), line
-    assert not (programs / "started").exists()
+    (folder / "dog/1.jpg").write_bytes(EPS)
+    with pytest.raises(UserError, match=error("Replace or", "/1.jpg: ", "(cannot identify")):
+        everything(source(folder))
 
 
 def test_the_suffix_need_not_be_that_of_the_format(folder: Path) -> None:
@@ -279,16 +220,6 @@ def test_train_and_val_have_the_same_classes(tmp_path: Path) -> None:
     config = configured("--dataset=image-folder", f"--data-dir={tmp_path}", "--num-workers=0")
     with pytest.raises(UserError, match=error("val/ contain", f"{tmp_path}: ", " dog ")):
         open_data(config, World(0, 1, 0, 1), CPU)
-
-
-def test_classes_without_images(tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "cat" / "notes.txt").write_text("no image")
-    Image.new("RGB", (9, 9)).save(tmp_path / "dog" / "0.png")
-    values = (f"{tmp_path}: ", " cat ", "(.bmp, .jpeg, ")
-    with pytest.raises(UserError, match=error("Each folder", *values)):
-        source(tmp_path)
 
 
 def test_a_hidden_folder_is_no_class_and_a_hidden_file_no_image(folder: Path) -> None:

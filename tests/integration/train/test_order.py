@@ -9,8 +9,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
-
 from mpiddp.train.order import Order, Step, share_of
 
 
@@ -53,15 +51,6 @@ def test_every_image_is_used_once_per_epoch_except_a_tail() -> None:
             assert len(steps) == ranks[0].steps_per_epoch
 
 
-def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
-    for sizes in combinations():
-        ranks = orders(*sizes)
-        global_batch = ranks[0].global_batch_size
-        order = ranks[0].permutation(epoch=2).tolist()
-        for k, step in enumerate(global_steps(ranks, epoch=2)):
-            assert step == order[k * global_batch : (k + 1) * global_batch], sizes
-
-
 def test_each_epoch_and_seed_has_another_order() -> None:
     one = orders(100, 10, 1, 1)[0]
     other = replace(one, seed=6)
@@ -69,19 +58,6 @@ def test_each_epoch_and_seed_has_another_order() -> None:
     assert len({tuple(numbers) for numbers in found}) == 6
     assert found[0] == one.permutation(0).tolist() != list(range(100))
     assert all(sorted(numbers) == list(range(100)) for numbers in found)
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_an_indivisible_global_batch_is_split_evenly(accum: int) -> None:
-    ranks = [Order(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
-    for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
-        assert all(part.num_images == 23 for part in parts)
-        assert {len(part.micro_batches) for part in parts} == {accum}
-        sizes = {len(batch) for part in parts for batch in part.micro_batches}
-        assert sizes == ({7, 8} if accum == 1 else {3, 4})
-        order = ranks[0].permutation(epoch=0).tolist()
-        numbers = [number for part in parts for number in images(part)]
-        assert numbers == order[23 * k : 23 * (k + 1)]
 
 
 def test_max_steps_ends_an_epoch_early() -> None:

@@ -9,86 +9,58 @@ from __future__ import annotations
 import json
 import subprocess
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mpiddp
 from mpiddp.errors import UserError
+from mpiddp.runtime.job.session import current
 from mpiddp.train import sinks
 from mpiddp.train.measure import table
 from mpiddp.train.options import SINKS
 from mpiddp.train.record import git_state, save_json
 
-Records = list[tuple[int, dict[str, float]]]
-
-
-class Polls:
-    """An event that is set after so many waits."""
-
-    def __init__(self, count: int, at_wait: Any = None) -> None:
-        self._left, self._at_wait = count, at_wait
-
-    def wait(self, timeout: float) -> bool:
-        self._left -= 1
-        if self._at_wait is not None:
-            self._at_wait()
-        return self._left <= 0
-
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """What a tool gets. Its name is that of a package, but it keeps the records in a list."""
-    got: Records = []
+def run(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run whose records may be written."""
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.resume()
+        yield tmp_path / "run"
+    current().run = None
+
+
+def test_records_reach_a_tool_that_a_resume_continues(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[Any] = []
 
     def open_run(facts: sinks.RunFacts) -> sinks.Sink:
-        got.append((-1, {"first_step": facts.first_step}))
-        return sinks.Sink("an-id", lambda *record: got.append(record), lambda: None)
+        got.append((facts.id, facts.first_step))
+        return sinks.Sink("an-id", lambda *record: got.append(record), lambda: got.append("end"))
 
     monkeypatch.setitem(sinks.SINKS, "mlflow", open_run)  # type: ignore[misc]
-    return got
-
-
-def write(run: Path, *steps: int) -> None:
-    lines = [json.dumps({"step": step, "loss": 1 / step, "note": "x"}) + "\n" for step in steps]
-    with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(lines)
-
-
-def test_each_record_is_sent_once_over_a_resume(tmp_path: Path, sent: Records) -> None:
-    write(tmp_path, 1, 2)
-    sinks.follow("mlflow", tmp_path, {}, -1, Polls(1))  # type: ignore[arg-type]
-    (tmp_path / "metrics.jsonl").write_text("")
-    write(tmp_path, 1)  # the run resumed from step 1, and has dropped step 2
-    polls = Polls(2, lambda: write(tmp_path, 2, 3) if len(sent) < 5 else None)
-    sinks.follow("mlflow", tmp_path, {}, 1, polls)  # type: ignore[arg-type]
-    steps = [step for step, values in sent if "loss" in values]
-    assert steps == [1, 2, 2, 3]
-    assert [values["first_step"] for step, values in sent if step < 0] == [0, 2]
-    assert sent[1] == (1, {"loss": 1.0})
-
-
-def test_a_run_without_records_writes_nothing_for_its_tools(tmp_path: Path, sent: Records) -> None:
-    """An fsync a second for each tool is a load for a file server."""
-    write(tmp_path, 1)
-    file = tmp_path / "log_to/mlflow.json"
-    written: list[int] = []
-    polls = Polls(5, lambda: written.append(file.stat().st_ino))
-    sinks.follow("mlflow", tmp_path, {}, -1, polls)  # type: ignore[arg-type]
-    assert len(set(written)) <= 2  # at the start, and with the one record
-    assert json.loads(file.read_text()) == {"id": "an-id", "step": 1}
+    for step in (0, 2):
+        with sinks.following("mlflow", run, {}, step=step) as record:
+            record(step + 1, loss=0.5, note="x", best=None)
+    assert got == [("", 1), (1, {"loss": 0.5}), "end", ("an-id", 3), (3, {"loss": 0.5}), "end"]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 1, "loss": 0.5, "note": "x", "best": None}
+    assert [path.name for path in (run / "log_to").iterdir()] == ["mlflow.json"]
 
 
 def test_a_tool_that_fails_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(facts: sinks.RunFacts) -> sinks.Sink:
         raise ConnectionError("no server\nat all")
 
     monkeypatch.setitem(sinks.SINKS, "mlflow", fail)  # type: ignore[misc]
-    write(tmp_path, 1)
-    with sinks.following("mlflow", tmp_path, {}):
-        pass
+    with sinks.following("mlflow", run, {}, step=0) as record:
+        record(1, loss=0.5)
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith("warning: --log-to mlflow: ConnectionError: 'no server'. ")
 

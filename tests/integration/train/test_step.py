@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import Resumed
-from mpiddp.errors import UserError
 from mpiddp.train.checkpoint import _restore
 from mpiddp.train.datasets import batches, open_data
 from mpiddp.train.order import Step
@@ -28,7 +26,6 @@ from mpiddp.train.step import (
     build_optimizer,
     build_scaler,
     learning_rate,
-    load_weights,
     mark_last_gradient,
     train_step,
 )
@@ -148,13 +145,3 @@ def test_the_learning_rate_of_each_schedule() -> None:
         assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
         assert max(rates) == pytest.approx(1.0)
         assert rates[79] == pytest.approx(last, abs=0.02)
-
-
-def test_weights_but_for_another_number_of_classes(tmp_path: Path) -> None:
-    torch.save(ARCHS["resnet20"](num_classes=7).state_dict(), tmp_path / "a.pt")
-    model = ARCHS["resnet20"](num_classes=10)
-    load_weights(model, str(tmp_path / "a.pt"))
-    for path in ("missing.pt", "text.pt", "a.pt"):
-        (tmp_path / "text.pt").write_text("no tensors")
-        with pytest.raises(UserError, match=f"--weights .*{path}"):
-            load_weights(ARCHS["resnet18"](num_classes=10), str(tmp_path / path))
