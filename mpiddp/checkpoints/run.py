@@ -142,7 +142,10 @@ class Run:
 
     dir: RunDir
     coordinator: Coordinator
-    group: dist.ProcessGroup | None  # of all ranks, for tensors on the CPU; None for a single rank
+    # All ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A reference to
+    # it would keep it alive after the script has destroyed it: a rank that still waits in a collective would
+    # not notice that this one has left.
+    group: dist.ProcessGroup | None
     timeout_s: float  # how long to wait for a rank that does not answer
     # The writer of each rank's file system, the lowest rank there: [world_size]. All ranks have the same.
     writer_of: tuple[int, ...] = (0,)
@@ -152,6 +155,10 @@ class Run:
     @property
     def rank(self) -> int:
         return self.coordinator.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.coordinator.world.world_size
 
     @property
     def local_rank(self) -> int:
@@ -246,9 +253,9 @@ def _with_group(run: Run) -> Run:
                 f"mpiddp.Checkpoints needs a process group of all {world.world_size} ranks. Call "
                 "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
             )
-    is_gloo = dist.get_backend() == "gloo"
-    group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
-    return replace(run, group=group)
+    return (
+        run if dist.get_backend() == "gloo" else replace(run, group=dist.new_group(backend="gloo"))
+    )
 
 
 def _writers(run: Run) -> tuple[int, ...]:

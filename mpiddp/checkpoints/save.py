@@ -117,11 +117,11 @@ class Saver:
         wait_for_copies()
         own = packed({"rng": rng_states(run.local_rank), "state": copied})
         gathered: list[Any] | None = [own]
-        if run.group is not None and run.writers == [0]:
-            gathered = [None] * len(run.writer_of) if run.rank == 0 else None
+        if run.world_size > 1 and run.writers == [0]:
+            gathered = [None] * run.world_size if run.rank == 0 else None
             dist.gather_object(own, gathered, 0, group=run.group)
-        elif run.group is not None:
-            gathered = [None] * len(run.writer_of)
+        elif run.world_size > 1:
+            gathered = [None] * run.world_size
             dist.all_gather_object(gathered, own, group=run.group)
         if gathered is None or not run.is_writer:
             return []
