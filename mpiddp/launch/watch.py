@@ -135,7 +135,11 @@ class Watch:
             is_long = quiet_s >= MOVING_FACTOR * self._patience_s
             return is_long and 0 < len(outside) < len(last) and not is_saving
         idle_s = _BUSY * (now - before)
-        is_idle = [place.cpu_s - first[rank].cpu_s < idle_s for rank, place in outside.items()]
+        # On a crowded host, a rank that computes has a core for a small part of the time.
+        is_idle = [
+            place.state != "R" and place.cpu_s - first[rank].cpu_s < idle_s
+            for rank, place in outside.items()
+        ]
         if len(outside) == len(last) and not (self._step and any(is_idle)):
             return False  # nobody waits for another rank: all compute, or a program makes no steps
         if quiet_s >= BUSY_FACTOR * self._patience_s:

@@ -57,7 +57,8 @@ class Job:
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
         self.cpu_s = dict.fromkeys(range(ranks), 0.0)
-        self.busy: set[int] = set()  # ranks that use a core
+        self.busy: set[int] = set()  # ranks that compute
+        self.cores = 1.0  # that each of them gets
         self.looks = 0
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
@@ -81,7 +82,7 @@ class Job:
             passed = min(1.0, end - self.now)
             self.now += passed
             for rank in self.busy:
-                self.cpu_s[rank] += passed
+                self.cpu_s[rank] += self.cores * passed
             if self.watch.wants_stacks(self.now, self.now - self.printed_at):
                 self.looks += 1
                 self.ranks.stacks.clear()
@@ -138,14 +139,15 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("cause", ["moves", "computes", "saves"])
+@pytest.mark.parametrize("cause", ["moves", "computes", "starves", "saves"])
 def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
     """One rank evaluates, compiles or saves for four minutes, and the others wait for it."""
     job = Job(2)
     job.steps(50, every_s=0.5)
     job.stacks = {0: OPENS, 1: ALL_REDUCE}
-    if cause == "computes":
+    if cause in ("computes", "starves"):
         job.busy = {0}
+        job.cores = 0.1 if cause == "starves" else 1.0
     elif cause == "saves":
         job.note(0, "saving", active=True)
     for line in range(240):
