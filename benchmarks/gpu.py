@@ -94,8 +94,7 @@ def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -
     small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny)
     options = [*(small if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
     bench.run(sys.executable, "-m", "mpiddp", "bench", name, *options)
-    found: Result = json.loads((out / f"{name}.json").read_text())["results"]
-    return found
+    return dict(json.loads((out / f"{name}.json").read_text())["results"])
 
 
 def step(bench: Bench) -> Result:

@@ -50,8 +50,7 @@ def _cost(name: str, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "LIGHT_CLIENTS_FOLDER": folder}
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=900)
-    cost: dict[str, float] = json.loads(done.stdout)
-    return cost
+    return dict(json.loads(done.stdout))
 
 
 def table(results: Result) -> str:

@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
         for result in _results(Drill(command, work, options.steps, seed), options.only):
             results.append(result)
             why = result.cause and f": {result.cause}"
-            done = f"{len(results)}/{len(options.only) + 1}"
-            _say(f"{done} {result.fault}: {_VERDICTS[result.passed]}{why}")
+            number = f"{len(results)}/{len(options.only) + 1}"
+            _say(f"{number} {result.fault}: {_VERDICTS[result.passed]}{why}")
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
@@ -66,10 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     if not drill.command.names_folder:
-        _say(
-            f"no argument has {OUT}, so each run has an empty working folder; relative paths of data "
-            "are not found there"
-        )
+        _say(f"no argument has {OUT}: each run begins in an empty folder, without your files")
     undisturbed = drill.undisturbed()
     yield judge_undisturbed(undisturbed)
     steps, saves = undisturbed.recording.length, undisturbed.recording.saved_steps
@@ -97,8 +94,7 @@ def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
 
 def table(results: Sequence[Result]) -> str:
     sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
-    differing = [each.differs_from for each in results if each.differs_from is not None]
-    if differing:
+    if differing := [each.differs_from for each in results if each.differs_from is not None]:
         sentences.append(
             "Weights, samples and random numbers are not compared: two runs differ from step "
             f"{differing[0]}."
@@ -137,8 +133,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     add("--steps", type=whole(2), default=0, metavar="N", help=steps)
     only = f"the faults, or none, by default all of: {', '.join(NAMES)}"
     add("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
-    seed = "seed of the steps and ranks (default: random)"
-    add("--seed", type=whole(0), metavar="K", help=seed)
+    add("--seed", type=whole(0), metavar="K", help="seed of the steps and ranks (default: random)")
     work = (
         "a new folder for the runs, which all hosts see (default: a temporary one, with several hosts in the "
         "working folder)"

@@ -66,8 +66,9 @@ class _Observer:
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers = ""
-        # By thread and folder, the step at which the thread began to write there.
-        self._begun: dict[tuple[int | None, Path], int] = {}
+        self._begun: dict[
+            Path, int
+        ] = {}  # the step at which a thread began to write into this folder
         self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
@@ -119,17 +120,12 @@ class _Observer:
 
         A save that a fault breaks is not recorded: nothing can resume from it.
         """
-        step = self._step_of(path)
+        in_thread = path and threading.current_thread() is not threading.main_thread()
+        # While a thread writes the files of a save, the training goes on.
+        step = self._begun.setdefault(Path(path).parent, self.step) if in_thread else self.step
         if write is not None:
             self.fault.in_save(step, write, data)
         self._write(kind="save", step=step, path=path, in_handler=_in_handler())
-
-    def _step_of(self, path: str) -> int:
-        """The step of a save. While a thread writes the files of one, the training goes on."""
-        thread = threading.current_thread()
-        if not path or thread is threading.main_thread():
-            return self.step
-        return self._begun.setdefault((thread.ident, Path(path).parent), self.step)
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = list(_parameters(optimizer))
