@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -102,6 +103,7 @@ class Checkpoints:
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
         self._saver: Saver | None = None
+        self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir)
         self._has_ended, self._pid = False, os.getpid()
@@ -220,8 +222,8 @@ class Checkpoints:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 
         A save waits for the previous one. At the end of the script, the last one is waited for: if it
-        fails, the process ends with exit code 1. A step that is saved already is left as it is. Call it in
-        the thread that trains: its collectives would meet those of another one.
+        fails, the process ends with exit code 1. A step that is saved already is left as it is. All saves need
+        one thread, in which the process's other collectives run too.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
@@ -236,7 +238,7 @@ class Checkpoints:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
             ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
                 entry's name cannot be a file's.
-            RuntimeError: `close` has been called.
+            RuntimeError: `close` has been called, or another thread has saved before.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
@@ -246,6 +248,12 @@ class Checkpoints:
         check_entries("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            raise RuntimeError(
+                "save() was called from another thread than the first save. Its collectives would meet those "
+                "of the training: call it in the thread that trains."
+            )
         if self._run is None:
             self._open_new()
         assert self._run is not None

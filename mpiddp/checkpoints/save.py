@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +34,7 @@ from mpiddp.checkpoints.send import Transfer, receiver_of, send_files, shards_at
 from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of, index_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.paths import flush
+from mpiddp.paths import flush, from_here
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
@@ -42,6 +43,8 @@ from mpiddp.text import Interval
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
+_LATE_S = 30.0  # after which a rank that waits in save() says so
+_NOT_THE_SCRIPT = (Path(__file__).parent, Path(contextlib.__file__).parent)
 
 
 class _Abandoned(Exception):
@@ -146,7 +149,8 @@ class Saver:
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         run = self._run
-        answers = run.gather((next_step, problem))
+        with _waiting_is_named(next_step, run.rank):
+            answers = run.gather((next_step, problem))
         names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
         first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
@@ -300,6 +304,27 @@ def _lower_priority() -> None:
     with contextlib.suppress(OSError):  # a sandbox may refuse it
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
+
+
+@contextlib.contextmanager
+def _waiting_is_named(step: int | None, rank: int) -> Iterator[None]:
+    """Name the script's line on rank 0 if the other ranks do not come, as after `if rank == 0: save()`."""
+    frame = sys._getframe()
+    while frame.f_back and Path(frame.f_code.co_filename).parent in _NOT_THE_SCRIPT:
+        frame = frame.f_back
+    where = f"{from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+    sentence = (
+        f"warning: save() of step {step} in {where} has waited {_LATE_S:g} s for the other ranks. "
+        "Every rank must call it."
+    )
+    timer = threading.Timer(_LATE_S, log.warning, [sentence])
+    timer.daemon = True
+    if rank == 0 and step is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:

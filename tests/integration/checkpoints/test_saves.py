@@ -10,6 +10,7 @@ import gc
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,23 @@ def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path: Path) -> N
     assert not [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
 
 
+def test_another_thread_may_not_save(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            checkpoints.save(2, {})
+        except RuntimeError as refused:
+            errors.append(refused)
+
+    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {})
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(errors[0])
+
+
 OTHER_STEPS = """
 import sys, mpiddp
 with mpiddp.process_group() as world:
@@ -117,6 +135,27 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if "saves step" in line]
     assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
+
+
+ONE_SAVES = """
+import sys, threading, mpiddp
+from mpiddp.checkpoints import save
+save._LATE_S = 0.5
+with mpiddp.process_group() as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], timeout_s=5)
+    checkpoints.save(1, {})
+    if world.rank == 0:
+        checkpoints.save(2, {})
+    threading.Event().wait(60)
+"""
+
+
+def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path: Path) -> None:
+    path = script(tmp_path, ONE_SAVES)
+    done = mpirun(2, path, str(tmp_path / "run"))
+    assert done.returncode != 0
+    assert f"save() of step 2 in {path}:9 has waited 0.5 s for the other ranks" in done.stderr
+    assert "rank 1 on" in done.stderr
 
 
 SENT = """
