@@ -222,8 +222,8 @@ class Checkpoints:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 
         A save waits for the previous one. At the end of the script, the last one is waited for: if it
-        fails, the process ends with exit code 1. A step that is saved already is left as it is. All saves need
-        one thread, in which the process's other collectives run too.
+        fails, the process ends with exit code 1. A step that is saved already is left as it is. All saves
+        need one thread, in which the process's other collectives run too.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
