@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_who_failed_first(here: Here, how: str) -> None:
     # The stack of an exception, and that of a crash in native code.
     function = {"raise": "in fail", "crash": "in crash"}.get(how, "")
     assert re.search(rf'one_fails.py", line \d+,? {function}', done.stderr) or not function
+    assert "\nThread 0x" not in done.stderr  # of the threads, only the one that crashed
 
 
 @every_mpi
@@ -294,12 +296,17 @@ time.sleep(6000)
 
 
 def test_a_killed_launcher_leaves_nothing(here: Here) -> None:
-    """What a script has started ends when the launcher is killed, whatever its session is."""
-    job = here.start("launch", *here.where(1), here.script(LEFT_OVER)).until("started", times=2)
-    pids = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("started")]
-    job.signal(signal.SIGKILL)
-    job.wait()
-    eventually(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+    """What a script has started ends with a killed launcher. The next launch removes its session folder."""
+    with tempfile.TemporaryDirectory() as sessions:  # a longer path is no folder for sockets
+        launch, env = ("launch", *here.where(1)), {"TMPDIR": sessions}
+        job = here.start(*launch, here.script(LEFT_OVER), env=env).until("started", times=2)
+        pids = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("started")]
+        job.signal(signal.SIGKILL)
+        job.wait()
+        eventually(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+        assert [*Path(sessions).iterdir()]
+        here.run(*launch, "--", "true", env=env).assert_ok()
+        assert not [*Path(sessions).iterdir()]
 
 
 WAITS = """
