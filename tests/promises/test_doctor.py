@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +25,8 @@ from tests.support.cluster import Cluster, lacking, why_not
 from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
 from tests.support.drills import DEFECTS, RIGHT, SCRIPT, command
 from tests.support.own_script import example
-from tests.support.place import Done, Here, Hosts
+from tests.support.patience import eventually
+from tests.support.place import Done, Here, Hosts, Process
 from tests.support.ranks import ROOT
 
 # --- doctor ---
@@ -82,6 +85,24 @@ def test_doctor_raises_no_false_alarm(cluster: Cluster) -> None:
     for host in cluster.hosts:
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
+
+
+def test_doctor_names_a_hang_of_its_job(hosts: Hosts) -> None:
+    """`mpiddp doctor` names the rank that hangs in its own small job."""
+    job = hosts.start("doctor", *hosts.where(2))
+
+    def stopped() -> list[Process]:
+        found = [each for each in hosts.processes("mpiddp.doctor.job") if each.host == "node1"]
+        scripts = [each for each in found if "runtime.script" in each.command]
+        for process in scripts:
+            hosts.kill(process, signal.SIGSTOP)
+        return scripts
+
+    eventually(stopped)
+    done = job.wait()
+    assert done.code == 1
+    (line,) = [line for line in done.stdout.splitlines() if re.match(r"fail +job", line)]
+    assert "rank 1 on node1" in line, done.stdout + done.stderr
 
 
 # --- explain ---
