@@ -249,7 +249,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
     names_culprit = first.facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Verdict(first.facts["code"], _unprinted_error(ranks, first), failure)
+        return Verdict(first.facts["code"], error, failure)
     hosts = _hosts_lost_with(ranks, first)
     if (
         first.kind == "lost"
@@ -347,14 +347,6 @@ def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
     if not early:
         return ""
     return f"{ranks.names(early)} ended early, with exit code 0 (os._exit). Then "
-
-
-def _unprinted_error(ranks: Ranks, refusal: Message) -> str:
-    """The error of a rank that refused, "" if `errors.print_from_one_rank` has printed it on a rank."""
-    refused = (rank for rank, message in ranks.failures.items() if message.kind == "failed")
-    if any(ranks.hosts.index(ranks.hosts[rank]) == rank for rank in refused):
-        return ""
-    return str(refusal.facts["error"])
 
 
 # --- known causes ---

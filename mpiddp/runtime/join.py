@@ -227,16 +227,15 @@ def _end_with(
     if not ending.is_failure:  # many scripts end with sys.exit(main())
         _leave(session, coordinator, watch)
         return
-    if session.control is not None:  # `mpiddp.runtime.script` reports it
-        return
-    session.claim_first_failure()
     if not ending.traceback:
+        session.claim_first_failure()
         session.report(ending)
         watch.fail(ending)
         if not isinstance(error, SystemExit):
             raise SystemExit(ending.code) from None
-        return
-    atexit.register(watch.fail_at_exit)  # unless the script catches it
+    elif session.control is None:  # else `mpiddp.runtime.script` reports it
+        session.claim_first_failure()
+        atexit.register(watch.fail_at_exit)  # unless the script catches it
 
 
 def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch) -> None:

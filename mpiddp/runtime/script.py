@@ -310,7 +310,7 @@ def _fail(session: Session, error: BaseException) -> int:
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-    elif ending.is_refusal and is_first and not session.has_printed:
+    elif ending.is_refusal and is_first and not (session.has_printed or session.has_launcher):
         session.has_printed = True
         print_error(ending.sentence)
     return ending.code

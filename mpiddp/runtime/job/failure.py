@@ -68,10 +68,11 @@ class FailureWatch:
             self.fail(ending_of(error))
 
     def _print_once(self, ending: Ending) -> None:
-        """Print the line of an ending. A launcher and an agent print every line except that of bad input."""
+        """Print the line of an ending. A launcher prints every line, an agent all but that of bad input."""
         world = self._coordinator.world
         line = ending.line(f"rank {world.rank} on {world.hostname}")
-        if line and not self._session.has_printed and (ending.is_refusal or self._is_rank):
+        prints = self._is_rank or (ending.is_refusal and not self._session.has_launcher)
+        if line and prints and not self._session.has_printed:
             self._session.has_printed = True
             print_error(line)
 

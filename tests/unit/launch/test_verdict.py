@@ -274,12 +274,12 @@ CASES = [
         [failed(1, "rank 0 on a did not answer in 30 s.", is_verdict=True)],
     ),
     Case(
-        "a refusal that a rank has printed",
-        of_rank(1, "", "--x: bad", BAD_INPUT),
+        "a refusal of two ranks",
+        of_rank(1, "--x: bad", "--x: bad", BAD_INPUT),
         [failed(1, "--x: bad", code=2), failed(0, "--x: bad", code=2, at=3.0)],
     ),
     Case(
-        "a refusal that no rank has printed",
+        "a refusal of one rank",
         of_rank(2, "--x: bad", "--x: bad", BAD_INPUT),
         [failed(2, "--x: bad", code=2), lost(0, at=2.0)],
     ),
@@ -371,7 +371,7 @@ CASES = [
     ),
     Case(
         "one ended by os._exit(0), then another refused",
-        of_rank(0, "", "no data", BAD_INPUT),
+        of_rank(0, "no data", "no data", BAD_INPUT),
         [message(1, "exited"), failed(0, "no data", at=2.0, code=2, traceback="")],
         (2, ""),
     ),
