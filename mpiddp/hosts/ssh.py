@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
@@ -34,6 +35,7 @@ MOST_LOGINS, MOST_BEHIND_JUMP = 32, 8
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
+_FILES_TO_START = 12  # while a process starts
 _CONFIG_S = 5.0
 _END_S = 4.0  # for a program on this machine to end
 _TOGETHER_S = 1.0  # answers that come within this time are yielded together
@@ -109,8 +111,9 @@ def answers_as_they_come(
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
-    allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    at_once = most_at_once or len(hosts)
+    limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
+    unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
+    at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
     logins = logins_at_once(hosts, transport)
     waiting, running = list(reversed(hosts)), set[_Running]()
     ended: dict[Host, Answer] = {}

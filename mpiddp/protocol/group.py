@@ -39,7 +39,9 @@ class Group:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._claimed = self._failed = b""  # the messages of the first member
+        # The messages of the first member that has failed: by key of its claim, and to end the others.
+        self._claimed: dict[str, bytes] = {}
+        self._failed = b""
         self._gathers: dict[str, _Gather] = {}
         self._late: dict[str, list[int]] = {}  # gathers that are over: the ranks that were missing
         self._gone: set[int] = set()  # members whose connection has ended
@@ -52,13 +54,16 @@ class Group:
         """
         if facts["type"] == "gather":
             return self._gather(rank, facts, value, now)
-        return self._claim(rank) if facts["type"] == "claim" else self._fail(rank, facts["code"])
+        if facts["type"] == "claim":
+            return self._claim(rank, _key_of(facts))
+        return self._fail(rank, facts["code"])
 
     def enter(self, rank: int) -> list[Reply]:
         """A member that enters late learns at once of failures, and of the gathers that call it."""
         self._gone.discard(rank)
         called = [encode("called", key=key) for key, each in self._gathers.items() if each.calls]
-        return [Reply([rank], line) for line in (self._claimed, self._failed, *called) if line]
+        lines = (*self._claimed.values(), self._failed, *called)
+        return [Reply([rank], line) for line in lines if line]
 
     def lose(self, rank: int) -> list[Reply]:
         """A member's connection has ended."""
@@ -85,9 +90,9 @@ class Group:
     # --- gathers: every member gives a value, and gets those of all ---
 
     def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> list[Reply]:
-        key = facts["key"]
-        if type(key) is not str or not 0 < len(key) <= _LONGEST_KEY or not value:
-            raise ValueError("no key, or no value")
+        key = _key_of(facts)
+        if not value:
+            raise ValueError("no value")
         if key in self._late:
             return [Reply([rank], _no_answer(key, self._late[key]))]
         gather = self._gathers.setdefault(key, _Gather())
@@ -115,11 +120,11 @@ class Group:
 
     # --- failures ---
 
-    def _claim(self, rank: int) -> list[Reply]:
+    def _claim(self, rank: int, key: str) -> list[Reply]:
         """The first member that claims to have failed first is told so, and all others learn of it."""
-        is_first = not self._claimed
-        self._claimed = self._claimed or encode("claimed", rank=rank)
-        return [Reply(range(self.world_size) if is_first else [rank], self._claimed)]
+        is_first = key not in self._claimed
+        line = self._claimed.setdefault(key, encode("claimed", rank=rank, key=key))
+        return [Reply(range(self.world_size) if is_first else [rank], line)]
 
     def _fail(self, rank: int, code: object) -> list[Reply]:
         """End the other members with the exit code of the first that asks."""
@@ -129,6 +134,13 @@ class Group:
             return []
         self._failed = encode("failed", code=code)
         return [Reply([each for each in range(self.world_size) if each != rank], self._failed)]
+
+
+def _key_of(facts: dict[str, Any]) -> str:
+    key = facts["key"]
+    if type(key) is not str or not 0 < len(key) <= _LONGEST_KEY:
+        raise ValueError("no key")
+    return key
 
 
 def _no_answer(key: str, missing: Sequence[int]) -> bytes:

@@ -72,6 +72,8 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
             session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
     coordinator = session.coordinator
     session.stop.enter_group()
+    if session.control is None and coordinator.channel is not None:
+        coordinator.channel.begin_session()
     session.watch = watch = FailureWatch(session, coordinator)
     watch.start()
     try:

@@ -82,7 +82,8 @@ class JobChannel:
         # By key: the values of all, once they are there.
         self._given: dict[str, list[Any] | None] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._first_failure: int | None = None  # the rank that has claimed it
+        self._session = 0  # the process groups that the script has formed one after the other
+        self._first_failures: dict[str, int] = {}  # by key of the claim, the rank
         connection.close_in_forks()
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
@@ -154,12 +155,22 @@ class JobChannel:
         Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
         fail as well.
         """
-        if self._first_failure is None:
+        key = self._claim_key
+        if key not in self._first_failures:
             try:
-                self.ask("claim", answer_key="claimed")
+                self.ask("claim", answer_key=key, key=key)
             except ChannelLost:
                 return self.rank == 0
-        return self._first_failure == self.rank
+        return self._first_failures[key] == self.rank
+
+    def begin_session(self) -> None:
+        """The ranks form another process group: the script has caught the error that ended the last one."""
+        with self._lock:
+            self._session += 1
+
+    @property
+    def _claim_key(self) -> str:
+        return f"first failure {self._session}"
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
@@ -191,7 +202,7 @@ class JobChannel:
         with self._lock:
             if self.is_lost:
                 raise self.lost()
-            if unless_failed and self._first_failure is not None:
+            if unless_failed and self._claim_key in self._first_failures:
                 raise AnotherFailed
             # Two threads may claim at once, and wait for one answer.
             waiting = _Answer(unless_failed=unless_failed)
@@ -275,9 +286,9 @@ class JobChannel:
         kind, key = facts["type"], facts.get("key")
         with self._lock:
             if kind == "claimed":
-                self._first_failure = facts["rank"]
+                self._first_failures[facts["key"]] = facts["rank"]
                 for waiting in self._answers.values():
-                    if waiting.unless_failed:
+                    if waiting.unless_failed and key == self._claim_key:
                         waiting.arrive({}, b"", AnotherFailed())
             elif kind == "failed":
                 self.code_of_failure = facts["code"]
