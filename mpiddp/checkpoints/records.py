@@ -6,6 +6,7 @@ mpiddp.log_metrics(step, loss=0.5)      # {"step": 7, "loss": 0.5}
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -80,8 +81,14 @@ class RunRecords:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    with path.open("a") as file:  # written at its end: one line, in one piece
-        file.write(json.dumps(values) + "\n")
+    line = json.dumps(values).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:  # written at its end: one line, in one piece
+        end = file.tell()
+        if file.write(line) < len(
+            line
+        ):  # a disk that has become full; the next line may find space again
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _END_S = 2.0  # for the agent to end this rank after another has failed
-_GLOO_S = 0.05  # for gloo's threads to run, on a loaded machine too
+_GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
+_IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 _MOST_FILES = 2  # of `Go`
 _OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
 
@@ -110,21 +111,41 @@ def _prepare(number: int) -> tuple[Session, socket.socket]:
     faulthandler.register(signal.SIGURG, file=number, all_threads=False)
     keep_freed_memory(os.environ)
     atexit.register(_end_by_interrupt, session)  # the first of all, so it runs last
-    atexit.register(_await_gloo)
+    atexit.register(await_gloo)
     return session, control
 
 
-def _await_gloo() -> None:
+def await_gloo() -> None:
     """Let gloo's threads free the tensors of the last collective, for which they need Python's lock.
 
-    A thread that comes later, while Python ends, aborts the process ("terminate called without an active
-    exception", torch 2.13). No such thread is left once all of its groups are destroyed.
+    Later they would wait for it for ever, because the end of a DistributedDataParallel holds the lock while
+    it waits for the threads of its group; or they would abort the process while Python ends ("terminate
+    called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
     """
-    for thread in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            if "gloo" in thread.read_text():
-                time.sleep(_GLOO_S)
-                return
+    deadline, idle = time.monotonic() + _GLOO_S, 0
+    while (
+        _GLOO in (threads := _threads()).values() and idle < _IDLE and time.monotonic() < deadline
+    ):
+        time.sleep(_GLOO_POLL_S)
+        idle = (
+            0 if any(_runs(thread) for thread in threads if threads[thread] == _GLOO) else idle + 1
+        )
+
+
+def _threads() -> dict[Path, str]:
+    """The names of this process's threads, by their folders in /proc."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found[thread] = (thread / "comm").read_text().strip()
+    return found
+
+
+def _runs(thread: Path) -> bool:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False
 
 
 def _end_by_interrupt(session: Session) -> None:

@@ -22,6 +22,7 @@ from mpiddp.runtime.job.script_exit import ExitUnknown, enter_until_exit
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 from mpiddp.runtime.rendezvous.store import store_of_group
+from mpiddp.runtime.script import await_gloo
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -129,6 +130,8 @@ def default_group(
     finally:
         # A script of torchrun's kind may have destroyed it itself.
         if destroys and session.is_of_this_process and dist.is_initialized():
+            if backend == "gloo":
+                await_gloo()
             dist.destroy_process_group()
 
 
