@@ -127,7 +127,7 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
         )
         return gpus
     if backend is not None:
-        raise UserError(f"{found}: ranks would share GPUs.")
+        raise UserError(f"{found}: ranks would share GPUs. Write: {host.name} slots={gpus}")
     notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return host.slots
 
