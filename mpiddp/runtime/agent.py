@@ -169,8 +169,8 @@ class Agent:
                 self._report(ending)
             elif self.channel is not None and ending.is_failure and not isinstance(error, Refused):
                 self.channel.fail(ending.code)
-            if isinstance(error, JobFailed) and self._launcher is not None and self.channel:
-                return FAILED  # the launcher prints it
+            if isinstance(error, (JobFailed, UserError)) and self._launcher and self.channel:
+                return ending.code  # the launcher prints it
             raise
         finally:
             self._clean_up()
