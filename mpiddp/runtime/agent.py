@@ -469,15 +469,15 @@ class Agent:
         channel = self.channel
         if channel is None or self._code is not None:
             return
-        if channel.is_lost:
+        if channel.code_of_failure:  # also if the server has ended since
+            self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
+        elif channel.is_lost:
             lost = "the launcher" if self._launcher is not None else "rank 0"
             if self._launcher is not None or self.world.local_rank == 0:
                 sentence = f"{self.name}: lost the connection to {lost}; exiting.\n"
                 with contextlib.suppress(OSError):
                     os.write(2, sentence.encode())
             self._end(FAILED)
-        elif channel.code_of_failure:
-            self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
 
     def _on_signal(self, number: int) -> None:
         """Pass a signal on, or end with the daemon of the MPI."""
@@ -626,8 +626,12 @@ class Agent:
                 signal=ending.signal,
                 **self._lack_of_memory(),
             )
-        elif self.coordinator is not None and self.coordinator.claim_first_failure():
-            line = ending.line(self.name)
+        elif self.coordinator is not None:
+            if self.channel is not None:
+                # The answer to the claim shows that the others have the code, before rank 0's server ends.
+                self.channel.fail(ending.code)
+            is_first = self.coordinator.claim_first_failure()
+            line = ending.line(self.name) if is_first else ""
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
         if ending.is_failure and not self._ends_on_request and self.channel is not None:
