@@ -222,20 +222,20 @@ def _versions(found: Mapping[str, Mapping[str, str]], known: Collection[str]) ->
 def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Collection[str]) -> list[Line]:
     """What the ranks of the job say: they have loaded torch already. [] if one host has none."""
     of_hosts = {name: ranks.get(each["hostname"]) for name, each in found.items()}
-    told = {name: rank for name, rank in of_hosts.items() if rank}
-    if len(told) < len(found):
+    reports = {name: rank for name, rank in of_hosts.items() if rank}
+    if len(reports) < len(found):
         return []
-    speeds = compare.speeds({name: rank["speed"] for name, rank in told.items()})
+    speeds = compare.speeds({name: rank["speed"] for name, rank in reports.items()})
     return [
-        *_versions({name: rank["stack"] for name, rank in told.items()}, known),
+        *_versions({name: rank["stack"] for name, rank in reports.items()}, known),
         *results("speed", speeds, "no rank's device is slower than the others"),
-        *_limits(told, "in a launched process"),
+        *_limits(reports, "in a launched process"),
     ]
 
 
-def _limits(told: compare.Facts, where: str) -> list[Line]:
+def _limits(reports: compare.Facts, where: str) -> list[Line]:
     ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
-    return results("limits", compare.processes(told, where), ok_text)
+    return results("limits", compare.processes(reports, where), ok_text)
 
 
 def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:

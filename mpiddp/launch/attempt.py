@@ -288,6 +288,7 @@ class Attempt:
             self.stop if self._judged_stop is None else self._judged_stop,
             self._limit,
             self._failed_in_stop,
+            {rank for rank, host in enumerate(self.ranks.hosts) if is_this_host(host)},
         )
 
     # --- the loop ---

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +79,7 @@ class History(NamedTuple):
         stop: who requested a stop.
         limit: the time limit that the ranks exceeded after the request, "" if none.
         failed_in_stop: a rank failed after the user's request and before it was forced to end.
+        beside_mpirun: the ranks on mpirun's own host.
     """
 
     ranks: Ranks
@@ -87,6 +88,7 @@ class History(NamedTuple):
     stop: Stop = Stop.NONE
     limit: str = ""
     failed_in_stop: bool = False
+    beside_mpirun: Collection[int] = ()
 
 
 class FirstFailure(NamedTuple):
@@ -142,7 +144,7 @@ def verdict(history: History) -> Verdict:
     if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
         return _by_mpirun(mpirun)
     if first is not None:
-        if name := _signal_of_mpirun(ranks, mpirun):
+        if name := _signal_of_mpirun(history):
             return Verdict(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
     if mpirun.code == DONE and not ranks.started:
@@ -221,19 +223,24 @@ def _is_by_mpirun(failure: Message) -> bool:
     return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
 
 
-def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
+def _signal_of_mpirun(history: History) -> str:
     """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none.
 
     Open MPI does not tell whether it was SIGINT or SIGHUP; it is shielded from SIGTERM.
     """
+    ranks, mpirun = history.ranks, history.mpirun
     has_all_failed = len(ranks.failures) == ranks.world_size
     if mpirun.was_ended or ranks.done or ranks.in_mpi_init or not has_all_failed:
         return ""
     failures = ranks.failures.values()
     times = [message.at for message in failures]
     is_at_once = max(times) - min(times) < _BY_MPIRUN_S
-    # A daemon that is killed takes its ranks along, which then report nothing.
-    if not is_at_once or any(each.kind == "lost" or not _is_by_mpirun(each) for each in failures):
+    if not is_at_once or not all(_is_by_mpirun(each) for each in failures):
+        return ""
+    # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
+    # mpirun, and a rank that sees its end before its signal reports nothing either.
+    lost = {each.rank for each in failures if each.kind == "lost"}
+    if lost and not (mpirun.proves_signals and lost <= set(history.beside_mpirun)):
         return ""
     if mpirun.proves_signals:
         return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"

@@ -115,8 +115,8 @@ def _named(run: Run, name: str) -> str:
 
 def _time(run: Run) -> str:
     """What the steps of `mpiddp train`, and the pauses between them, have spent their time on."""
-    told = run.summary.get("phases")
-    phases = told if isinstance(told, dict) else {}
+    recorded = run.summary.get("phases")
+    phases = recorded if isinstance(recorded, dict) else {}
     return shares({name: number(phases, name) or 0.0 for name in phases}) or UNKNOWN
 
 

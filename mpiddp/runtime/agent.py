@@ -626,12 +626,8 @@ class Agent:
                 signal=ending.signal,
                 **self._lack_of_memory(),
             )
-        elif self.coordinator is not None:
-            if self.channel is not None:
-                # The answer to the claim shows that the others have the code, before rank 0's server ends.
-                self.channel.fail(ending.code)
-            is_first = self.coordinator.claim_first_failure()
-            line = ending.line(self.name) if is_first else ""
+        elif self.coordinator is not None and self.coordinator.claim_first_failure():
+            line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
         if ending.is_failure and not self._ends_on_request and self.channel is not None:

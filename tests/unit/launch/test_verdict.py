@@ -408,18 +408,33 @@ TERMINATED = [failed(rank, "", code=143, traceback="", signal=15) for rank in ra
 
 
 @pytest.mark.parametrize(
-    ("code", "proves", "messages", "sentence"),
+    ("code", "proves", "messages", "local", "sentence"),
     [
-        (1, True, TERMINATED, "mpirun was ended by SIGINT or SIGHUP"),
-        (130, False, [failed(rank, "KeyboardInterrupt") for rank in range(3)], "ended by SIGINT"),
-        (137, True, [lost(0), lost(1, 1.1), lost(2, 1.1)], "rank 0 on a was killed by SIGKILL."),
-        (1, True, [lost(1), lost(2), lost(0, 2.0)], "rank 1 on b ended first"),  # a daemon's ranks
+        (1, True, TERMINATED, {0}, "mpirun was ended by SIGINT or SIGHUP"),
+        (1, True, [lost(0), *TERMINATED[1:]], {0}, "mpirun was ended by SIGINT or SIGHUP"),
+        (1, True, [lost(1), *TERMINATED], {0}, "the ranks on a, b ended at the same moment"),
+        (130, False, [failed(i, "KeyboardInterrupt") for i in range(3)], {0}, "ended by SIGINT"),
+        (
+            137,
+            True,
+            [lost(0), lost(1, 1.1), lost(2, 1.1)],
+            {0},
+            "rank 0 on a was killed by SIGKILL.",
+        ),
+        (
+            1,
+            True,
+            [lost(1), lost(2), lost(0, 2.0)],
+            {0},
+            "rank 1 on b ended first",
+        ),  # a daemon's ranks
     ],
 )
 def test_an_mpirun_that_got_a_signal_is_named(
-    code: int, proves: bool, messages: list[Message], sentence: str
+    code: int, proves: bool, messages: list[Message], local: set[int], sentence: str
 ) -> None:
-    found = verdict(History(noted(*messages), MpirunEnd("mpirun", code, proves)))
+    end = MpirunEnd("mpirun", code, proves)
+    found = verdict(History(noted(*messages), end, beside_mpirun=local))
     assert sentence in found.sentence
 
 
