@@ -27,8 +27,8 @@ class Muon(torch.optim.Optimizer):
     The filters of a convolution keep a norm of 1 in the mean, because the BatchNorm that follows makes their
     size meaningless. That takes the place of weight decay.
 
-    Each rank computes the new weights of some convolutions, and broadcasts them to all. So the work is
-    shared, and all ranks have the same bits, even if their processors round differently.
+    Each rank computes the new weights of some convolutions, and an all-gather gives them to all. So the work
+    is shared, and all ranks have the same bits, even if their processors round differently.
 
     Args:
         convolutions: each followed by a BatchNorm, [C_out, C_in, height, width].
@@ -66,20 +66,19 @@ class Muon(torch.optim.Optimizer):
         rank, world_size = 0, 1
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        works = []
         # In the order of their sizes, so that each rank gets about as much work as the others.
-        for number, parameter in enumerate(sorted(convolutions, key=Tensor.numel, reverse=True)):
-            buffer = self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
-            source = number % world_size
-            if source == rank:
-                assert parameter.grad is not None
-                direction = orthogonal(parameter.grad + _MOMENTUM * buffer)
-                scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
-                parameter.copy_(scaled - lr * direction)
-            if world_size > 1:
-                works.append(dist.broadcast(parameter.detach(), source, async_op=True))
-        for work in works:
-            work.wait()
+        ordered = sorted(convolutions, key=Tensor.numel, reverse=True)
+        shares = [ordered[first::world_size] for first in range(world_size)]
+        for parameter in convolutions:
+            self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
+        for parameter in shares[rank]:
+            assert parameter.grad is not None
+            buffer = self.state[parameter]["momentum_buffer"]
+            direction = orthogonal(parameter.grad + _MOMENTUM * buffer)
+            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
+            parameter.copy_(scaled - lr * direction)
+        if world_size > 1:
+            _gather(shares, rank)
 
     def _add_to_momentum(
         self, parameter: nn.Parameter, gradient: Tensor | None, momentum: float
@@ -91,6 +90,21 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
         return buffer.mul_(momentum).add_(gradient)
+
+
+def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
+    """Give every rank the new weights of all shares, in one collective: many small ones cost more."""
+    sizes = [[each.numel() for each in share] for share in shares]
+    new = shares[0][0].new_zeros(len(shares), max(map(sum, sizes)))  # a row for each rank
+    parts = [row[: sum(size)].split(size) for row, size in zip(new, sizes, strict=True)]
+    # As they lie in memory, in one dimension: such copies are quick in any memory layout.
+    flat = [[each.as_strided((each.numel(),), (1,)) for each in share] for share in shares]
+    for parameter, part in zip(flat[rank], parts[rank], strict=True):
+        part.copy_(parameter)
+    dist.all_gather(list(new.unbind()), new[rank].clone())
+    for share, row in zip(flat, parts, strict=True):
+        for parameter, part in zip(share, row, strict=True):
+            parameter.copy_(part)
 
 
 def orthogonal(weights: Tensor) -> Tensor:
