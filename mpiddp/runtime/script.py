@@ -10,6 +10,7 @@ the server of the job is. No function of Python is replaced: the agent sees how 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import faulthandler
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -274,8 +275,11 @@ def _report_optimizer_steps(report: Callable[[int], None]) -> None:
 
 def _run(kind: str, name: str) -> None:
     """Run a script, or a module, as `__main__`."""
-    main_module = vars(sys.modules["__main__"])
-    del main_module["main"]
+    # Made after `import_torch` has frozen what there was. Python never clears a frozen module, so a file that
+    # the script leaves open would lose its last lines.
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
+    sys.modules["__main__"] = main_module
     if kind == "module":
         import runpy
 
@@ -283,9 +287,9 @@ def _run(kind: str, name: str) -> None:
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
-    main_module.update(__file__=file, __cached__=None)
+    main_module.__dict__.update(__file__=file, __cached__=None)
     # Keep the `from __future__` imports of this file out of the script.
-    exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), main_module)
+    exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), vars(main_module))
 
 
 def _leave(session: Session, go: Go) -> None:
