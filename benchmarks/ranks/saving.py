@@ -16,7 +16,6 @@ from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.ranks.training import build_bare, open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
 from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress
 from mpiddp.train.datasets import batches
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.parallel import wrap
@@ -30,7 +29,7 @@ def main() -> None:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
         (step,) = synthetic_order(job, data, 1).steps(epoch=0)
-        images = list(batches(data.train, step.micro_batches, config, device, epoch=0))
+        images = list(batches(data.train, step, config, device, epoch=0))
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
         state = build_bare(job, data)
@@ -48,11 +47,11 @@ def main() -> None:
             timer = StepTimer(device)
             timer.resume()
             for index in range(options.steps):
-                backward(ddp, iter(images), step, state.scaler, config)
+                backward(ddp, iter(images), state.scaler, config)
                 state.optimizer.step()
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
-                    checkpoint.save(checkpoints, state, Progress(first + 1), config)
+                    checkpoint.save(checkpoints, state, first + 1, config)
                     if variant == AT_ONCE:
                         wait_for_saves()
                 timer.tick()

@@ -2,7 +2,7 @@
 
 Step k takes the slice [k·G, (k+1)·G) of the permutation, where G is the global batch, and splits it
 over the ranks. So each image occurs at most once per epoch, the order does not depend on the number of
-ranks, and a resume only needs the position within the epoch.
+ranks, and a resume needs the number of the step alone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step as one rank sees it."""
-
-    micro_batches: tuple[Tensor, ...]  # int64 [≤ batch_size] each: indices of images
-    num_images: int  # over all ranks
 
 
 @dataclass(frozen=True)
@@ -49,15 +41,16 @@ class Order:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(self.num_samples, generator=generator)
 
-    def steps(self, epoch: int, position: int = 0) -> Iterator[Step]:
-        """The steps of an epoch from `position` on: a number of images, a multiple of the batch."""
-        permutation = self.permutation(epoch)
-        for start in range(
-            position, self.steps_per_epoch * self.global_batch_size, self.global_batch_size
-        ):
-            images = permutation[start : start + self.global_batch_size]
-            share = torch.tensor_split(images, self.world_size)[self.rank]
-            yield Step(torch.tensor_split(share, self.grad_accum_steps), len(images))
+    def steps(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """This rank's micro-batches of each step of an epoch, from its step `first` on.
+
+        A micro-batch is the numbers of its images: int64 [≤ batch_size].
+        """
+        for batch in self.permutation(epoch).split(self.global_batch_size)[
+            first : self.steps_per_epoch
+        ]:
+            share = torch.tensor_split(batch, self.world_size)[self.rank]
+            yield torch.tensor_split(share, self.grad_accum_steps)
 
 
 def share_of(num_samples: int, rank: int, world_size: int) -> range:

@@ -31,25 +31,23 @@ def main(folder: str) -> int:
         model = DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         checkpoints = mpiddp.Checkpoints(folder, every=5)
-        step, first_epoch, position = 0, 0, 0
+        step = 0
         if saved := checkpoints.resume():
             saved.load_into(model=net, optimizer=optimizer)
-            step, first_epoch, position = saved.step, *saved.state["at"]
-        for epoch in range(first_epoch, EPOCHS):
-            for part in order.steps(epoch, position):
-                (numbers,) = part.micro_batches
+            step = saved.step
+        for epoch in range(step // order.steps_per_epoch, EPOCHS):
+            for (numbers,) in order.steps(epoch, step % order.steps_per_epoch):
                 errors = (model(inputs[numbers]) - targets[numbers]).square()
-                loss = errors.sum() * world.world_size / part.num_images  # the mean over all ranks
+                loss = errors.sum() * world.world_size / GLOBAL_BATCH  # the mean over all ranks
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                step, position = step + 1, position + part.num_images
+                step += 1
                 if checkpoints.due(step):
                     states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                    checkpoints.save(step, {**states, "at": [epoch, position]})
+                    checkpoints.save(step, states)
                 if mpiddp.should_stop():
                     return 75
-            position = 0
             dist.all_reduce(loss.detach())
             if world.rank == 0:
                 print(f"epoch {epoch}: step {step}, loss {loss.item() / world.world_size:.3f}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import platform
@@ -10,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from mpiddp.checkpoints.contents import Resumed, read
 from mpiddp.checkpoints.folder import name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
-from mpiddp.checkpoints.run import Run, RunDir, open_run
+from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import FAILED, JobFailed, UserError, print_from_one_rank
@@ -150,11 +151,9 @@ class Checkpoints:
         """
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
-        run = self._open()
-        try:
+        with self._opening() as run:
             found = find(run, None if path is None else Path(path))
             if found is None:
-                self._start(run, 0)
                 return None
             files = bring(run, found)
             with run.together():
@@ -165,11 +164,7 @@ class Checkpoints:
                 self._set_newer_aside(run, resumed.step)
             self._step = resumed.step
             current().stop.count_from(resumed.step)
-            self._start(run, resumed.step)
-        except BaseException:
-            run.close(removes_new=True)
-            raise
-        return resumed
+            return resumed
 
     def _refuse_another(self, found: Found, resumed: Resumed) -> None:
         """Refuse a checkpoint of another config, and one whose folder was renamed."""
@@ -255,9 +250,14 @@ class Checkpoints:
                 "of the training: call it in the thread that trains."
             )
         if self._run is None:
-            self._open_new()
-        assert self._run is not None
+            with self._opening() as run, run.together(), named_by(""):
+                if found := folders.list_steps(self._dir.checkpoints):
+                    raise UserError(
+                        f"{self._dir} has {found[-1].name} of an earlier run. "
+                        "Call resume() before the first save(), or name another folder."
+                    )
         if self._saver is None:
+            assert self._run is not None
             self._saver = Saver(self._run, keep=self._keep, must_succeed=self._must_succeed)
         self._saver.meet(step)
         if step < self._step:
@@ -317,32 +317,26 @@ class Checkpoints:
             if self._records.is_closed:  # its copy of the state is as large as the state
                 self._saver = None
 
-    def _open_new(self) -> None:
-        """Open the folder for a script that has not called `resume`."""
-        run = self._open()
+    @contextlib.contextmanager
+    def _opening(self) -> Iterator[Run]:
+        """Open the folder, which an earlier attempt may have created. All ranks must call this.
+
+        The body finds the step from which the run starts. Afterwards the run takes records and saves.
+        """
+        # A run of this process that an error has ended, and the script has caught it, may still save.
+        current().wait_for_saves()
+        run = Run(self._dir, self._coordinator, timeout_s=self._timeout_s)
         try:
-            with run.together(), named_by(""):
-                if found := folders.list_steps(self._dir.checkpoints):
-                    raise UserError(
-                        f"{self._dir} has {found[-1].name} of an earlier run. "
-                        "Call resume() before the first save(), or name another folder."
-                    )
-            self._start(run, 0)
+            yield run
+            self._start(run, max(0, self._step))
         except BaseException:
             run.close(removes_new=True)
             raise
 
-    def _open(self) -> Run:
-        """Open the folder, which an earlier attempt may have created. All ranks must call this."""
-        # One of this process that an error has ended, and the script has caught it, may still save.
-        current().wait_for_saves()
-        return open_run(self._dir, self._coordinator, timeout_s=self._timeout_s)
-
     def _start(self, run: Run, step: int) -> None:
-        """Take records and saves after this step. All ranks must call this."""
         session = current()
         output = session.output if session.run is self._records else None
-        with run.together(), self._dir.writing():
+        with run.writing_together():
             if run.is_writer:
                 self._dir.metrics.touch()
             if output is not None and output.log_dir is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint
-from mpiddp.checkpoints.shards import Like, ShardFiles, with_tensors
+from mpiddp.checkpoints.shards import ShardedValue, with_sharded
 from mpiddp.checkpoints.state import (
     RANKS,
     Keys,
@@ -87,9 +87,7 @@ class Resumed:
                     f"It has: {', '.join(map(repr, self.state))}."
                 )
             try:
-                like = _like(target)
-                entry = with_tensors(self.state[name], like)
-                target.load_state_dict(_sharded_like(entry, like))
+                target.load_state_dict(_with_tensors(self.state[name], _tensors_of(target)))
             except UserError as error:
                 raise UserError(
                     f"the checkpoint of step {self.step} does not fit: {name}: {error}"
@@ -104,37 +102,35 @@ class Resumed:
                 ) from None
 
 
-def _like(target: Any) -> Like:
-    """A function from a path in the target's state to a tensor that is sharded as the one there."""
-    found: dict[Keys, Any] = {}
+def _tensors_of(target: Any) -> dict[Keys, Any]:
+    """The tensors of a module or an optimizer, by the path of what is like them in its state."""
     if isinstance(target, torch.nn.Module):
-        found = {(name,): value for name, value in target.state_dict().items()}
-    elif isinstance(target, torch.optim.Optimizer):
+        return {(name,): value for name, value in target.state_dict().items()}
+    if isinstance(target, torch.optim.Optimizer):
         parameters = (each for group in target.param_groups for each in group["params"])
-        found = {("state", index): each for index, each in enumerate(parameters)}
-
-    def like(path: Keys) -> Tensor | None:
-        value = found.get(path[:2] if len(path) == 3 else path)
-        return value if isinstance(value, Tensor) else None
-
-    return like
+        return {("state", index): each for index, each in enumerate(parameters)}
+    return {}
 
 
-def _sharded_like(entry: Any, like: Like) -> Any:
-    """The entry with a part of each whole tensor that is sharded in the object."""
+def _with_tensors(entry: Any, placed: Mapping[Keys, Any]) -> Any:
+    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
 
-    def shard(path: Keys, value: Any) -> Any:
-        if not isinstance(value, Tensor) or is_sharded(value):
-            return value
-        target: Any = like(path)
-        if not is_sharded(target) or target.shape != value.shape:
+    Raises:
+        UserError: a tensor has another shape than the saved one.
+    """
+
+    def tensor(path: Keys, value: Any) -> Any:
+        like: Any = placed.get(path[:2] if len(path) == 3 else path)
+        if type(value) is ShardedValue:
+            return value.read_like(like) if isinstance(like, Tensor) else value.full_tensor()
+        if not isinstance(value, Tensor) or not is_sharded(like) or like.shape != value.shape:
             return value
         from torch.distributed.tensor import distribute_tensor
 
-        whole = value.to(target.device)
-        return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        whole = value.to(like.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
-    return mapped(entry, shard)
+    return mapped(entry, tensor)
 
 
 # Its files
@@ -175,7 +171,7 @@ def read(
         state = {key: read_tensors(files[f"{stem_of(key)}.pt"]) for key in keys}
         if INDEX in files:
             names = json.loads(read_limited(files[INDEX], MAX_INDEX_BYTES))["files"]
-            state = ShardFiles({name: files[name] for name in names}).as_values(state)
+            state = with_sharded(state, [files[name] for name in names])
         ranks = read_tensors(files[f"{RANKS}.pt"])
         own = unpacked(ranks[rank]) if rank is not None and rank < len(ranks) else {}
         resumed = Resumed(
@@ -265,7 +261,7 @@ def export(checkpoint: Path, out: Path) -> list[str]:
             "shards of the others here, or resume the run on its hosts."
         )
     saved, ranks = read({name: checkpoint / name for name in found.here}, None)
-    state = with_tensors(saved.state, lambda _: None)
+    state = _with_tensors(saved.state, {})
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with folder.writing(out.absolute()) as (new, hashes):

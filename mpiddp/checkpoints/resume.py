@@ -32,7 +32,6 @@ class Candidate(NamedTuple):
     """A checkpoint on one host, or why it cannot be used."""
 
     rank: int  # the host's first
-    node: int | None
     path: str
     step: int
     of_this_run: bool
@@ -162,14 +161,13 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     else:
         is_there = path.exists()
         reason = ": contains no checkpoint" if is_there else f" not found (looked in {Path.cwd()})"
-        nothing = Candidate(run.rank, run.coordinator.world.node_rank, str(path), -1, goes_back)
+        nothing = Candidate(run.rank, str(path), -1, goes_back)
         named = [nothing._replace(damage=f"{path}{reason}. {_EXPECTED}")]
     return named if goes_back else own + named
 
 
 def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = False) -> Candidate:
-    node = run.coordinator.world.node_rank
-    found = Candidate(run.rank, node, str(path), 0, of_this_run, is_named)
+    found = Candidate(run.rank, str(path), 0, of_this_run, is_named)
     try:
         found = found._replace(step=step_of(path) if of_this_run or not is_named else 0)
         listed = folder.listing(path)
@@ -222,7 +220,7 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
     """
     root = run.dir.checkpoints
     nodes = run.gather(run.coordinator.world.node_rank)
-    by_node = {each.node: each for each in found.hosts}
+    by_node = {nodes[each.rank]: each for each in found.hosts}
 
     def lacks(rank: int, name: str) -> bool:
         own = by_node.get(nodes[rank])
@@ -254,7 +252,7 @@ def _receive(run: Run, transfers: list[Transfer], new: Path, final: Path | None)
     import torch.distributed as dist
 
     receives = any(run.rank in each.receivers for each in transfers)
-    with run.together(), run.dir.writing():  # before any rank waits for another
+    with run.writing_together():  # before any rank waits for another
         if receives:
             new.mkdir(parents=True, exist_ok=True)
     with run.together():

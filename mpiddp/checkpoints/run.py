@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = open_run(RunDir(path), coordinator, timeout_s=1800.0)
+    run = Run(RunDir(path), coordinator, timeout_s=1800.0)
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -16,7 +16,6 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
@@ -79,32 +78,10 @@ class RunLock:
         self._path, self._pid = run.owner.absolute(), os.getpid()
         if self._path in _held:
             raise UserError(f"{run} is in use by this process. Close it there first.")
-        self._file = self._path.open("a+b", buffering=0)
-        try:
-            self._take(run)
-        except BaseException:
-            self._file.close()
-            raise
+        self._file = _locked(run)
         _held.add(self._path)
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
-
-    def _take(self, run: RunDir) -> None:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                log.warning(
-                    f"warning: {run}: its file system has no locks ({error.strerror}). "
-                    "Nothing keeps a second run out of this folder."
-                )
-            elif error.errno in (errno.EACCES, errno.EAGAIN):
-                raise (JobFailed if is_restart(os.environ) else UserError)(
-                    f"{run}: {_holder(self._file)} writes there. Wait for its end, or name another "
-                    "folder."
-                ) from None
-            else:
-                raise
 
     def release(self) -> None:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
@@ -114,6 +91,39 @@ class RunLock:
         with contextlib.suppress(OSError):  # a file server that is gone
             self._path.unlink()
         self._file.close()
+
+
+def _locked(run: RunDir) -> BinaryIO:
+    """The open owner.json, with its lock."""
+    while True:
+        file = run.owner.open("a+b", buffering=0)
+        try:
+            _lock(file, run)
+            if os.path.samestat(os.fstat(file.fileno()), run.owner.stat()):
+                return file
+        except FileNotFoundError:
+            pass  # the run before has ended and removed this file, whose lock excludes nobody
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: BinaryIO, run: RunDir) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            log.warning(
+                f"warning: {run}: its file system has no locks ({error.strerror}). "
+                "Nothing keeps a second run out of this folder."
+            )
+        elif error.errno in (errno.EACCES, errno.EAGAIN):
+            raise (JobFailed if is_restart(os.environ) else UserError)(
+                f"{run}: {_holder(file)} writes there. Wait for its end, or name another folder."
+            ) from None
+        else:
+            raise
 
 
 def _holder(file: BinaryIO) -> str:
@@ -136,35 +146,49 @@ def is_locked(path: Path) -> bool:
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
-@dataclass(frozen=True)
 class Run:
-    """The open folder of a run, and the ranks that share it, on one rank."""
+    """The open folder of a run, and the ranks that share it, on one rank.
 
-    dir: RunDir
-    coordinator: Coordinator
-    # All ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A reference to
-    # it would keep it alive after the script has destroyed it: a rank that still waits in a collective would
-    # not notice that this one has left.
-    group: dist.ProcessGroup | None
-    timeout_s: float  # how long to wait for a rank that does not answer
-    # The writer of each rank's file system, the lowest rank there: [world_size]. All ranks have the same.
-    writer_of: tuple[int, ...] = (0,)
-    created: tuple[Path, ...] = ()  # the folders that were not there before it was opened
-    lock: RunLock | None = None  # on the ranks that write
+    Attributes:
+        group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
+            reference to it would keep it alive after the script has destroyed it: a rank that still waits
+            in a collective would not notice that this one has left.
+        timeout_s: how long to wait for a rank that does not answer.
+        writer_of: the writer of each rank's file system, the lowest rank there: [world_size].
+    """
 
-    @property
-    def rank(self) -> int:
-        return self.coordinator.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.coordinator.world.world_size
-
-    @property
-    def local_rank(self) -> int:
-        local_rank = self.coordinator.world.local_rank
-        assert local_rank is not None, "the ranks have joined"
-        return local_rank
+    def __init__(self, run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> None:
+        """Create the run's folder on every host, and become its owner. All ranks must call this."""
+        self.dir, self.coordinator, self.timeout_s = run_dir, coordinator, timeout_s
+        self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
+        assert coordinator.world.local_rank is not None, "the ranks have joined"
+        self.local_rank = coordinator.world.local_rank
+        self.group = self._new_group()
+        self._created: list[Path] = []
+        self._lock: RunLock | None = None  # on the ranks that write
+        if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
+            with self.together():
+                if not any(
+                    self.gather(run_dir.checkpoints.exists())
+                ):  # its file server may be away
+                    raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
+        with self.writing_together():
+            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
+                raise UserError(
+                    f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
+                )
+            folders = (run_dir.checkpoints, run_dir.path)
+            self._created = [each for each in folders if not each.exists()]
+            run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.writer_of = self._find_writers()
+        try:
+            with self.writing_together():
+                if self.is_writer:
+                    self._lock = RunLock(run_dir)
+                    folder.remove_leftovers(run_dir.checkpoints)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def writers(self) -> list[int]:
@@ -200,80 +224,51 @@ class Run:
             sentences = self.coordinator.sentences([text for text, _ in answers])
             raise kind("\n".join(sentences)) from None
 
+    @contextlib.contextmanager
+    def writing_together(self) -> Iterator[None]:
+        """The same for a body that writes into the folder."""
+        with self.together(), self.dir.writing():
+            yield
+
     def close(self, *, removes_new: bool = False) -> None:
-        """Give the folder up; with `removes_new`, also what `open_run` has created, if it is empty."""
-        if self.lock is not None:
-            self.lock.release()
-        for each in self.created if removes_new else ():
+        """Give the folder up; with `removes_new`, also what it has created, if that is empty."""
+        if self._lock is not None:
+            self._lock.release()
+        for each in self._created if removes_new else ():
             with contextlib.suppress(OSError):
                 each.rmdir()
 
+    def _new_group(self) -> dist.ProcessGroup | None:
+        if self.world_size == 1:
+            return None
+        import torch.distributed as dist
 
-def open_run(run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> Run:
-    """Create the run's folder on every host, and become its owner. All ranks must call this."""
-    run = _with_group(Run(run_dir, coordinator, None, timeout_s))
-    if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
-        with run.together():
-            if not any(run.gather(run_dir.checkpoints.exists())):  # its file server may be away
-                raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
-    new: tuple[Path, ...] = ()
-    with run.together(), run_dir.writing():
-        if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
-            raise UserError(
-                f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
-            )
-        new = tuple(each for each in (run_dir.checkpoints, run_dir.path) if not each.exists())
-        run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-    run = replace(run, writer_of=_writers(run), created=new)
-    lock: RunLock | None = None
-    try:
-        with run.together(), run_dir.writing():
-            if run.is_writer:
-                lock = RunLock(run_dir)
-                folder.remove_leftovers(run_dir.checkpoints)
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
-    return replace(run, lock=lock)
+        with self.together():
+            has_group = dist.is_available() and dist.is_initialized()
+            found = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            if found != (self.rank, self.world_size):
+                raise UserError(
+                    f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
+                    "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
+                )
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
+    def _find_writers(self) -> list[int]:
+        """The writer of each rank's file system on which the folder lies: [world_size].
 
-def _with_group(run: Run) -> Run:
-    """With a group for tensors on the CPU: the script's own group of gloo, or a new one beside NCCL's."""
-    world = run.coordinator.world
-    if world.world_size == 1:
-        return run
-    import torch.distributed as dist
-
-    with run.together():
-        has_group = dist.is_available() and dist.is_initialized()
-        found = (dist.get_rank(), dist.get_world_size()) if has_group else None
-        if found != (world.rank, world.world_size):
-            raise UserError(
-                f"mpiddp.Checkpoints needs a process group of all {world.world_size} ranks. Call "
-                "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
-            )
-    return (
-        run if dist.get_backend() == "gloo" else replace(run, group=dist.new_group(backend="gloo"))
-    )
-
-
-def _writers(run: Run) -> tuple[int, ...]:
-    """The writer of each rank's file system on which the folder lies: [world_size].
-
-    One rank of each host creates a file in the folder, and every rank looks for these files. The lowest rank
-    whose file it sees is its writer. The next `open_run` removes what a killed one leaves.
-    """
-    root, seen = run.dir.checkpoints, list[int]()
-    own = folder.hidden(root, f"seen-by-rank-{run.rank}-{secrets.token_hex(8)}")
-    try:
-        with run.together(), run.dir.writing():
-            if run.local_rank == 0:
-                own.touch()
-        marks = run.gather(own.name)
-        with run.together(), run.dir.writing():
-            seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
-        return tuple(run.gather(seen[0]))
-    finally:
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
+        One rank of each host creates a file in the folder, and every rank looks for these files. The lowest
+        rank whose file it sees is its writer. The next run removes what a killed one leaves.
+        """
+        root, seen = self.dir.checkpoints, list[int]()
+        own = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
+        try:
+            with self.writing_together():
+                if self.local_rank == 0:
+                    own.touch()
+            marks = self.gather(own.name)
+            with self.writing_together():
+                seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
+            return self.gather(seen[0])
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)

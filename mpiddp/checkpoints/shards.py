@@ -10,9 +10,8 @@ DTensor say which box of it a rank has, so the ranks need no plan that they woul
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints.folder import Entry
-from mpiddp.checkpoints.state import Keys, filled, is_sharded, mapped, read_tensors
+from mpiddp.checkpoints.state import filled, is_sharded, read_tensors
 from mpiddp.errors import UserError
 
-# The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
-Like = Callable[[Keys], Tensor | None]
 Boxes = dict[str, dict[str, Any]]
 
 
@@ -81,49 +78,60 @@ def index_of(files: Mapping[str, Entry]) -> str:
 
 
 @dataclass(frozen=True)
-class ShardFiles:
-    """The sharded tensors of a checkpoint, in files that this host has, by name."""
+class ShardedValue:
+    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor."""
 
-    files: Mapping[str, Path]
+    name: str
+    boxes: Sequence[
+        Mapping[str, Any]
+    ]  # of all ranks, in mapped files: a box is read when it is used
 
-    @cached_property
-    def boxes(self) -> dict[str, list[dict[str, Any]]]:
-        """The boxes of all ranks, by the name of their tensor. A box is read when it is used.
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.boxes[0]["shape"])
 
-        Raises:
-            UserError: a file cannot be read.
-        """
-        found: dict[str, list[dict[str, Any]]] = {}
-        for path in self.files.values():
-            for name, box in read_tensors(path, mmap=True).items():
-                found.setdefault(name, []).append(box)
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.boxes[0]["box"].dtype
         return found
 
-    def as_values(self, state: Any) -> Any:
-        """The state with a `ShardedValue` in the place of each sharded tensor."""
-        return filled(state, {name: ShardedValue(name, self) for name in self.boxes})
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on the CPU. Not a collective."""
+        return self.read(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
-    def read(self, name: str, like: Tensor | None = None) -> Tensor:
-        """The tensor of this name, placed like the given one; None for the whole tensor on the CPU.
+    def read_like(self, like: Tensor) -> Tensor:
+        """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective.
 
-        Reads only its own bytes. Not a collective.
+        Raises:
+            UserError: it has another shape.
         """
-        boxes = self.boxes[name]
-        shape, dtype = boxes[0]["shape"], boxes[0]["box"].dtype
-        if like is None:
-            target = torch.empty(shape, dtype=dtype, device="cpu")
-        elif list(like.shape) == shape:
-            target = torch.empty_like(like, dtype=dtype, requires_grad=False)
-        else:
-            where = ".".join(map(str, json.loads(name)))
+        if like.shape != self.shape:
+            where = ".".join(map(str, json.loads(self.name)))
             raise UserError(
-                f"{where} was saved with shape {shape}; it now has {list(like.shape)}. "
+                f"{where} was saved with shape {list(self.shape)}; it now has {list(like.shape)}. "
                 "Build the same model as before."
             )
+        return self.read(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
+
+    def read(self, target: Tensor) -> Tensor:
+        """Fill this rank's part of the target, and return the target."""
         own, offsets = _own_box(target)
-        for each in boxes:
+        for each in self.boxes:
             _copy_overlap(each["box"], each["offsets"], own, offsets)
         return target
+
+
+def with_sharded(state: Any, files: Iterable[Path]) -> Any:
+    """The state with a `ShardedValue` in the place of each tensor of these files of shards.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    boxes: dict[str, list[dict[str, Any]]] = {}
+    for path in files:
+        for name, box in read_tensors(path, mmap=True).items():
+            boxes.setdefault(name, []).append(box)
+    return filled(state, {name: ShardedValue(name, each) for name, each in boxes.items()})
 
 
 def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
@@ -136,37 +144,3 @@ def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequenc
         source = source.narrow(dim, start - first, end - start)
         target = target.narrow(dim, start - second, end - start)
     target.copy_(source)
-
-
-@dataclass(frozen=True)
-class ShardedValue:
-    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor."""
-
-    name: str
-    files: ShardFiles
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.files.boxes[self.name][0]["shape"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.files.boxes[self.name][0]["box"].dtype
-        return found
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, on the CPU. Not a collective. Raises UserError if a file cannot be read."""
-        return self.files.read(self.name)
-
-
-def with_tensors(state: Any, like: Like) -> Any:
-    """The state with a tensor in the place of each `ShardedValue`. Not a collective.
-
-    Raises:
-        UserError: a tensor has another shape than the saved one, or a file is of another program.
-    """
-
-    def read(path: Keys, value: Any) -> Any:
-        return value.files.read(value.name, like(path)) if type(value) is ShardedValue else value
-
-    return mapped(state, read)

@@ -3,10 +3,10 @@
     model.pt       the bare model's state_dict with averaged BatchNorm statistics; any program can load it
     optimizer.pt   its momentum
     scaler.pt      the gradient scaler of fp16
-    training.pt    epoch, position in the epoch, options
+    training.pt    the options
     ranks.pt       each rank's own BatchNorm statistics, beside its random number generators
 
-The learning rate and the order of the images are functions of step, epoch and position.
+The learning rate and the order of the images are functions of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import logging
 import random
 from argparse import Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +29,6 @@ _LARGEST_SEED = 1 << 32  # of numpy's generator
 log = logging.getLogger("mpiddp")
 
 
-class Progress(NamedTuple):
-    """How far the training has come."""
-
-    step: int = 0  # optimizer steps done
-    epoch: int = 0  # epochs done
-    position: int = 0  # images of the current epoch done
-
-
 def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Checkpoints:
     """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
@@ -45,28 +36,28 @@ def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Check
     return mpiddp.Checkpoints(folder, keep=config.keep, every=config.save_every, config=settings)
 
 
-def save(
-    checkpoints: mpiddp.Checkpoints, state: State, progress: Progress, config: Namespace
-) -> None:
+def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Namespace) -> None:
     """Start to save the checkpoint of this step. A collective: every rank must call it."""
-    training = {"epoch": progress.epoch, "position": progress.position, "options": vars(config)}
     with averaged_buffers(state.model) as own:
         checkpoints.save(
-            progress.step,
+            step,
             {
                 "model": state.model.state_dict(),
                 "optimizer": state.optimizer.state_dict(),
                 "scaler": state.scaler.state_dict(),
-                "training": training,
+                "training": {"options": vars(config)},
             },
             per_rank={"buffers": own},
         )
 
 
-def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> Progress:
+def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> int:
     """Open the run's folder, and restore the newest checkpoint, or that of --resume. A collective.
 
     A job with another number of ranks keeps the averaged statistics and freshly seeded generators.
+
+    Returns:
+        The number of steps that it has made; 0 without a checkpoint.
 
     Raises:
         UserError: there is no such checkpoint, or it is of other options or other data.
@@ -76,9 +67,8 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
     _seed(own_seed)
     saved = checkpoints.resume(None if config.resume in ("auto", "never") else config.resume)
     if saved is None:
-        return Progress()
-    training = saved.state["training"]
-    if changes := noted_changes(training["options"], config):
+        return 0
+    if changes := noted_changes(saved.state["training"]["options"], config):
         log.info(
             f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
             "that of a run that has had them from its start."
@@ -88,7 +78,7 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
         restore_buffers(state.model, saved.per_rank["buffers"])
     else:
         _seed(own_seed)
-    return Progress(saved.step, training["epoch"], training["position"])
+    return saved.step
 
 
 def _seed(seed: int) -> None:

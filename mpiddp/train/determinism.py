@@ -94,12 +94,12 @@ def _train(
     trace: list[dict[str, Tensor]] = []
     for epoch in range(config.epochs):
         steps = list(islice(order.steps(epoch), num_steps - len(trace)))
-        numbers = [each for step in steps for each in step.micro_batches]
+        numbers = [images for micro_batches in steps for images in micro_batches]
         images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
-        for step in steps:
+        for _ in steps:
             digests: dict[str, Tensor] = {}
             lr = learning_rate(len(trace), order.steps_per_epoch, config)
-            loss = train_step(state, ddp, _recorded(images_of_epoch, digests), step, lr, config)
+            loss = train_step(state, ddp, _recorded(images_of_epoch, digests), lr, config)
             digests |= {name: digest(tensor) for name, tensor in _tensors(state, loss)}
             trace.append(digests)
             clear_gradients(ddp, config)

@@ -1,4 +1,4 @@
-"""The measurements of a run: step times on the device's own clock, the final table, the guides' lines."""
+"""The measurements of a run: step times on the device's own clock, and the final table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -79,31 +78,29 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     return times
 
 
-def mean_phases(timer: StepTimer, device: torch.device) -> dict[str, float]:
-    """The mean seconds of each phase and pause over all ranks. A collective: every rank must call it."""
-    own = [timer.phases[name] for name in PHASES] + [timer.pauses[name] for name in PAUSES]
-    seconds = torch.tensor(own, dtype=torch.float64, device=device)
-    dist.all_reduce(seconds)
-    means = (seconds / dist.get_world_size()).tolist()
-    return dict(zip((*PHASES, *PAUSES), means, strict=True))
+def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> dict[str, Any]:
+    """The figures of the summary. A collective: every rank must call it.
 
-
-def measure_speed(
-    timer: StepTimer, global_batch_size: int, device: torch.device
-) -> dict[str, float | None]:
-    """The speed of all steps but the first few, on the slowest rank. A collective."""
+    The speed is that of all steps but the first few, on the slowest rank. The seconds of each phase and pause
+    are the mean of all ranks.
+    """
     own = timer.read()
     if len(own) > 2 * STARTUP_STEPS:
         own = own[STARTUP_STEPS:]
     *times, total = slowest([*own, sum(own)], device)
-    if not times:  # the run resumed after its last step
-        return {"images_per_s": None, "step_time_p50_s": None, "step_time_p95_s": None}
-    percents = torch.tensor([0.5, 0.95], dtype=torch.float64)
-    middle, high = torch.tensor(times, dtype=torch.float64).quantile(percents).tolist()
+    middle = high = None
+    if times:  # else the run resumed after its last step
+        percents = torch.tensor([0.5, 0.95], dtype=torch.float64)
+        middle, high = torch.tensor(times, dtype=torch.float64).quantile(percents).tolist()
+    spent = {**timer.phases, **{name: timer.pauses[name] for name in PAUSES}}
+    seconds = torch.tensor(list(spent.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(seconds)
+    means = (seconds / dist.get_world_size()).tolist()
     return {
-        "images_per_s": len(times) * global_batch_size / total,
+        "images_per_s": len(times) * global_batch_size / total if times else None,
         "step_time_p50_s": middle,
         "step_time_p95_s": high,
+        "phases": dict(zip(spent, means, strict=True)),
     }
 
 
@@ -139,34 +136,3 @@ def table(summary: Mapping[str, Any], out: Path) -> str:
         "run folder": str(out),
     }
     return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
-
-
-class GuideLines:
-    """--per-rank-log: the lines of the multi-node guides' script, on stdout of every rank.
-
-        Local Rank: 1, Epoch: 0, Training ...
-        num_steps_per_gpu: 20, avg_step_time: 0.1234
-        Average epoch time: 2.468
-
-    Times are this rank's own, in seconds, without evaluations and saves. As in the guides, the first epoch is
-    left out of the average of the epochs, unless it is the only one.
-    """
-
-    def __init__(self, local_rank: int | None, *, is_wanted: bool) -> None:
-        self._local_rank, self._is_wanted = local_rank, is_wanted
-        self._epochs_s: list[float] = []
-
-    def epoch_begins(self, epoch: int) -> None:
-        self._print(f"Local Rank: {self._local_rank}, Epoch: {epoch}, Training ...")
-
-    def epoch_ends(self, steps_s: Sequence[float]) -> None:
-        self._epochs_s.append(sum(steps_s))
-        self._print(f"num_steps_per_gpu: {len(steps_s)}, avg_step_time: {mean(steps_s):.4f}")
-
-    def training_ends(self) -> None:
-        if self._epochs_s:  # the run has not resumed after its last step
-            self._print(f"Average epoch time: {mean(self._epochs_s[1:] or self._epochs_s):.4f}")
-
-    def _print(self, line: str) -> None:
-        if self._is_wanted:
-            print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,27 +20,27 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+import mpiddp
 from mpiddp.errors import UserError
+from mpiddp.train.config import gathered
 from mpiddp.train.resnet import BasicBlock, Bottleneck
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def find_copies(config: Namespace, hosts: Sequence[str]) -> list[list[int]]:
-    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP.
-
-    Args:
-        hosts: what the ranks of one host share, by rank: [world_size].
+def find_copies(config: Namespace, world: mpiddp.World) -> list[list[int]]:
+    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP. A collective.
 
     Raises:
         UserError: hsdp on hosts with different numbers of ranks.
     """
-    ranks = list(range(len(hosts)))
+    ranks = list(range(world.world_size))
     if config.parallel == "ddp":
         return []
     if config.parallel == "fsdp":
         return [ranks]
+    hosts = gathered(f"{world.hostname} (node {world.node_rank})")
     counts = Counter(hosts)
     if len(set(counts.values())) > 1:
         raise UserError(

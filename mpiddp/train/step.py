@@ -1,4 +1,4 @@
-"""The parts of a step: the model, the optimizer, the learning rate, one backward pass over a batch."""
+"""The parts of a step: the model, the optimizer, the learning rate, one backward pass; and an exact score."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import memory_format
-from mpiddp.train.datasets import Batch, Data
+from mpiddp.train.datasets import Batch, Data, Dataset
 from mpiddp.train.muon import Muon
-from mpiddp.train.order import Step
-from mpiddp.train.parallel import is_sharded, reducing
+from mpiddp.train.order import share_of
+from mpiddp.train.parallel import is_sharded, reducing, reshard
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_bn import synchronized
 
 REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
 MAX_WARMUP_EPOCHS = 5
 MOMENTUM = 0.9  # Nesterov's
+WEIGHT_DECAY = 5e-4
+BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, when the training batch is smaller
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,6 @@ def build_optimizer(model: nn.Module, config: Namespace) -> torch.optim.Optimize
     return optimizer
 
 
-WEIGHT_DECAY = 5e-4
-
-
 def build_scaler(config: Namespace, device: torch.device) -> torch.amp.GradScaler:
     """The gradient scaler. It passes gradients through unscaled unless --amp is fp16."""
     return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
@@ -158,7 +157,6 @@ def train_step(
     state: State,
     ddp: nn.Module,
     batches: Iterator[Batch],
-    step: Step,
     lr: float,
     config: Namespace,
     *,
@@ -174,7 +172,7 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = backward(ddp, batches, step, state.scaler, config, phase_ends=phase_ends)
+    loss_sum = backward(ddp, batches, state.scaler, config, phase_ends=phase_ends)
     if config.clip_grad_norm is not None:
         clip_gradients(state, config.clip_grad_norm)
     state.scaler.step(state.optimizer)
@@ -185,7 +183,6 @@ def train_step(
 def backward(
     ddp: nn.Module,
     batches: Iterator[Batch],
-    step: Step,
     scaler: torch.amp.GradScaler,
     config: Namespace,
     *,
@@ -203,8 +200,8 @@ def backward(
     loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
     waits_last = not (is_sharded(ddp) or config.sync_bn)
     # The ranks take the mean of their gradients; this makes it the mean over all images.
-    weight = dist.get_world_size() / step.num_images
-    for left in reversed(range(len(step.micro_batches))):
+    weight = dist.get_world_size() / config.global_batch_size
+    for left in reversed(range(config.grad_accum_steps)):
         images, labels = next(batches)
         phase_ends("data")
         with reducing(ddp, left == 0):
@@ -270,3 +267,39 @@ def restore_buffers(model: nn.Module, own: Tensor) -> None:
 def _statistics(model: nn.Module) -> list[Tensor]:
     """The buffers that matter and differ from rank to rank: BatchNorm does not use its count of batches."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, dataset: Dataset, config: Namespace, device: torch.device
+) -> tuple[float, float, int]:
+    """Score the bare model on all images of the data set. A collective: every rank must call it.
+
+    Each image is on exactly one rank, and the ranks add sums, not means. The batch size does not change the
+    result, because BatchNorm uses its running statistics.
+
+    Returns:
+        The fraction of images that it classifies, its mean cross-entropy, and the number of images.
+    """
+    batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
+    share = share_of(dataset.num_images, dist.get_rank(), dist.get_world_size())
+    indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
+    num_counted = len(indices)
+    if is_sharded(model):  # each pass needs all ranks
+        largest_share = -(-dataset.num_images // dist.get_world_size())
+        most = -(-largest_share // batch_size)
+        indices += [torch.tensor([0])] * (most - num_counted)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
+    model.eval()
+    with averaged_buffers(model), autocast(config, device):
+        for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
+            logits = model(images)
+            if index < num_counted:
+                totals[0] += (logits.argmax(1) == labels).sum()
+                totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
+                totals[2] += len(labels)
+    model.train()
+    reshard(model)
+    dist.all_reduce(totals)
+    correct, loss, count = totals.tolist()
+    return correct / count, loss / count, int(count)

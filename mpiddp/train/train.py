@@ -25,8 +25,7 @@ from torch import nn
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.train import sinks
-from mpiddp.train.checkpoint import Progress, open_checkpoints, resume, save
+from mpiddp.train.checkpoint import open_checkpoints, resume, save
 from mpiddp.train.config import (
     IMAGES_PER_PASS,
     gathered,
@@ -36,24 +35,17 @@ from mpiddp.train.config import (
 )
 from mpiddp.train.datasets import Data, batches, open_data, prepare
 from mpiddp.train.determinism import check_determinism
-from mpiddp.train.evaluate import evaluate
-from mpiddp.train.measure import (
-    GuideLines,
-    StepTimer,
-    counted,
-    mean_phases,
-    measure_speed,
-    table,
-)
+from mpiddp.train.measure import StepTimer, counted, measured, table
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards, wrap
-from mpiddp.train.record import rank_log, save_json, start_record
+from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
     build_model,
     build_optimizer,
     build_scaler,
     choose_kernels,
+    evaluate,
     learning_rate,
     mark_last_gradient,
     train_step,
@@ -103,7 +95,6 @@ def main(options: Namespace) -> int:
             f"{world.backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank"
         )
         hosts = gathered(world.hostname)
-        nodes = gathered(f"{world.hostname} (node {world.node_rank})")
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
@@ -111,27 +102,26 @@ def main(options: Namespace) -> int:
                 "the automatic choice of settings", choice, "Set --backend, --arch, --amp."
             )
             require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
-            copies = find_copies(config, nodes)
+            copies = find_copies(config, world)
             refuse_existing_run(out, config)
             if world.rank == 0:
-                sinks.check_packages(config.log_to)
+                check_packages(config.log_to)
         if config.check_divergence and len(copies) == 1:
             log.warning(
                 "warning: --check-divergence compares nothing: the ranks share one copy of the model."
             )
 
-        def build() -> tuple[State, nn.Module]:
-            """The state with fresh weights on the bare model, and the model to call."""
-            bare = build_model(config, data, device)
-            ddp = wrap(bare, config, data.shape, copies)
+        def distribute(model: nn.Module) -> tuple[State, nn.Module]:
+            """The state of a training with this model, and the model to call."""
+            ddp = wrap(model, config, data.shape, copies)
             torch.manual_seed(config.seed + 1 + world.rank)
-            return State(bare, build_optimizer(bare, config), build_scaler(config, device)), ddp
+            return State(model, build_optimizer(model, config), build_scaler(config, device)), ddp
 
-        del model  # it has been built for its checks
         if config.check_determinism:
-            return check_determinism(config, data, order, world, build)
+            fresh = lambda: distribute(build_model(config, data, device))  # noqa: E731
+            return check_determinism(config, data, order, world, fresh)
 
-        state, ddp = build()
+        state, ddp = distribute(model)
         mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
             resume_args=resume_args(config, out),
             global_batch_size=config.global_batch_size,
@@ -140,7 +130,7 @@ def main(options: Namespace) -> int:
         checkpoints = open_checkpoints(out, config, data.contents)
         with checkpoints:
             with mpiddp.together():
-                progress = resume(checkpoints, state, config)
+                step = resume(checkpoints, state, config)
             logs = (out / "logs").absolute()
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
             with mpiddp.together():
@@ -158,15 +148,15 @@ def main(options: Namespace) -> int:
             tools = config.log_to if world.rank == 0 else None
             with (
                 rank_log(logs / f"rank_{world.rank:05d}.log", world),
-                sinks.following(tools, out, vars(config), step=progress.step) as record,
+                following(tools, out, vars(config), step=step) as record,
             ):
                 log.info(
-                    f"{counted(world.world_size, 'rank')} on {counted(len(set(nodes)), 'host')} over "
+                    f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
                     f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "
                     f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
                 )
                 summary = fit(
-                    config, world, data, order, state, ddp, checkpoints, progress, record=record
+                    config, world, data, order, state, ddp, checkpoints, step, record=record
                 )
         if summary is None:
             return STOPPED
@@ -185,7 +175,7 @@ def fit(
     state: State,
     ddp: nn.Module,
     checkpoints: mpiddp.Checkpoints,
-    progress: Progress,
+    step: int,
     *,
     record: Callable[..., None] = mpiddp.log_metrics,
 ) -> dict[str, Any] | None:
@@ -193,7 +183,7 @@ def fit(
 
     Args:
         ddp: the model to call.
-        progress: how far the training has come.
+        step: the number of steps that it has made.
         record: takes a step, and values by name.
     """
     started_at = time.monotonic()
@@ -201,37 +191,37 @@ def fit(
     total_steps = order.steps_per_epoch * config.epochs
     timer = StepTimer(device)
     mark_last_gradient(ddp, timer.phase_ends)
-    guide_lines = GuideLines(world.local_rank, is_wanted=config.per_rank_log)
+    epochs_s: list[float] = []
     train_loss: float | None = None
     accuracy = test_images = None
 
-    for epoch in range(progress.epoch, config.epochs):
-        steps = list(order.steps(epoch, progress.position))
-        numbers = [each for step in steps for each in step.micro_batches]
+    for epoch in range(step // order.steps_per_epoch, config.epochs):
+        first = step
+        steps = order.steps(epoch, step % order.steps_per_epoch)
+        numbers = [images for micro_batches in steps for images in micro_batches]
         images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
         loss_sum, num_images = torch.zeros((), device=device), 0
-        guide_lines.epoch_begins(epoch)
+        say(config, f"Local Rank: {world.local_rank}, Epoch: {epoch}, Training ...")
         timer.resume()
 
-        for step in steps:
-            lr = learning_rate(progress.step, order.steps_per_epoch, config)
+        while step < (epoch + 1) * order.steps_per_epoch:
+            lr = learning_rate(step, order.steps_per_epoch, config)
             loss_sum += train_step(
-                state, ddp, images_of_epoch, step, lr, config, phase_ends=timer.phase_ends
+                state, ddp, images_of_epoch, lr, config, phase_ends=timer.phase_ends
             )
             clear_gradients(ddp, config)
             timer.tick()
-            num_images += step.num_images
-            progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
-            ends_epoch = step is steps[-1]
+            step, num_images = step + 1, num_images + config.global_batch_size
+            ends_epoch = step % order.steps_per_epoch == 0
             shown: dict[str, Any] = {}
 
-            if progress.step % config.log_every == 0 or ends_epoch:
+            if step % config.log_every == 0 or ends_epoch:
                 dist.all_reduce(loss_sum)
                 was_finite = train_loss is None or math.isfinite(train_loss)
                 train_loss = loss_sum.item() / num_images
                 if was_finite and not math.isfinite(train_loss) and world.rank == 0:
                     log.warning(
-                        f"warning: the loss is {train_loss} at step {progress.step}. Stop the run, and "
+                        f"warning: the loss is {train_loss} at step {step}. Stop the run, and "
                         "continue from an earlier checkpoint with a lower --lr or --clip-grad-norm."
                     )
                 loss_sum, num_images = torch.zeros((), device=device), 0
@@ -239,7 +229,7 @@ def fit(
                 images_per_s = len(recent) * config.global_batch_size / sum(recent)
                 shown["phases"] = {"steps": len(timer.read()), **timer.phases}
                 record(
-                    progress.step,
+                    step,
                     epoch=epoch,
                     lr=lr,
                     train_loss=train_loss,
@@ -247,44 +237,47 @@ def fit(
                     step_time_s=mean(recent),
                 )
                 log.info(
-                    f"epoch {epoch + 1}/{config.epochs}  step {progress.step}/{total_steps}  "
+                    f"epoch {epoch + 1}/{config.epochs}  step {step}/{total_steps}  "
                     f"loss {train_loss:.4f}  lr {lr:.4f}  {images_per_s:,.0f} images/s"
                 )
-            mpiddp.progress(progress.step, total_steps, **shown)
+            mpiddp.progress(step, total_steps, **shown)
 
             if ends_epoch:
-                progress = Progress(progress.step, epoch + 1, 0)
-                guide_lines.epoch_ends(timer.read()[-len(steps) :])
+                own = timer.read()[first - step :]
+                epochs_s.append(sum(own))
+                say(config, f"num_steps_per_gpu: {len(own)}, avg_step_time: {mean(own):.4f}")
                 # After an epoch on smaller images, the accuracy on whole ones tells little.
                 is_full_size = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
                 if data.test is not None and is_full_size:
                     accuracy, loss, test_images = evaluate(state.model, data.test, config, device)
-                    record(progress.step, epoch=epoch, test_accuracy=accuracy, test_loss=loss)
+                    record(step, epoch=epoch, test_accuracy=accuracy, test_loss=loss)
                     log.info(f"epoch {epoch + 1}/{config.epochs}  test accuracy {accuracy:.2%}")
                     timer.resume("evaluation")
 
             # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
-            is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
-            is_last = progress.step == total_steps
-            stops = not is_last and (mpiddp.should_stop() or progress.step == config.stop_at_step)
+            is_due = checkpoints.due(step) or (config.save_every is None and ends_epoch)
+            is_last = step == total_steps
+            stops = not is_last and (mpiddp.should_stop() or step == config.stop_at_step)
             saves = is_due or stops or is_last
-            if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
-                refuse_divergence(state, progress.step)
+            if config.check_divergence and (saves or step % config.check_divergence == 0):
+                refuse_divergence(state, step)
                 timer.resume()
             if saves:
-                save(checkpoints, state, progress, config)
+                save(checkpoints, state, step, config)
                 timer.resume("save")
             if stops:
                 extra = resume_args(config, mpiddp.run_dir())
                 command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
                 checkpoints.close()  # waits for the save
-                log.info(f"stopped at step {progress.step}. To resume, run {command}.")
+                log.info(f"stopped at step {step}. To resume, run {command}.")
                 return None
 
     timer.resume()
     checkpoints.close()  # waits for the last save
     timer.resume("save")
-    guide_lines.training_ends()
+    if epochs_s:  # the run has not resumed after its last step
+        # As in the guides, the first epoch is left out, unless it is the only one.
+        say(config, f"Average epoch time: {mean(epochs_s[1:] or epochs_s):.4f}")
     if accuracy is None and data.test is not None:  # resumed after the last step
         accuracy, _, test_images = evaluate(state.model, data.test, config, device)
     return {
@@ -296,15 +289,20 @@ def fit(
         "hosts": {},
         "global_batch_size": config.global_batch_size,
         "epochs": config.epochs,
-        "steps": progress.step,
+        "steps": step,
         "train_loss": train_loss,
         "test_accuracy": accuracy,
         "test_images": test_images,
-        **measure_speed(timer, config.global_batch_size, device),
-        "wall_s": time.monotonic() - started_at,
         "parallel": config.parallel,
-        "phases": mean_phases(timer, device),
+        **measured(timer, config.global_batch_size, device),
+        "wall_s": time.monotonic() - started_at,
     }
+
+
+def say(config: Namespace, line: str) -> None:
+    """With --per-rank-log, print a line of the multi-node guides' script on every rank."""
+    if config.per_rank_log:
+        print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too
 
 
 def refuse_divergence(state: State, step: int) -> None:
@@ -320,10 +318,9 @@ def refuse_divergence(state: State, step: int) -> None:
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
     restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    if config.resume == "never" and all(os.environ.get(name, "0") == "0" for name in restarts):
-        for name in ("checkpoints", "config.json", "metrics.jsonl", "summary.json"):
-            if (out / name).exists():
-                raise UserError(
-                    f"--resume never, but --out {out} already holds a run ({name}). Name another --out, "
-                    "or omit --resume to resume the run."
-                )
+    is_restart = any(os.environ.get(name, "0") != "0" for name in restarts)
+    if config.resume == "never" and not is_restart and (out / "checkpoints").exists():
+        raise UserError(
+            f"--resume never, but --out {out} already holds a run (checkpoints). Name another --out, or omit "
+            "--resume to resume the run."
+        )

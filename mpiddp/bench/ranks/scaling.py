@@ -23,12 +23,12 @@ def rank(world: World, options: Options, training: list[str]) -> None:
         data = open_source(job)
         state = build(job, data)
         steps = list(synthetic_order(job, data, options.warmup + options.steps).steps(epoch=0))
-        numbers = [each for step in steps for each in step.micro_batches]
+        numbers = [each for step in steps for each in step]
         images = batches(data.train, numbers, job.config, job.device, epoch=0)
         timer = StepTimer(job.device)
         timer.resume()
-        for step in steps:
-            backward(state.model, images, step, state.scaler, job.config)
+        for _ in steps:
+            backward(state.model, images, state.scaler, job.config)
             state.scaler.step(state.optimizer)
             state.scaler.update()
             clear_gradients(state.model, job.config)

@@ -28,7 +28,7 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
 from mpiddp.protocol.messages import PHASES
-from mpiddp.train.checkpoint import Progress, open_checkpoints
+from mpiddp.train.checkpoint import open_checkpoints
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.order import Order
@@ -43,7 +43,7 @@ def rank(world: World, options: Options, training: list[str]) -> None:
     with synthetic_job(world, [*training, "--grad-accum-steps", "1"]) as job:
         data = open_source(job)
         order = synthetic_order(job, data, count)
-        numbers = [step.micro_batches[0] for step in order.steps(epoch=0)]
+        numbers = [images for (images,) in order.steps(epoch=0)]
         tensors = list(batches(data.train, numbers, job.config, job.device, epoch=0))
         summaries: list[dict[str, Any]] = []
         with _scratch_folder(job) as folder:
@@ -79,7 +79,7 @@ def _time_runner(
     with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
         world = job.coordinator.world
-        summary = fit(config, world, data, order, bare, ddp, checkpoints, Progress())
+        summary = fit(config, world, data, order, bare, ddp, checkpoints, step=0)
     assert summary is not None
     summaries.append(summary)
     return float(summary["global_batch_size"] / summary["images_per_s"])

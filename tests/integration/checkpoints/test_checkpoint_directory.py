@@ -4,7 +4,6 @@ Tests mpiddp/checkpoints/folder.py.
 python -m pytest tests/integration/checkpoints/test_checkpoint_directory.py
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -35,37 +34,7 @@ def complaint(folder: Path) -> str:
     return message.removeprefix(f"checkpoint {folder.name}: ")
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 # Writing
-
-
-def test_a_file_system_without_fsync_of_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SMB and some of FUSE refuse it. The files are flushed all the same."""
-    flushed = []
-
-    def fsync(descriptor: int) -> None:
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.is_dir():
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        flushed.append(path.name)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    folder = checkpoint_folders.write(tmp_path / "checkpoints", 1, write_files)
-    assert directory.is_verified(folder)
-    assert {*CONTENT, "manifest.json"} <= set(flushed)
-
-
-def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    folder = checkpoint_folders.write(tmp_path, 1, write_files)
-    (folder / "model.pt").write_bytes(b"broken")
-    checkpoint_folders.write(tmp_path, 1, write_files)
-    directory.verify(folder)
-    assert names(tmp_path) == ["step_00000001"]
 
 
 # Reading
@@ -105,26 +74,6 @@ def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
     entries = {"pipe": ENTRY, "../pipe": ENTRY}
     craft(folder, json.dumps(entries).encode())
     assert complaint(folder).startswith('manifest.json lists "../pipe"')
-
-
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        ("/dev/zero", "not a regular file"),
-        ("/proc/self/mem", "Input/output error"),  # as a bad sector
-        ("COMPLETE", "Too many levels of symbolic links"),
-    ],
-)
-def test_the_reason_why_a_file_cannot_be_read(folder: Path, target: str, reason: str) -> None:
-    (folder / "COMPLETE").unlink()
-    (folder / "COMPLETE").symlink_to(target)
-    assert complaint(folder) == f"COMPLETE cannot be read: {reason}"
-
-
-@pytest.mark.parametrize("manifest", [b"", b"\xff", b"[" * 100_000, b"[]", b'{"state.json": 1}'])
-def test_a_manifest_of_another_program_is_refused(folder: Path, manifest: bytes) -> None:
-    craft(folder, manifest)
-    assert complaint(folder) == "manifest.json is not a table of files"
 
 
 # Several checkpoints

@@ -6,12 +6,15 @@ python -m pytest tests/integration/checkpoints/test_saves.py
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -19,9 +22,9 @@ import torch.distributed.checkpoint
 
 import mpiddp
 from mpiddp.checkpoints.contents import Resumed
-from mpiddp.checkpoints.run import RunDir, is_locked
+from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
 from mpiddp.checkpoints.save import SaveSchedule
-from mpiddp.checkpoints.shards import ShardFiles
+from mpiddp.checkpoints.shards import with_sharded
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.text import parse_interval
@@ -207,9 +210,9 @@ def test_shards_are_read_as_they_are_used(tmp_path: Path) -> None:
     done = mpirun(2, script(tmp_path, SHARDED), str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run/checkpoints/step_00000002"
-    files = {path.name: path for path in folder.glob("shard_*")}
-    size = sum(path.stat().st_size for path in files.values())
-    state = ShardFiles(files).as_values({"a": {"w": None}, "b": {"w": None}})
+    files = list(folder.glob("shard_*"))
+    size = sum(path.stat().st_size for path in files)
+    state = with_sharded({"a": {"w": None}, "b": {"w": None}}, files)
     targets = {name: torch.nn.ParameterDict({"w": torch.empty(2_000_000)}) for name in "ab"}
     before = bytes_read()
     Resumed(2, state).load_into(**targets)
@@ -236,6 +239,24 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_pat
         with pytest.raises(UserError, match="in use by this process"):
             mpiddp.Checkpoints(run.path).resume()
     assert not run.owner.exists()
+
+
+def test_a_run_that_ends_while_the_next_one_opens_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes the file that the next one has opened already. A lock on that file would exclude nobody."""
+    run = RunDir(tmp_path)
+    owner, lock = owning(run, "first"), fcntl.lockf
+
+    def lock_late(file: BinaryIO, operation: int) -> None:
+        if owner.poll() is None:
+            owner.communicate("", timeout=PATIENCE_S)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    held = RunLock(run)
+    assert run.owner.stat().st_ino == os.fstat(held._file.fileno()).st_ino
+    held.release()
 
 
 def test_a_restart_that_finds_the_lock_held_may_be_repeated(

@@ -13,13 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.train import cifar10
-from mpiddp.train.datasets import open_data, prepare
-from mpiddp.world import World
-from tests.support.training import configured
 
 
 @pytest.fixture
@@ -87,17 +83,3 @@ def test_a_download_is_verified_and_appears_whole(
         cifar10.fetch(target, said.append, url=archive.as_uri(), command=("false",))
     assert [path.name for path in target.iterdir()] == [cifar10.BIN_FOLDER]
     cifar10.read(target)
-
-
-def test_the_data_of_a_training(batches: Path) -> None:
-    config = configured(f"--data-dir={batches}")
-    prepare(config)  # nothing is missing
-    data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
-    assert data.contents == "25 + 5 images of 10 classes"
-    ((images, labels),) = data.train.batches([torch.tensor([3, 1])], epoch=0)
-    assert images.shape == (2, 3, 32, 32)
-    assert labels.shape == (2,)
-    with pytest.raises(UserError, match="--data-dir /none is not a folder"):
-        prepare(configured("--data-dir=/none"))
-    with pytest.raises(UserError, match="image-folder needs --data-dir"):
-        open_data(configured("--dataset=image-folder"), World(0, 1, 0, 1), torch.device("cpu"))

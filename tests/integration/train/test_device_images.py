@@ -1,11 +1,10 @@
-"""Augmentation on the device, compared with a plain NumPy reference image by image.
+"""Augmentation on the device. tests/promises/test_training.py has the shifts and flips of CIFAR-10's size.
 
 Tests mpiddp/train/datasets.py.
 python -m pytest tests/integration/train/test_device_images.py
 """
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -14,12 +13,8 @@ from mpiddp.train.cifar10 import MEAN, STD
 from mpiddp.train.datasets import DeviceImages
 from tests.support.training import configured
 
-MAX_SHIFT = 2
-SHIFTS = 2 * MAX_SHIFT + 1
-
 Bytes = NDArray[np.uint8]
 Arrays = tuple[Bytes, NDArray[np.int64]]
-View = tuple[int, int, int]  # rows down, columns right, flipped or not
 
 
 def arrays(num_images: int = 40, height: int = 12, width: int = 10) -> Arrays:
@@ -28,11 +23,8 @@ def arrays(num_images: int = 40, height: int = 12, width: int = 10) -> Arrays:
     return images, draw.integers(0, 10, num_images)
 
 
-def source(
-    data: Arrays, *, augment: bool = True, seed: int = 0, parallel: str = "ddp"
-) -> DeviceImages:
-    config = configured(f"--seed={seed}", f"--parallel={parallel}")
-    return DeviceImages(*data, config, torch.device("cpu"), augment=augment)
+def source(data: Arrays, *, seed: int = 0) -> DeviceImages:
+    return DeviceImages(*data, configured(f"--seed={seed}"), torch.device("cpu"), augment=True)
 
 
 def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
@@ -48,29 +40,6 @@ def pixels_of(image: Tensor) -> Bytes:
     assert np.abs(exact - rounded).max() < 1e-3
     pixels: Bytes = rounded.astype(np.uint8)
     return pixels
-
-
-def every_view(image: Bytes) -> dict[bytes, View]:
-    """All shifts and flips of an image [H, W, C], and the view of each."""
-    height, width, _ = image.shape
-    padded = np.pad(image, ((MAX_SHIFT, MAX_SHIFT), (MAX_SHIFT, MAX_SHIFT), (0, 0)), mode="reflect")
-    views = {}
-    for down in range(SHIFTS):
-        for right in range(SHIFTS):
-            crop = padded[down : down + height, right : right + width]
-            views[crop.tobytes()] = (down, right, 0)
-            views[crop[:, ::-1].tobytes()] = (down, right, 1)
-    assert len(views) == 2 * SHIFTS**2
-    return views
-
-
-def test_every_image_is_one_of_its_shifts_and_flips() -> None:
-    data = arrays()
-    ((got, labels),) = source(data).batches([torch.arange(40)], epoch=1)
-    assert got.dtype == torch.float32
-    assert torch.equal(labels, torch.from_numpy(data[1]))
-    views = [every_view(data[0][i])[pixels_of(got[i]).tobytes()] for i in range(40)]
-    assert len(set(views)) > 20  # each image is shifted on its own
 
 
 def test_the_border_is_mirrored_without_repeating_the_edge() -> None:
@@ -96,14 +65,3 @@ def test_augmentation_depends_only_on_seed_epoch_and_image() -> None:
     assert torch.equal(batch(images, torch.tensor([5]), epoch=3)[0], expected[5])
     assert not torch.equal(batch(images, everything, epoch=4), expected)
     assert not torch.equal(batch(source(data, seed=1), everything, epoch=3), expected)
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_memory_layout(augment: bool) -> None:
-    last, first = (
-        batch(source(arrays(), augment=augment, parallel=parallel), torch.arange(4))
-        for parallel in ("ddp", "fsdp")
-    )
-    assert last.is_contiguous(memory_format=torch.channels_last)
-    assert first.is_contiguous()
-    assert torch.equal(last, first)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from examples.gpt.batches import Batch, Step, bucketed, collate, count_targets, packed, padded
+from examples.gpt.batches import Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
 
 WIDTH, RANKS, VOCABULARY = 40, 2, 11
@@ -42,24 +42,6 @@ def small_gpt() -> GPT:
     return net
 
 
-def losses_alone(net: GPT, documents: Sequence[Tensor]) -> list[float]:
-    with torch.no_grad():
-        return [F.cross_entropy(net(each[None, :-1])[0], each[1:]).item() for each in documents]
-
-
-def losses_by_document(net: GPT, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-    """The summed loss and the targets of each document: two tensors [number]."""
-    with torch.no_grad():
-        logits = net(batch.tokens, batch.mask)
-    counts = batch.targets.flatten() != IGNORED
-    each = F.cross_entropy(
-        logits.flatten(0, 1), batch.targets.flatten().clamp(min=0), reduction="none"
-    )
-    owners = batch.documents.flatten()[counts]
-    sums = torch.zeros(number).index_add(0, owners, each[counts])
-    return sums, torch.bincount(owners, minlength=number)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("number", [1, 2, 7, 23])
 def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
@@ -71,20 +53,6 @@ def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
     assert steps == PLANS[plan](lengths, 5)
     if number > 7:
         assert steps != PLANS[plan](lengths, 6)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_document_has_the_same_loss_as_alone(plan: str) -> None:
-    documents, net = some_documents(), small_gpt()
-    expected = torch.tensor(losses_alone(net, documents))
-    sums, targets = torch.zeros(len(documents)), torch.zeros(len(documents))
-    steps = PLANS[plan]([len(each) for each in documents], 1)
-    for rows in (rows for step in steps for rows in step):
-        batch = collate(documents, rows, WIDTH if plan == "packed" else None)
-        found = losses_by_document(net, batch, len(documents))
-        sums, targets = sums + found[0], targets + found[1]
-    assert targets.tolist() == [len(each) - 1 for each in documents]
-    assert (sums / targets - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -18,9 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train.datasets import open_data
 from mpiddp.train.image_folder import MEAN, STD, ImageFolder, center_crop, random_resized_crop
-from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
@@ -38,9 +36,12 @@ def folder(tmp_path: Path) -> Path:
         for index, suffix in enumerate((".png", ".jpg", ".JPEG", ".bmp")):
             shade = tuple(max(0, value - 5 * index) for value in colour)
             image = Image.new("RGB", (30 + 7 * index, 50 - 5 * index), shade)
-            image.save(tmp_path / name / f"{index}{suffix}")
+            # ImageNet has a PNG that is named .JPEG.
+            image.save(tmp_path / name / f"{index}{suffix}", "PNG" if suffix == ".JPEG" else None)
     (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "cat" / "._0.png").write_bytes(b"of macOS")
     (tmp_path / "README").write_text("no class")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
     return tmp_path
 
 
@@ -81,8 +82,10 @@ def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
         for num_workers, size in ((0, 1), (1, 1), (1, 5), (2, 4)):
             torch.manual_seed(num_workers)
             random.seed(num_workers)
+            before = torch.get_rng_state()
             images = source(folder, augment=True, num_workers=num_workers)
             got, got_labels = everything(images, size=size, epoch=epoch)
+            assert torch.equal(torch.get_rng_state(), before)
             assert torch.equal(got, expected)
             assert torch.equal(got_labels, labels)
 
@@ -129,78 +132,23 @@ def test_workers_ignore_sigterm(folder: Path, tmp_path_factory: pytest.TempPathF
     assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
 
 
-def test_workers_do_not_use_the_ranks_generator(folder: Path) -> None:
-    before = torch.get_rng_state()
-    everything(source(folder, augment=True, num_workers=1))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def gradient(width: int, height: int) -> Image.Image:
-    """Red is the column, green the row."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    return Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
-
-
-def test_the_center_is_cropped() -> None:
-    cropped = np.asarray(center_crop(gradient(100, 60), 224)).astype(float)
-    assert cropped.shape == (224, 224, 3)
-    side = 60 * 224 / 256
-    assert cropped[:, :, 0].mean() == pytest.approx(49.5, abs=0.6)
-    assert cropped[:, :, 1].mean() == pytest.approx(29.5, abs=0.6)
-    assert np.ptp(cropped[:, :, 0]) == pytest.approx(side, abs=1.5)
-    assert np.ptp(cropped[:, :, 1]) == pytest.approx(side, abs=1.5)
-
-
-def test_random_crops_stay_within_scale_and_aspect() -> None:
-    image = gradient(120, 90)
-    areas, flips = [], 0
-    for number in range(400):
-        crop = random_resized_crop(image, 64, random.Random(number))
-        assert crop.size == (64, 64)
-        pixels = np.asarray(crop).astype(float)
-        width, height = np.ptp(pixels[:, :, 0]) + 1, np.ptp(pixels[:, :, 1]) + 1
-        flips += pixels[0, 0, 0] > pixels[0, -1, 0]
-        areas.append(width * height / (120 * 90))
-        assert 0.70 < width / height < 1.43
-    assert min(areas) < 0.12
-    assert max(areas) > 0.85
-    assert 160 < flips < 240
-
-
 # Errors
 
 
-@pytest.mark.parametrize(("num_workers", "num_bytes"), [(0, 200), (0, 5), (0, 0), (2, 200)])
+# Pillow would start Ghostscript for EPS, whatever the file's name.
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("content", ["cut", b"", EPS])
 def test_a_broken_image_is_named_in_one_sentence(
-    folder: Path, num_workers: int, num_bytes: int
+    folder: Path, num_workers: int, content: str | bytes
 ) -> None:
     broken = folder / "dog" / "1.jpg"
-    broken.write_bytes(broken.read_bytes()[:num_bytes])
+    broken.write_bytes(broken.read_bytes()[:200] if isinstance(content, str) else content)
     with pytest.raises(UserError) as caught:
         everything(source(folder, num_workers=num_workers))
     assert re.fullmatch(error("Replace or", f"{broken}: ", "("), str(caught.value))
-
-
-EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
-%%BoundingBox: 0 0 9 9
-%%EndComments
-showpage
-%%EOF
-"""
-
-
-def test_no_other_program_reads_an_image(folder: Path) -> None:
-    """Pillow would start Ghostscript for EPS, whatever the file's name."""
-    (folder / "dog/1.jpg").write_bytes(EPS)
-    with pytest.raises(UserError, match=error("Replace or", "/1.jpg: ", "(cannot identify")):
-        everything(source(folder))
-
-
-def test_the_suffix_need_not_be_that_of_the_format(folder: Path) -> None:
-    """ImageNet has a PNG that is named .JPEG."""
-    Image.new("RGB", (20, 20), (0, 77, 0)).save(folder / "cat" / "2.JPEG", format="PNG")
-    pixels, _ = everything(source(folder))
-    assert bytes_of(pixels[2])[1].round().unique().tolist() == [77]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -213,18 +161,20 @@ def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: 
         everything(source(folder, num_workers=num_workers))
 
 
-def test_train_and_val_have_the_same_classes(tmp_path: Path) -> None:
-    for name in ("train/cat", "train/dog", "val/cat"):
-        (tmp_path / name).mkdir(parents=True)
-        Image.new("RGB", (9, 9)).save(tmp_path / name / "0.png")
-    config = configured("--dataset=image-folder", f"--data-dir={tmp_path}", "--num-workers=0")
-    with pytest.raises(UserError, match=error("val/ contain", f"{tmp_path}: ", " dog ")):
-        open_data(config, World(0, 1, 0, 1), CPU)
-
-
-def test_a_hidden_folder_is_no_class_and_a_hidden_file_no_image(folder: Path) -> None:
-    before = source(folder).samples
-    (folder / ".ipynb_checkpoints").mkdir()
-    (folder / "cat" / "._0.png").write_bytes(b"of macOS")
-    assert source(folder).classes == ("cat", "dog", "eel")
-    assert source(folder).samples == before
+def test_crops() -> None:
+    """The middle of an image; or 8 to 100 % of it, at 3/4 to 4/3 of its shape, half of them mirrored."""
+    rows, columns = np.mgrid[0:90, 0:120]  # red is the column, green the row
+    image = Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
+    middle = np.asarray(center_crop(image, 224)).astype(float)
+    assert middle[:, :, :2].mean((0, 1)).tolist() == pytest.approx([59.5, 44.5], abs=0.6)
+    assert np.ptp(middle[:, :, 0]) == pytest.approx(90 * 224 / 256, abs=1.5)
+    areas, flips = [], 0
+    for number in range(400):
+        pixels = np.asarray(random_resized_crop(image, 64, random.Random(number))).astype(float)
+        width, height = np.ptp(pixels[:, :, 0]) + 1, np.ptp(pixels[:, :, 1]) + 1
+        flips += pixels[0, 0, 0] > pixels[0, -1, 0]
+        areas.append(width * height / (120 * 90))
+        assert 0.70 < width / height < 1.43
+    assert min(areas) < 0.12
+    assert max(areas) > 0.85
+    assert 160 < flips < 240

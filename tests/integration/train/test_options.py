@@ -113,14 +113,6 @@ def test_a_restart_keeps_the_global_batch(
     assert kept.seed == 1
 
 
-def test_no_pass_of_a_restart_has_a_single_image() -> None:
-    """BatchNorm needs two, so a pass may have more images than before."""
-    for images, before, ranks in ((8, 8, 3), (10, 5, 4)):
-        kept = parse([])
-        _keep_global_batch(kept, Announced(images, before), ranks)
-        assert kept.grad_accum_steps == 1
-
-
 def test_changes_that_a_resume_says() -> None:
     saved = vars(configured("--lr=0.4"))
     assert noted_changes(saved, configured("--lr=0.4", "--keep=5")) == []

@@ -1,6 +1,6 @@
 """What a run leaves beside its checkpoints, and the tools that follow its records.
 
-Tests mpiddp/train/record.py, sinks.py, measure.py.
+Tests mpiddp/train/record.py, measure.py.
 python -m pytest tests/integration/train/test_records.py
 """
 
@@ -18,10 +18,10 @@ import pytest
 import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import current
-from mpiddp.train import sinks
+from mpiddp.train import record
 from mpiddp.train.measure import table
 from mpiddp.train.options import SINKS
-from mpiddp.train.record import git_state, save_json
+from mpiddp.train.record import git_state
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def test_records_reach_a_tool_that_a_resume_continues(
 ) -> None:
     got: list[Any] = []
 
-    def open_run(facts: sinks.RunFacts) -> sinks.Sink:
-        got.append((facts.id, facts.first_step))
-        return sinks.Sink("an-id", lambda *record: got.append(record), lambda: got.append("end"))
+    def open_run(folder: Path, config: record.Config, run_id: str, first_step: int) -> record.Sink:
+        got.append((run_id, first_step))
+        return record.Sink("an-id", lambda *each: got.append(each), lambda: got.append("end"))
 
-    monkeypatch.setitem(sinks.SINKS, "mlflow", open_run)  # type: ignore[misc]
+    monkeypatch.setitem(record.SINKS, "mlflow", open_run)  # type: ignore[misc]
     for step in (0, 2):
-        with sinks.following("mlflow", run, {}, step=step) as record:
-            record(step + 1, loss=0.5, note="x", best=None)
+        with record.following("mlflow", run, {}, step=step) as log:
+            log(step + 1, loss=0.5, note="x", best=None)
     assert got == [("", 1), (1, {"loss": 0.5}), "end", ("an-id", 3), (3, {"loss": 0.5}), "end"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == {"step": 1, "loss": 0.5, "note": "x", "best": None}
@@ -55,20 +55,20 @@ def test_records_reach_a_tool_that_a_resume_continues(
 def test_a_tool_that_fails_is_a_warning(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(facts: sinks.RunFacts) -> sinks.Sink:
+    def fail(*_: Any) -> record.Sink:
         raise ConnectionError("no server\nat all")
 
-    monkeypatch.setitem(sinks.SINKS, "mlflow", fail)  # type: ignore[misc]
-    with sinks.following("mlflow", run, {}, step=0) as record:
-        record(1, loss=0.5)
+    monkeypatch.setitem(record.SINKS, "mlflow", fail)  # type: ignore[misc]
+    with record.following("mlflow", run, {}, step=0) as log:
+        log(1, loss=0.5)
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith("warning: --log-to mlflow: ConnectionError: 'no server'. ")
 
 
 def test_the_tools_of_the_options_are_those_of_the_table() -> None:
-    assert tuple(sinks.SINKS) == SINKS
+    assert tuple(record.SINKS) == SINKS
     with pytest.raises(UserError, match=r"--log-to json\.missing needs json\.missing"):
-        sinks.check_packages("json,json.missing")
+        record.check_packages("json,json.missing")
 
 
 def test_a_large_change_is_not_read(tmp_path: Path) -> None:
@@ -92,11 +92,6 @@ def test_a_large_change_is_not_read(tmp_path: Path) -> None:
     assert found["dirty"]
     assert peak < 5e6
     assert git_state(Path("/")) is None
-
-
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    save_json(tmp_path / "summary.json", {"train_loss": float("nan"), "steps": 3})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"train_loss": None, "steps": 3}
 
 
 def test_the_table_of_a_run_that_has_measured_nothing() -> None:

@@ -95,15 +95,6 @@ def test_pad_shortcut_drops_pixels_and_adds_zeros() -> None:
 # --weights
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A resnet18 for 1000 classes, in torchvision's format."""
-    torch.manual_seed(7)
-    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
-    torch.save(ARCHS["resnet18"]().state_dict(), path)
-    return path
-
-
 class Code:
     """Unpickling it runs a command."""
 
@@ -120,12 +111,6 @@ def check_refusal(model: nn.Module, path: Path, *values: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"--weights {path}: ")
     assert all(value in message for value in values), message
-
-
-def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
-    check_refusal(ARCHS["resnet20"](), checkpoint, "state_dict of --arch")
-    check_refusal(ARCHS["resnet34"](), checkpoint, "layer1.2.conv1.weight", "--arch")
-    check_refusal(ARCHS["resnet18"](stem="cifar"), checkpoint, "conv1.weight")
 
 
 def test_a_weights_file_without_a_state_dict(tmp_path: Path) -> None:

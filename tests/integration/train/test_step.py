@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.train.checkpoint import _restore
-from mpiddp.train.datasets import batches, open_data
-from mpiddp.train.order import Step
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import (
@@ -29,7 +27,6 @@ from mpiddp.train.step import (
     mark_last_gradient,
     train_step,
 )
-from mpiddp.world import World
 from tests.support.training import configured
 
 
@@ -54,29 +51,15 @@ PASS = ["data", "forward", "backward"]
 @pytest.mark.usefixtures("one_rank")
 def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
     config = configured("--use-syn", "--batch-size=2", *options)
-    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
-    passes = [torch.tensor([0, 1])] * config.grad_accum_steps
+    batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
     state = State(model, build_optimizer(model, config), build_scaler(config, torch.device("cpu")))
     ddp = DistributedDataParallel(model)
     ends: list[str] = []
     mark_last_gradient(ddp, ends.append)
-    of_passes = iter([(images, labels)] * len(passes))
-    step = Step(tuple(passes), 2 * len(passes))
-    train_step(state, ddp, of_passes, step, 0.1, config, phase_ends=ends.append)
+    of_passes = iter([batch] * config.grad_accum_steps)
+    train_step(state, ddp, of_passes, 0.1, config, phase_ends=ends.append)
     assert [phase for phase, _ in groupby(ends)] == phases
-
-
-def test_the_first_epochs_are_at_low_resolution_for_whoever_trains() -> None:
-    """For `--check-determinism` too."""
-    config = configured("--use-syn", "--low-res-epochs=1")
-    data = open_data(config, World(0, 1, 0, 1), torch.device("cpu"))
-    order = [torch.tensor([0, 1])]
-    sizes = []
-    for epoch in (0, 1):
-        ((images, _),) = batches(data.train, order, config, torch.device("cpu"), epoch=epoch)
-        sizes.append(tuple(images.shape[2:]))
-    assert sizes == [(24, 24), (32, 32)]
 
 
 def test_weight_decay_excludes_batch_norm_and_biases() -> None:
