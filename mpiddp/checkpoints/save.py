@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +44,6 @@ from mpiddp.text import Interval
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
 _LATE_S = 30.0  # after which a rank that waits in save() says so
-_NOT_THE_SCRIPT = (Path(__file__).parent, Path(contextlib.__file__).parent)
 
 
 class _Abandoned(Exception):
@@ -149,8 +148,13 @@ class Saver:
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         run = self._run
-        with _waiting_is_named(next_step, run.rank):
+        met = threading.Event()
+        if next_step is not None and run.rank == 0 and run.world_size > 1:
+            self._thread.submit(_warn_if_late, met, next_step, *_line_of_script())
+        try:
             answers = run.gather((next_step, problem))
+        finally:
+            met.set()
         names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
         first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
@@ -306,25 +310,21 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
 
-@contextlib.contextmanager
-def _waiting_is_named(step: int | None, rank: int) -> Iterator[None]:
-    """Name the script's line on rank 0 if the other ranks do not come, as after `if rank == 0: save()`."""
+def _line_of_script() -> tuple[str, int]:
+    """The file and the line that save."""
     frame = sys._getframe()
-    while frame.f_back and Path(frame.f_code.co_filename).parent in _NOT_THE_SCRIPT:
+    while frame.f_back and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
         frame = frame.f_back
-    where = f"{from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
-    sentence = (
-        f"warning: save() of step {step} in {where} has waited {_LATE_S:g} s for the other ranks. "
-        "Every rank must call it."
-    )
-    timer = threading.Timer(_LATE_S, log.warning, [sentence])
-    timer.daemon = True
-    if rank == 0 and step is not None:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _warn_if_late(met: threading.Event, step: int, file: str, line: int) -> None:
+    """Name the script's line if the other ranks do not come, as after `if rank == 0: save()`."""
+    if not met.wait(_LATE_S):
+        log.warning(
+            f"warning: save() of step {step} in {from_here(file)}:{line} has waited {_LATE_S:g} s for the "
+            "other ranks. Every rank must call it."
+        )
 
 
 def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:

@@ -55,17 +55,3 @@ def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd() -> None
             assert muon.norm() == pytest.approx(len(muon) ** 0.5, rel=0.1)
         else:
             torch.testing.assert_close(muon, plain)
-
-
-def test_the_memory_format_changes_no_more_than_the_rounding() -> None:
-    """Not even where a gradient has another format than its parameter."""
-    model = ARCHS["wide_resnet14_2"]()
-    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    contiguous = stepped(build_optimizer(model, configured("--lr=1")), model, 1)
-    optimizer = build_optimizer(other, configured("--lr=1"))
-    torch.manual_seed(0)
-    for parameter in other.parameters():
-        parameter.grad = torch.randn(parameter.shape)
-    optimizer.step()
-    for one, two in zip(contiguous, other.parameters(), strict=True):
-        torch.testing.assert_close(one, two.detach(), rtol=0, atol=0.002)

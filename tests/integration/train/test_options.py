@@ -6,8 +6,6 @@ python -m pytest tests/integration/train/test_options.py
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -20,12 +18,9 @@ from mpiddp.train.options import (
     FIXED,
     NOTED,
     OF_RUN,
-    check_options,
     option_parser,
     parse,
 )
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import clean_env
 from tests.support.training import configured
 
 
@@ -33,31 +28,6 @@ def test_each_option_is_one_line_of_36() -> None:
     named = [each for each in option_parser()._actions if each.dest not in ("help", "local_rank")]
     assert len(named) == 36
     assert {*FIXED, *NOTED, *OF_RUN} <= {each.dest for each in named}
-
-
-def test_the_help_needs_no_torch() -> None:
-    program = (
-        "import sys; from mpiddp.cli import main\n"
-        "try: main(['train', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean_env(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--global-batch-size" in done.stdout
-
-
-def test_the_guides_spellings() -> None:
-    options = parse(["--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152"])
-    assert (options.backend, options.use_syn, options.batch_size) == ("nccl", True, 8192)
-    assert parse(["--out=a_b", "--local_rank=3"]).out == "a_b"
-    assert check_options(["--backend=gloo", "--per_rank_log"]) == ("gloo", True)
 
 
 def test_the_defaults_follow_from_the_device() -> None:
