@@ -214,11 +214,6 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
     return True
 
 
-def is_intact(folder: Path) -> bool:
-    """Whether all files exist with their full size."""
-    return is_verified(folder, with_hashes=False)
-
-
 def listing(folder: Path) -> Listing:
     """What the folder lists. Reads no file of tensors.
 

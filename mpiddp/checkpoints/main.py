@@ -49,7 +49,7 @@ def _line(folder: Path) -> str:
     files = [path.lstat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-    state = "intact" if folders.is_intact(folder) else "broken"
+    state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
     return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}"
 
 

@@ -84,9 +84,7 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
     line = json.dumps(values).encode() + b"\n"
     with path.open("ab", buffering=0) as file:  # written at its end: one line, in one piece
         end = file.tell()
-        if file.write(line) < len(
-            line
-        ):  # a disk that has become full; the next line may find space again
+        if file.write(line) < len(line):  # the disk is full; the next line may find space again
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -287,7 +287,7 @@ class Saver:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
         if checkpoint not in self._is_good:
             self._is_good[checkpoint] = folder.is_verified(checkpoint)
-        return self._is_good[checkpoint] and folder.is_intact(checkpoint)
+        return self._is_good[checkpoint] and folder.is_verified(checkpoint, with_hashes=False)
 
     def _sentence(self, error: Exception, step: int) -> str:
         """The error, and the newest checkpoint that remains, if the folder can still be read."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.train.config import memory_format
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]
 RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
@@ -91,8 +92,7 @@ class ImageFolder:
             )
         self.num_images = len(self.samples)
         self._device, self._num_workers = device, config.num_workers
-        is_last = config.channels_last
-        self._memory_format = torch.channels_last if is_last else torch.contiguous_format
+        self._memory_format = memory_format(config)
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)

@@ -19,10 +19,10 @@ owner.release()
 """
 
 
-def owning(run: RunDir, run_id: str) -> subprocess.Popen[str]:
+def owning(run: RunDir) -> subprocess.Popen[str]:
     """A process that owns the run until its stdin ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNS, str(run), run_id],
+        [sys.executable, "-c", OWNS, str(run)],
         env=clean_env(),
         cwd=ROOT,
         stdin=subprocess.PIPE,

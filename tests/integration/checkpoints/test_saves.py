@@ -228,7 +228,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_pat
     run = RunDir(tmp_path / "run")
     saved(run.path, 1)
     assert not is_locked(run.owner)
-    owner = owning(run, "other")
+    owner = owning(run)
     assert is_locked(run.owner)
     with pytest.raises(UserError, match=error("writes there", f"process {owner.pid} on ")):
         mpiddp.Checkpoints(run.path).resume()
@@ -246,7 +246,7 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(
 ) -> None:
     """It removes the file that the next one has opened already. A lock on that file would exclude nobody."""
     run = RunDir(tmp_path)
-    owner, lock = owning(run, "first"), fcntl.lockf
+    owner, lock = owning(run), fcntl.lockf
 
     def lock_late(file: BinaryIO, operation: int) -> None:
         if owner.poll() is None:
@@ -264,7 +264,7 @@ def test_a_restart_that_finds_the_lock_held_may_be_repeated(
 ) -> None:
     """The client of a file server may hold it for a while after its death."""
     run = RunDir(tmp_path)
-    owner = owning(run, "dead")
+    owner = owning(run)
     monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
     with pytest.raises(mpiddp.JobFailed, match="writes there"):
         mpiddp.Checkpoints(tmp_path).resume()
