@@ -79,12 +79,13 @@ def index_of(files: Mapping[str, Entry]) -> str:
 
 @dataclass(frozen=True)
 class ShardedValue:
-    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor."""
+    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor.
+
+    The boxes are those of all ranks, in mapped files: each is read when it is used.
+    """
 
     name: str
-    boxes: Sequence[
-        Mapping[str, Any]
-    ]  # of all ranks, in mapped files: a box is read when it is used
+    boxes: Sequence[Mapping[str, Any]]
 
     @property
     def shape(self) -> torch.Size:
@@ -97,7 +98,7 @@ class ShardedValue:
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on the CPU. Not a collective."""
-        return self.read(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
     def read_like(self, like: Tensor) -> Tensor:
         """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective.
@@ -111,10 +112,10 @@ class ShardedValue:
                 f"{where} was saved with shape {list(self.shape)}; it now has {list(like.shape)}. "
                 "Build the same model as before."
             )
-        return self.read(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
+        return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
 
-    def read(self, target: Tensor) -> Tensor:
-        """Fill this rank's part of the target, and return the target."""
+    def _filled(self, target: Tensor) -> Tensor:
+        """The target, after this rank's part of it is read."""
         own, offsets = _own_box(target)
         for each in self.boxes:
             _copy_overlap(each["box"], each["offsets"], own, offsets)
