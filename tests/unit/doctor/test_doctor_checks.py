@@ -17,7 +17,7 @@ from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, results
 from mpiddp.hosts import facts as hosts_facts
 from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.remote import Connections, program_with
+from mpiddp.hosts.remote import PROOF, Connections, program_with
 from mpiddp.hosts.transport import SSH
 from tests.support.patience import PATIENCE_S
 
@@ -216,26 +216,33 @@ def test_the_report_says_first_what_is_not_well():
 
 
 def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
-    begin = f"sys.modules[{network.__name__!r}].main()"
+    begin = f"sys.modules[{network.__name__!r}].main({PROOF!r})"
     program = program_with((interfaces, gpus, hosts_facts, network), begin)
     wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
     here = Host("localhost")
     with Connections([here], SSH, program) as connected:
-        assert connected.ask("nonsense", {here: None}, limit_s=PATIENCE_S) == {}
-        assert connected.refusals == [("nonsense", "localhost: nonsense: KeyError: 'nonsense'")]
-        (found,) = connected.ask("facts", {here: wanted}, limit_s=PATIENCE_S).values()
-    assert found["gpus"] == {}
+        (found,) = connected.ask({here: wanted}, limit_s=PATIENCE_S).values()
+        peer = {"name": "a", "address": "127.0.0.1", "port": found["port"]}
+        (reached,) = connected.ask({here: [peer]}, limit_s=PATIENCE_S).values()
+        assert abs(connected.by_host[here].skew) < PATIENCE_S
+    assert (found["gpus"], reached) == ({}, {"a": {"error": "", "large": ""}})
     assert found["names"]["localhost"]
     assert found["limits"].keys() == hosts_facts.LIMITS.keys()
-    assert all(abs(skew) < PATIENCE_S for skew in connected.skews.values())
 
 
-def test_two_ends_of_a_connection():
-    port = network.listen("127.0.0.1")
-    (answer,) = network.reach([{"name": "a", "address": "127.0.0.1", "port": port}]).values()
-    assert answer == {"error": "", "large": ""}
+def test_a_program_that_fails_is_asked_no_more():
+    here = Host("localhost")
+    with Connections([here], SSH, "raise SystemExit('no memory')") as connected:
+        assert [connected.ask({here: 1}, limit_s=PATIENCE_S) for _ in range(2)] == [{}, {}]
+        assert connected.by_host[here].failure == "localhost: the connection was lost, no memory"
+    with Connections([here], SSH, "import time; time.sleep(1000)") as connected:
+        connected.ask({here: 1}, limit_s=0.2)
+        assert connected.by_host[here].failure == "localhost: no answer in time"
+
+
+def test_a_port_on_which_nobody_listens():
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
+        unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         (answer,) = network.reach([{"name": "a", "address": "127.0.0.1", "port": port}]).values()
     assert answer["error"] == "Connection refused"

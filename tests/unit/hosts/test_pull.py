@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import main, pull
+from mpiddp.hosts import main, pull, push
 from mpiddp.hosts.hostfile import Host
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -40,7 +40,7 @@ def bring(there):
         run = Path("run").absolute()
         arrived = run / ".mpiddp-pull" / HOST.name
         arrived.mkdir(parents=True)
-        command = pull._command(f"{there}/", run, arrived, ["ssh"])
+        command = [*push.RSYNC, *pull._options(run), f"{there}/", f"{arrived}/"]
         subprocess.run(command, check=True, timeout=PATIENCE_S)
         text, problems = pull._place(run, HOST)
         arrived.parent.rmdir()
