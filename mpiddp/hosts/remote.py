@@ -131,9 +131,10 @@ class _Connection:
                 self.printed_before += before
                 if proof:
                     self._has_begun = True
-                    clock, answer = json.loads(text)
-                    self.skew = clock - time.time()
-                    return answer
+                    with contextlib.suppress(ValueError):  # the connection broke off within the line
+                        clock, answer = json.loads(text)
+                        self.skew = clock - time.time()
+                        return answer
         finally:
             timer.cancel()
         self.failure = self._why_lost(limit_s)
