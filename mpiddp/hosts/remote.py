@@ -131,7 +131,7 @@ class _Connection:
                 self.printed_before += before
                 if proof:
                     self._has_begun = True
-                    with contextlib.suppress(ValueError):  # the connection broke off within the line
+                    with contextlib.suppress(ValueError):  # it broke off within the line
                         clock, answer = json.loads(text)
                         self.skew = clock - time.time()
                         return answer
