@@ -47,12 +47,8 @@ _CHAINED = (
     "Original Traceb",
 )
 _FRAME = re.compile(r"\s+File \".*, in (\S+)")
-_ENTRIES = (
-    "<module>",
-    "_run_module_as_main",
-    "_bootstrap",
-    "_bootstrap_inner",
-)  # of an uncaught exception
+# The first function in the traceback of an uncaught exception.
+_ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner")
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 _OURS = "mpiddp: "
 _VERDICT = re.compile(
