@@ -24,14 +24,14 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.doctor import compare, network
 from mpiddp.doctor import job as small_job
-from mpiddp.doctor.job import HEAVY, LIGHT, PROOF
+from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.doctor.report import FAIL, OK, UNKNOWN, Line, as_json, results, text
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import Connections, program_with
+from mpiddp.hosts.remote import PROOF, Connections, ask_hosts, program_with
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import parse_options
@@ -72,29 +72,28 @@ def main(argv: list[str]) -> int:
         library = library or str(starter.libmpi or "")
         infos = checked.infos.values()
         networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
-        begin = f"sys.modules[{network.__name__!r}].main()"
+        begin = f"sys.modules[{network.__name__!r}].main({PROOF!r})"
         program = program_with((interfaces, gpus, facts, network), begin)
         with Connections(hosts.usable, hosts.transport, program) as connected:
-            everywhere = dict.fromkeys(hosts.usable, wanted)
-            found = _by_name(connected.ask("facts", everywhere, limit_s=_FACTS_S))
+            answers = connected.ask(dict.fromkeys(hosts.usable, wanted), limit_s=_FACTS_S)
+            found = {host.name: answer for host, answer in answers.items()}
             known = _COMPARED if checked.infos else ()
             if found:
                 lines += _of_facts(found, connected)
-                lines += _versions(_stacks(connected, LIGHT, library), known)
+                lines += _versions(hosts, [*answers], LIGHT, library, known)
             if len(found) > 1:
                 lines += _pairs(connected, found, networks)
             lines += [
-                Line("ssh", FAIL, *_split(sentence))
-                for host, sentence in connected.failures.items()
-                if host not in checked.complaints
+                Line("ssh", FAIL, *_split(each.failure))
+                for host, each in connected.by_host.items()
+                if each.failure and host not in checked.complaints
             ]
-            line, ranks = _run_job(lines, job)
-            if found:
-                lines += _of_ranks(found, ranks, known) or [
-                    *_versions(_stacks(connected, HEAVY, library), known),
-                    *_limits(found, "in a login over ssh"),
-                ]
-            lines += [Line(question, UNKNOWN, why) for question, why in connected.refusals]
+        line, ranks = _run_job(lines, job)
+        if found:
+            lines += _of_ranks(found, ranks, known) or [
+                *_versions(hosts, [*answers], HEAVY, library, known),
+                *_limits(found, "in a login over ssh"),
+            ]
         lines.append(line)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
@@ -176,13 +175,10 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _by_name(answers: Mapping[Host, Any]) -> dict[str, Any]:
-    return {host.name: answer for host, answer in answers.items()}
-
-
 def _of_facts(found: compare.Facts, connected: Connections) -> list[Line]:
-    shells = compare.shells(_by_name(connected.printed_before))
-    clocks = compare.clocks(_by_name(connected.skews))
+    by_name = {host.name: each for host, each in connected.by_host.items() if host.name in found}
+    shells = compare.shells({name: each.printed_before for name, each in by_name.items()})
+    clocks = compare.clocks({name: each.skew for name, each in by_name.items()})
     has_gpus = any(each["gpus"] != {} for each in found.values())
     gpus_ok = "the same on every host, unused and without errors"
     return [
@@ -195,22 +191,34 @@ def _of_facts(found: compare.Facts, connected: Connections) -> list[Line]:
     ]
 
 
-def _stacks(
-    connected: Connections, packages: tuple[str, ...], library: str
-) -> dict[str, dict[str, str]]:
-    """What the interpreter of the ranks loads of these packages on each host. `library`: of MPI."""
+def _versions(
+    hosts: Hosts,
+    asked: Sequence[Host],
+    packages: tuple[str, ...],
+    library: str,
+    known: Collection[str],
+) -> list[Line]:
+    """Whether the interpreter of the ranks loads the same of these packages on each host.
+
+    Args:
+        library: of MPI, "" for that which mpi4py finds.
+        known: the packages that the preflight has compared.
+    """
     stack = f"sys.modules[{small_job.__name__!r}].stack({packages!r})"
-    wanted = {
-        "python": str(Path(sys.executable).absolute()),
-        "env": {"MPI4PY_LIBMPI": library} if library else {},
-        "program": program_with((small_job,), f"import json; print(json.dumps({stack}))"),
-    }
-    hosts = dict.fromkeys(connected.printed_before, wanted)
-    return _by_name(connected.ask("stack", hosts, limit_s=_STACK_S))
+    env = {"MPI4PY_LIBMPI": library} if library else {}
+    begin = f"import json, os; os.environ.update({env!r}); print(json.dumps({stack}))"
+    found, failures = ask_hosts(
+        asked,
+        program_with((small_job,), begin),
+        timeout_s=_STACK_S,
+        python=str(Path(sys.executable).absolute()),
+        transport=hosts.transport,
+    )
+    lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
+    return lines + _of_stacks({host.name: each for host, each in found.items()}, known)
 
 
-def _versions(found: Mapping[str, Mapping[str, str]], known: Collection[str]) -> list[Line]:
-    """Whether all hosts load the same. `known`: the packages that the preflight has compared."""
+def _of_stacks(found: Mapping[str, Mapping[str, str]], known: Collection[str]) -> list[Line]:
     if not found:
         return []
     same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
@@ -227,7 +235,7 @@ def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Collection[
         return []
     speeds = compare.speeds({name: rank["speed"] for name, rank in reports.items()})
     return [
-        *_versions({name: rank["stack"] for name, rank in reports.items()}, known),
+        *_of_stacks({name: rank["stack"] for name, rank in reports.items()}, known),
         *results("speed", speeds, "no rank's device is slower than the others"),
         *_limits(reports, "in a launched process"),
     ]
@@ -241,15 +249,14 @@ def _limits(reports: compare.Facts, where: str) -> list[Line]:
 def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     addresses = {name: _address(name, found, networks) for name in found}
-    own = {host: addresses.get(host.name, "") for host in connected.printed_before}
-    asked = {host: address for host, address in own.items() if address}
-    ports = connected.ask("listen", asked, limit_s=_NETWORK_S)
     peers = {
-        host: {"name": host.name, "address": own[host], "port": port}
-        for host, port in ports.items()
+        host: {"name": host.name, "address": address, "port": found[host.name]["port"]}
+        for host in connected.by_host
+        if (address := addresses.get(host.name))
     }
     others = {host: [peers[other] for other in peers if other != host] for host in peers}
-    reached = _by_name(connected.ask("reach", others, limit_s=_NETWORK_S + len(peers)))
+    answers = connected.ask(others, limit_s=_NETWORK_S + len(peers))
+    reached = {host.name: answer for host, answer in answers.items()}
     count = sum(map(len, reached.values()))
     links, pairs = compare.links(found, addresses), compare.reach(reached, addresses)
     return [
@@ -290,12 +297,12 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
         )
     except subprocess.TimeoutExpired:
         return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix), {}
-    proof = [line.partition(PROOF)[2] for line in done.stdout.splitlines() if PROOF in line]
+    _, proof, found = done.stdout.rpartition(small_job.PROOF)
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
         return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix), {}
-    ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1])}
+    ranks = {rank["hostname"]: rank for rank in json.loads(found.splitlines()[0])}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix), ranks
     slowest = max(rank["seconds"] for rank in ranks.values())

@@ -11,12 +11,12 @@ survived is at most "also seen". One regular expression finds the lines that mat
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,21 +25,20 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
-_BLOCK_BYTES = 1 << 20
-_LONGEST_LINE = 1 << 16  # bytes; what is cut off is searched as a line of its own
-_AROUND = 500  # bytes of a line on each side of a text that a pattern sees
+_LONGEST_LINE = 1 << 13  # bytes; what is cut off is searched as a line of its own
 _SHOWN = 160  # characters of a line
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
 _GOES_ON_AFTER_VERDICT = 10  # lines: nothing but sentences of mpiddp follows the last one of these
-_END_BYTES = 4096  # of a log, in which it may say that it ended well
+_END_LINES = 50  # of a log, in which it may say that it ended well
 
 # What launchers write before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
 _PREFIX = re.compile(r"(\[[^][]{1,60}\](<std\w+>)?:? ?|\d+: |<std\w+>: ?)+")
 _RANK = re.compile(r"rank ?(\d+)|\[\d+,(\d+)\]|\[(\d+)\]|(\d+): ")
 _COLOURS = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
 _QUOTED = re.compile(r"\"[^\"]*\"|`[^`]*`|(?<!\w)'[^']*'(?!\w)")  # a tip names what did not happen
+_QUOTE = re.compile("[\"'`]")
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -48,12 +47,8 @@ _CHAINED = (
     "Original Traceb",
 )
 _FRAME = re.compile(r"\s+File \".*, in (\S+)")
-_ENTRIES = (
-    "<module>",
-    "_run_module_as_main",
-    "_bootstrap",
-    "_bootstrap_inner",
-)  # of an uncaught exception
+# The first function in the traceback of an uncaught exception.
+_ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner")
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 _OURS = "mpiddp: "
 _VERDICT = re.compile(
@@ -109,206 +104,189 @@ class Findings(NamedTuple):
 def explain(lines: Iterable[str]) -> Explanation | None:
     """The root cause of a job that has failed, as far as its lines show it; None if nothing is known."""
     text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
-    found = _findings([text.encode("utf-8", "backslashreplace")]).found
+    found = explain_file(io.BytesIO(text.encode("utf-8", "backslashreplace"))).found
     return found[0] if found else None
 
 
 def explain_file(file: BinaryIO) -> Findings:
     """What the bytes of a file or a pipe show, in little memory."""
-    return _findings(
-        block + file.readline(_LONGEST_LINE) for block in iter(lambda: file.read(_BLOCK_BYTES), b"")
-    )
+    log = _Log()
+    for number, line in _lines(file):
+        log.read(number, line)
+    return Findings(_in_order(log), _survived(log), log.last_sentence)
 
 
-def _findings(blocks: Iterable[bytes]) -> Findings:
-    scan = _Scan()
-    for block in blocks:
-        scan.read(_COLOURS.sub(b"", block) if b"\x1b[" in block else block)
-    return scan.findings()
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The lines and their numbers. \\r ends a line too, and has no number of its own."""
+    number = 1
+    while piece := file.readline(_LONGEST_LINE):
+        for line in (_COLOURS.sub(b"", piece) if b"\x1b[" in piece else piece).splitlines():
+            yield number, line
+        number += piece.endswith(b"\n")
 
 
 @dataclass(eq=False)
 class _Traceback:
-    """A traceback of one rank, "" for an unknown one. `row` is of its exception, or of one that led to it."""
+    """A traceback of one rank, "" for an unknown one.
+
+    `entry` is the function of its first frame, "" before that. `found` is its exception, or what led to it.
+    `was_survived`: the job has made a step before the next one.
+    """
 
     rank: str
-    entry: str = ""  # the function of its first frame
-    number: int = 0
-    raised: str = ""  # the line of the exception
-    row: Failure | None = None
-
-    @property
-    def found(self) -> Explanation:
-        assert self.row is not None
-        return Explanation(self.row, self.number, _shown(self.raised, self.row))
+    entry: str = ""
+    found: Explanation | None = None
+    was_survived: bool = False
 
 
-class _Scan:
+class _Log:
     """One pass through a log. It keeps the lines that matter, and what follows the last one of them."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
-        self._tracebacks: list[_Traceback] = []  # since the job made a step
-        self._caught: deque[_Traceback] = deque(maxlen=_MOST_TRACEBACKS)  # before
+        self.rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
+        self.tracebacks: deque[_Traceback] = deque(maxlen=_MOST_TRACEBACKS)
+        self.verdict: tuple[int, re.Match[str]] | None = None
+        self.last_sentence = ""
+        self.has_stepped = False  # since the last traceback
+        self.lines_after = self.steps_after = 0  # the last line that matters
+        self.end: deque[bytes] = deque(maxlen=_END_LINES)
         self._open: dict[str, _Traceback] = {}  # by rank
         self._led: dict[str, _Traceback] = {}  # a traceback that another one of its rank follows
-        self._verdict: tuple[int, re.Match[str]] | None = None
-        self._last_sentence = ""
-        self._number = 1
-        self._has_stepped = False  # since the last traceback
-        self._lines_after = self._steps_after = 0  # the last line that matters
-        self._end = b""
+        self._last = 0
 
-    def read(self, block: bytes) -> None:
-        """Look at each line with a known text, and at all lines while a traceback is open."""
-        at = 0
-        while at < len(block):
-            if self._open:
-                start, end = at, _end_of_line(block, at)
-                line = block[start : min(end, start + _LONGEST_LINE)]
-            elif match := _TEXTS.search(block, at):
-                start = match.start()
-                line, end = _line(block, *match.span())
-            else:
-                break
-            self._pass_over(block[at:start])
-            if self._look_at(line):
-                self._has_stepped |= self._steps_after > 0
-                self._lines_after = self._steps_after = 0
-                self._end = b""
-                self._number += block.count(b"\n", start, end)
-            else:
-                self._pass_over(block[start:end])
-            at = end
-        self._pass_over(block[at:])
+    def read(self, number: int, line: bytes) -> None:
+        """Look at a line with a known text, and at all lines while a traceback is open."""
+        if (self._open or _TEXTS.search(line)) and self._look_at(number, line):
+            self.has_stepped |= self.steps_after > 0
+            self._last, self.steps_after = number, 0
+            self.end.clear()
+        else:
+            self.end.append(line)
+            if self.steps_after < _GOES_ON_STEPS and not self._open:
+                self.steps_after += bool(_STEP.search(line))
+        self.lines_after = number - self._last
 
-    def findings(self) -> Findings:
-        """The order: what decides, other causes, symptoms, consequences, what was caught."""
-        decisive = self._by_verdict() or self._by_traceback()
-        places = [(_PLACE[each.failure.weight], each) for each in self._rows.values()]
-        places += [(_CAUGHT, each.found) for each in (*self._caught, *self._tracebacks)]
-        if decisive is not None:
-            number = self._verdict[0] if self._verdict else 0
-            places = [each for each in places if each[1].number != number]
-            places.append((_place(decisive.failure), decisive))
-        elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
-            places = []  # nothing says that the job failed; a script may print exceptions that it handles
-        found: dict[str, Explanation] = {}
-        for _, each in sorted(places, key=lambda place: (place[0], place[1].number)):
-            found.setdefault(each.failure.id, each)
-        return Findings([*found.values()], self._survived(), self._last_sentence)
-
-    def _survived(self) -> str:
-        is_long = self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS
-        if is_long or (self._verdict and self._lines_after >= _GOES_ON_AFTER_VERDICT):
-            return f"the log goes on for {self._lines_after} lines after it"
-        if _WELL.search(self._end):
-            return "the log ends well"
-        signs = [each for each in self._rows.values() if each.failure.weight != Weight.EXCEPTION]
-        if self._verdict or signs:
-            return ""
-        if self._last_sentence:
-            return "no sentence of mpiddp says that a rank failed"
-        has_ended = any(each.entry in _ENTRIES for each in (*self._caught, *self._tracebacks))
-        return "" if has_ended else "the job has caught it and printed it itself"
-
-    def _by_verdict(self) -> Explanation | None:
-        """What the launcher's last sentence about a failure says, where it says why."""
-        if self._verdict is None:
-            return None
-        number, verdict = self._verdict
-        own = [each for each in self._tracebacks if each.rank == verdict["rank"]]
-        if verdict["error"] is not None and own:
-            return own[-1].found
-        said = verdict["error"] or verdict["words"]
-        rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
-        if said and not rows:
-            rows = [_EXCEPTION if verdict["error"] else _EXIT]
-        for row in rows:
-            if row.weight != Weight.CONSEQUENCE:
-                return self._rows.get(row.id) or Explanation(row, number, _shown(verdict[0], row))
-        return None
-
-    def _by_traceback(self) -> Explanation | None:
-        """The last traceback of the rank that failed: of several, the nearest to a cause."""
-        weights = {each.failure.weight for each in self._rows.values()}
-        if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
-            return None  # the job has survived them, and failed later
-        last = self._tracebacks
-        if not any(
-            each.rank for each in last
-        ):  # the last one may be of the same rank as the others
-            last = last[::-1]
-        for group in (last, [*self._caught][::-1]):
-            found = sorted(
-                (self._with_message(each.found) for each in group),
-                key=lambda each: _place(each.failure),
-            )
-            if found and _place(found[0].failure) != _CONSEQUENCE:
-                return found[0]
-        return last[0].found if last else None
-
-    def _with_message(self, found: Explanation) -> Explanation:
-        """The row that a later line of an exception's message shows, where its first line shows none."""
-        if found.failure is _EXCEPTION:
-            for row in self._rows.values():
-                is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
-                if is_near and row.failure.weight == Weight.CAUSE:
-                    return row
-        return found
-
-    def _pass_over(self, text: bytes) -> None:
-        lines = text.count(b"\n")
-        self._number += lines
-        self._lines_after += lines
-        if self._steps_after < _GOES_ON_STEPS and not self._open:
-            self._steps_after += len(list(islice(_STEP.finditer(text), _GOES_ON_STEPS)))
-        self._end = (self._end + text[-_END_BYTES:])[-_END_BYTES:]
-
-    def _look_at(self, line: bytes) -> bool:
+    def _look_at(self, number: int, line: bytes) -> bool:
         """Keep what matters of a line. Returns whether it shows that something failed."""
         rank, text = _split(line)
         if text.startswith(_OURS):
-            self._last_sentence = text
+            self.last_sentence = text
             if verdict := _VERDICT.fullmatch(text):
-                self._verdict = self._number, verdict
-            elif self._verdict is not None:
+                self.verdict = number, verdict
+            elif self.verdict is not None:
                 return True
         if text.startswith(_CHAINED):
-            self._led |= {each.rank: each for each in self._tracebacks if each.rank == rank}
+            self._led |= {each.rank: each for each in self.tracebacks if each.rank == rank}
         if _TRACEBACK in text:
             self._open[rank] = _Traceback(rank)
             return True
         if rank in self._open:
-            return self._continue(self._open[rank], text)
+            return self._continue(self._open[rank], number, text)
         found = _shown_by(text)
         for row in found:
-            self._rows.setdefault(row.id, Explanation(row, self._number, _shown(text, row)))
+            self.rows.setdefault(row.id, Explanation(row, number, _shown(text, row)))
         return bool(found)
 
-    def _continue(self, traceback: _Traceback, text: str) -> bool:
+    def _continue(self, traceback: _Traceback, number: int, text: str) -> bool:
         """Take a line of a traceback's rank. A line of its stdout may stand between."""
         if frame := _FRAME.match(text):
             traceback.entry = traceback.entry or frame[1]
         if not traceback.entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[traceback.rank]
-        traceback.number, traceback.raised = self._number, text
-        own = _shown_by(text, Weight.EXCEPTION)
-        traceback.row = own[0] if own else _EXCEPTION
+        row = next(iter(_shown_by(text, Weight.EXCEPTION)), _EXCEPTION)
+        traceback.found = Explanation(row, number, _shown(text, row))
         led = self._led.pop(traceback.rank, None)
-        if led in self._tracebacks:
-            self._tracebacks.remove(led)
+        if led is not None and led in self.tracebacks and not led.was_survived:
+            self.tracebacks.remove(led)
             if led.entry in _ENTRIES:
                 traceback.entry = led.entry
-            if not own and led.row is not _EXCEPTION:  # the table knows what has led to it
-                traceback.number, traceback.raised = led.number, led.raised
-                traceback.row = led.row
-        if self._has_stepped:
-            self._caught += self._tracebacks
-            self._tracebacks, self._has_stepped = [], False
-        self._tracebacks = [*self._tracebacks[-_MOST_TRACEBACKS:], traceback]
+            if row is _EXCEPTION and led.found and led.found.failure is not _EXCEPTION:
+                traceback.found = led.found  # the table knows what has led to it
+        if self.has_stepped:
+            for each in self.tracebacks:
+                each.was_survived = True
+            self.has_stepped = False
+        self.tracebacks.append(traceback)
         return True
+
+
+def _in_order(log: _Log) -> list[Explanation]:
+    """What decides, other causes, symptoms, consequences, what was caught: each row once."""
+    decisive = _by_verdict(log) or _by_traceback(log)
+    places = [(_PLACE[each.failure.weight], each) for each in log.rows.values()]
+    places += [(_CAUGHT, each.found) for each in log.tracebacks if each.found]
+    if decisive is not None:
+        number = log.verdict[0] if log.verdict else 0
+        places = [each for each in places if each[1].number != number]
+        places.append((_place(decisive.failure), decisive))
+    elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
+        places = []  # nothing says that the job failed; a script may print exceptions that it handles
+    found: dict[str, Explanation] = {}
+    for _, each in sorted(places, key=lambda place: (place[0], place[1].number)):
+        found.setdefault(each.failure.id, each)
+    return [*found.values()]
+
+
+def _survived(log: _Log) -> str:
+    """How one sees that the job went on after all that the log shows, "" if it did not."""
+    is_long = log.lines_after >= _GOES_ON_LINES or log.steps_after >= _GOES_ON_STEPS
+    if is_long or (log.verdict and log.lines_after >= _GOES_ON_AFTER_VERDICT):
+        return f"the log goes on for {log.lines_after} lines after it"
+    if any(map(_WELL.search, log.end)):
+        return "the log ends well"
+    if log.verdict or any(each.failure.weight != Weight.EXCEPTION for each in log.rows.values()):
+        return ""
+    if log.last_sentence:
+        return "no sentence of mpiddp says that a rank failed"
+    has_ended = any(each.entry in _ENTRIES for each in log.tracebacks)
+    return "" if has_ended else "the job has caught it and printed it itself"
+
+
+def _by_verdict(log: _Log) -> Explanation | None:
+    """What the launcher's last sentence about a failure says, where it says why."""
+    if log.verdict is None:
+        return None
+    number, verdict = log.verdict
+    last = [each for each in log.tracebacks if not each.was_survived]
+    own = [each.found for each in last if each.rank == verdict["rank"]]
+    if verdict["error"] is not None and own:
+        return own[-1]
+    said = verdict["error"] or verdict["words"]
+    rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
+    if said and not rows:
+        rows = [_EXCEPTION if verdict["error"] else _EXIT]
+    for row in rows:
+        if row.weight != Weight.CONSEQUENCE:
+            return log.rows.get(row.id) or Explanation(row, number, _shown(verdict[0], row))
+    return None
+
+
+def _by_traceback(log: _Log) -> Explanation | None:
+    """The last traceback of the rank that failed: of several, the nearest to a cause."""
+    weights = {each.failure.weight for each in log.rows.values()}
+    if log.has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
+        return None  # the job has survived them, and failed later
+    last = [each for each in log.tracebacks if not each.was_survived]
+    if not any(each.rank for each in last):  # the last one may be of the same rank as the others
+        last.reverse()
+    caught = [each for each in log.tracebacks if each.was_survived]
+    for group in (last, caught[::-1]):
+        found = [_with_message(log, each.found) for each in group if each.found]
+        first = min(found, key=lambda each: _place(each.failure), default=None)
+        if first is not None and _place(first.failure) != _CONSEQUENCE:
+            return first
+    return last[0].found if last else None
+
+
+def _with_message(log: _Log, found: Explanation) -> Explanation:
+    """The row that a later line of an exception's message shows, where its first line shows none."""
+    if found.failure is _EXCEPTION:
+        for row in log.rows.values():
+            is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
+            if is_near and row.failure.weight == Weight.CAUSE:
+                return row
+    return found
 
 
 def _place(row: Failure) -> int:
@@ -332,28 +310,14 @@ def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     return [row for row in shown if row.weight != Weight.EXCEPTION] or shown
 
 
-def _end_of_line(block: bytes, at: int) -> int:
-    found = _LINE_END.search(block, at)
-    return found.end() if found else len(block)
-
-
-def _line(block: bytes, start: int, end: int) -> tuple[bytes, int]:
-    """The line around a match, at most _AROUND bytes on each side, and where to go on. \\r ends lines too."""
-    before = block[max(0, start - _AROUND) : start]
-    after = block[end : end + _AROUND]
-    before = before[max(before.rfind(b"\n"), before.rfind(b"\r")) + 1 :]
-    after = _LINE_END.split(after, maxsplit=1)[0]
-    return before + block[start:end] + after, end + len(after)
-
-
 def _split(line: bytes) -> tuple[str, str]:
     """The rank in a launcher's prefix, "" without one, and the text of the line."""
-    text = line.decode("utf-8", "replace").strip("\0\r\n")
+    text = line.decode("utf-8", "replace").strip("\0").rstrip()
     prefix = _PREFIX.match(text)
     if prefix is None:
-        return "", text.rstrip()
+        return "", text
     rank = _RANK.search(prefix[0])
-    return next(filter(None, rank.groups()), "") if rank else "", text[prefix.end() :].rstrip()
+    return next(filter(None, rank.groups()), "") if rank else "", text[prefix.end() :]
 
 
 def _shown(line: str, failure: Failure) -> str:
@@ -375,8 +339,6 @@ def _any_of(texts: Sequence[bytes]) -> bytes:
     return branches[0] if len(branches) == 1 else b"(?:" + b"|".join(branches) + b")"
 
 
-_QUOTE = re.compile("[\"'`]")
-_LINE_END = re.compile(rb"[\r\n]")
 _EXCEPTION, _EXIT = (
     next(row for row in FAILURES if row.id == name) for name in ("python-exception", "python-exit")
 )

@@ -29,6 +29,14 @@ MPIJOB_HOSTFILES = (
     "HYDRA_HOST_FILE",
     "PRTE_MCA_prte_default_hostfile",
 )
+# Variables with a number of hosts that are not listed, who sets them, and what to do instead.
+UNLISTED = {
+    "PET_NNODES": (
+        "a PyTorchJob or TrainJob",
+        "Start the script with torchrun, or use an MPIJob.",
+    ),
+    "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
+}
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _FLUX_TIMEOUT_S = 20.0
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
@@ -200,17 +208,14 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
     return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
 
 
-def _unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], None]:
-    """A reader that refuses a job of several hosts, whose names no variable has, but `count` their number."""
-
-    def refuse(env: Mapping[str, str]) -> None:
-        if env[count].strip() not in ("", "1"):
+def unlisted(env: Mapping[str, str]) -> None:
+    """Refuse a job of several hosts, whose names no variable has."""
+    for count, (name, instead) in UNLISTED.items():
+        if env.get(count, "").strip() not in ("", "1"):
             raise UserError(
                 f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
                 f"and does not list them. {instead} {NAME_THEM}"
             )
-
-    return refuse
 
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
@@ -268,22 +273,7 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler(
-        "Kubeflow",
-        ("PET_NNODES",),
-        _unread(
-            "a PyTorchJob or TrainJob",
-            "PET_NNODES",
-            "Start the script with torchrun, or use an MPIJob.",
-        ),
-    ),
-    Scheduler(
-        "AWS Batch",
-        ("AWS_BATCH_JOB_NUM_NODES",),
-        _unread(
-            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
-        ),
-    ),
+    Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 
 

@@ -14,8 +14,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
@@ -67,7 +67,6 @@ class Record:
     `speed` is its part of the others' speed in the last job that it held up, 0 for none.
     """
 
-    host: str
     jobs: int
     ended: int  # of these, by a failure of its own
     silent: int  # of these, in whose preflight it did not answer
@@ -76,13 +75,9 @@ class Record:
     speed: float = 0.0
 
     @property
-    def is_flaky(self) -> bool:
-        return self.ended + self.silent >= FLAKY
-
-    @property
     def doubt(self) -> str:
         """Why a job would do better without it; "" for no reason."""
-        if self.is_flaky:
+        if self.ended + self.silent >= FLAKY:
             return self.summary
         return f"is {_slowness(self.speed)}" if self.speed else ""
 
@@ -102,86 +97,49 @@ def _slowness(speed: float) -> str:
     return f"{100 * (1 - speed):.0f} % slower than the others"
 
 
-@dataclass(frozen=True)
-class History:
-    """The events of a file that count, oldest first."""
-
-    events: tuple[Event, ...] = ()
-
-    @property
-    def hosts(self) -> list[str]:
-        """All hosts, in the order in which they appear."""
-        return list(dict.fromkeys(host for each in self.events for host in each.concerned))
-
-    def of(self, host: str) -> list[Event]:
-        """The events of a host."""
-        return [event for event in self.events if host in event.concerned]
-
-    def record(self, host: str) -> Record:
-        """The record of a host. A job counts as its worst attempt."""
-        jobs: dict[str, str] = {}
-        speeds: dict[str, float] = {}
-        reason, failed_at = "", 0.0
-        for event in self.of(host):
-            if host in event.slow:
-                speeds[event.job] = event.slow[host]
-            end = jobs.pop(event.job, "well")  # the latest job is the last
-            if host in event.failed:
-                reason, failed_at = event.failed[host], event.at
-                end = "ended" if host in event.hosts or end == "ended" else "silent"
-            jobs[event.job] = end
-        last = list(jobs)[-LAST_JOBS:]
-        ends = [jobs[job] for job in last]
-        speed = ([0.0] + [speeds[job] for job in last if job in speeds])[-1]
-        ended, silent = ends.count("ended"), ends.count("silent")
-        return Record(host, len(ends), ended, silent, reason, failed_at, speed)
+def record_of(host: str, events: Sequence[Event]) -> Record:
+    """What the events say of a host, oldest first. A job counts as its worst attempt."""
+    jobs: dict[str, str] = {}
+    speeds: dict[str, float] = {}
+    reason, failed_at = "", 0.0
+    for event in events:
+        if host not in event.concerned:
+            continue
+        if host in event.slow:
+            speeds[event.job] = event.slow[host]
+        end = jobs.pop(event.job, "well")  # the latest job is the last
+        if host in event.failed:
+            reason, failed_at = event.failed[host], event.at
+            end = "ended" if host in event.hosts or end == "ended" else "silent"
+        jobs[event.job] = end
+    last = list(jobs)[-LAST_JOBS:]
+    ends = [jobs[job] for job in last]
+    speed = ([0.0] + [speeds[job] for job in last if job in speeds])[-1]
+    return Record(len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at, speed)
 
 
-@dataclass(frozen=True)
-class File:
-    """The history of a hostfile's hosts. `path` is None for hosts that have no hostfile."""
+def file_of(hostfile: str | None) -> Path | None:
+    """The history of a hostfile's hosts; None for hosts that have no hostfile."""
+    # os.path.isfile answers False where pathlib raises: in a folder that may not be searched.
+    is_device = hostfile is not None and hostfile.startswith(("/dev/", "/proc/"))  # <(…)
+    if not hostfile or is_device or not os.path.isfile(hostfile):  # noqa: PTH113
+        return None
+    path = Path(f"{hostfile}{ENDING}").absolute()
+    # Where all may write, another user may have put a link or a pipe there.
+    is_ours = not path.is_symlink() and (path.is_file() or not path.exists())
+    return path if is_ours else None
 
-    path: Path | None
 
-    @classmethod
-    def of(cls, hostfile: str | None) -> File:
-        # os.path.isfile answers False where pathlib raises: in a folder that may not be searched.
-        is_device = hostfile is not None and hostfile.startswith(("/dev/", "/proc/"))  # <(…)
-        if not hostfile or is_device or not os.path.isfile(hostfile):  # noqa: PTH113
-            return cls(None)
-        path = Path(f"{hostfile}{ENDING}").absolute()
-        # Where all may write, another user may have put a link or a pipe there.
-        is_ours = not path.is_symlink() and (path.is_file() or not path.exists())
-        return cls(path if is_ours else None)
-
-    def read(self) -> History:
-        """The events that count. What is no event is skipped."""
-        lines: list[bytes] = []
-        if self.path is not None:
-            with contextlib.suppress(OSError), self.path.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))
-                lines = file.read().splitlines()
-        since = time.time() - _OUTDATED_S
-        events = [event for line in lines if (event := parse(line)) and event.at > since]
-        return History(tuple(sorted(events, key=lambda event: event.at)))
-
-    def append(self, event: Event) -> None:
-        """Append an event by one write, which no other can divide on a local disk."""
-        if self.path is None:
-            return
-        failed = {host: reason[:_LONGEST_REASON] for host, reason in event.failed.items()}
-        facts = {**asdict(event), "at": round(event.at, 3), "failed": failed}
-        line = json.dumps({name: fact for name, fact in facts.items() if fact})
-        with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
-            file.write(f"{line}\n".encode())
-
-    def forget(self, host: str) -> None:
-        """Remove the events of a host, "" for all. Raises OSError."""
-        assert self.path is not None
-        kept = [_without(event, host) for event in self.read().events if host]
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in kept))
-        part.replace(self.path)
+def read(path: Path | None) -> list[Event]:
+    """The events that count, oldest first. What is no event is skipped."""
+    lines: list[bytes] = []
+    if path is not None:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_READ))
+            lines = file.read().splitlines()
+    since = time.time() - _OUTDATED_S
+    events = [event for line in lines if (event := parse(line)) and event.at > since]
+    return sorted(events, key=lambda event: event.at)
 
 
 def parse(line: bytes) -> Event | None:
@@ -197,17 +155,37 @@ def parse(line: bytes) -> Event | None:
     return event if all(isinstance(word, str) for word in words) and event.concerned else None
 
 
-def _without(event: Event, host: str) -> Event:
-    return replace(
-        event,
-        hosts=tuple(each for each in event.hosts if each != host),
-        failed={each: why for each, why in event.failed.items() if each != host},
-        slow={each: part for each, part in event.slow.items() if each != host},
-    )
+def append(path: Path | None, event: Event) -> None:
+    """Append an event by one write, which no other can divide on a local disk."""
+    if path is not None:
+        with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+            file.write(_line(event).encode())
+
+
+def forget(path: Path, hosts: Collection[str]) -> None:
+    """Remove the events of hosts. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(_line(event, but=hosts) for event in read(path)))
+    part.replace(path)
+
+
+def _line(event: Event, *, but: Collection[str] = ()) -> str:
+    """The event as a line of the file, without some hosts."""
+    facts = {
+        "at": round(event.at, 3),
+        "job": event.job,
+        "hosts": [host for host in event.hosts if host not in but],
+        "failed": {
+            host: reason[:_LONGEST_REASON]
+            for host, reason in event.failed.items()
+            if host not in but
+        },
+        "slow": {host: part for host, part in event.slow.items() if host not in but},
+    }
+    return json.dumps({name: fact for name, fact in facts.items() if fact}) + "\n"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("file", help="the hostfile")
     parser.add_argument("host", nargs="?", help="one host, by its name in the hostfile")
 
 
@@ -217,46 +195,50 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         UserError: the file cannot be written.
     """
-    file = File.of(options.file)
-    history = file.read()
+    path = file_of(options.file)
+    events = read(path)
     host = (options.host or "").lower()
-    known = [each for each in history.hosts if host in ("", each)]
-    if not known:
+    all_hosts = dict.fromkeys(each for event in events for each in event.concerned)
+    known = [each for each in all_hosts if host in ("", each)]
+    if path is None or not known:
         of = f"a host {escaped(host)}" if host else "any host"
         print(f"nothing is known of {of} of {escaped(options.file)}.")
         return FAILED
     if options.verb == "history":
-        print(_events(history, host) if host else _table(history, known))
-        print(f"from {escaped(str(file.path))}")
+        rows = _of_one(host, events) if host else _of_each(known, events)
+        print(align_columns(rows))
+        print(f"from {escaped(str(path))}")
         return DONE
     try:
-        file.forget(host)
+        forget(path, known)
     except OSError as error:
-        raise UserError(f"{escaped(str(file.path))}: {error.strerror}.") from None
+        raise UserError(f"{escaped(str(path))}: {error.strerror}.") from None
     print(f"forgot {escaped(', '.join(known))}.")
     return DONE
 
 
-def _table(history: History, hosts: list[str]) -> str:
-    rows = [_COLUMNS]
-    for each in map(history.record, hosts):
-        latest = f"{_time(each.failed_at)}  {each.reason}" if each.reason else ""
-        rows.append((escaped(each.host), each.summary, escaped(latest)))
-    return align_columns(rows)
+def _of_each(hosts: Sequence[str], events: Sequence[Event]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for host in hosts:
+        record = record_of(host, events)
+        latest = f"{_time(record.failed_at)}  {record.reason}" if record.reason else ""
+        rows.append((escaped(host), record.summary, escaped(latest)))
+    return rows
 
 
-def _events(history: History, host: str) -> str:
-    rows = []
-    for event in history.of(host):
-        reason = event.failed.get(host)
-        if reason is None:
-            what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
+def _of_one(host: str, events: Sequence[Event]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for event in events:
+        if host in event.failed:
+            how = "ended the job" if host in event.hosts else "did not answer"
+            what = f"{how}: {event.failed[host]}"
         else:
-            what = f"{'ended the job' if host in event.hosts else 'did not answer'}: {reason}"
+            what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
         if host in event.slow:
             what += f", and was {_slowness(event.slow[host])}"
-        rows.append((_time(event.at), escaped(what)))
-    return align_columns(rows)
+        if host in event.concerned:
+            rows.append((_time(event.at), escaped(what)))
+    return rows
 
 
 def _time(at: float) -> str:

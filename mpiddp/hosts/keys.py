@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import Answer, other_hosts, run_on_hosts, ssh_complaint
@@ -23,11 +22,7 @@ _ANSWER_S = 30.0
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
 
 
-def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("file", help="the hostfile")
-
-
-def main(options: argparse.Namespace, hosts: Hosts) -> int:
+def main(_: argparse.Namespace, hosts: Hosts) -> int:
     """Make a key where the user has none, and copy it to each host that ssh does not reach.
 
     Raises:

@@ -24,7 +24,7 @@ from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts, diff, read_hostfile, render
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import PROOF, ask_hosts, program_with
+from mpiddp.hosts.remote import ask_hosts, program_with
 from mpiddp.text import align_columns, counted, escaped, names_by_value
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
@@ -69,37 +69,37 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, purpose: str, more: str = "") -> OneSentenceParser:
-        return verbs.add_parser(
+    def verb(name: str, purpose: str, more: str = "", *files: str) -> OneSentenceParser:
+        parser = verbs.add_parser(
             name, help=purpose, description=f"{purpose}. {more}", allow_abbrev=False
         )
+        for file in files or ("file",):
+            parser.add_argument(file, help="a hostfile, in Open MPI's or MPICH's syntax")
+        return parser
 
-    check = verb(
+    verb(
         "check",
         "Print a table of the hosts and their slots, or the first error in the file",
         "A host without a slot count gets one slot per GPU when the job starts.",
-    )
-    check.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
-    check.add_argument(
+    ).add_argument(
         "--network", action="store_true", help="also print each host's links and what differs"
     )
-    convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
-    convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
-    convert.add_argument(
+    verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm").add_argument(
         "--to",
         choices=["mpich", "openmpi", "slurm"],
         required=True,
         help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
     )
-    compare = verb(
+    verb(
         "diff",
         "Print the differences between two hostfiles",
         "The exit code is 0 when they place ranks identically, 1 when they differ.",
+        *("a", "b"),
     )
-    compare.add_argument("a", help="the first hostfile")
-    compare.add_argument("b", help="the second hostfile")
     for name, (module, purpose) in OVER_SSH.items():
-        module.add_arguments(verb(name, purpose))
+        with_file = verb(name, purpose)
+        if module is not keys:  # it has no option
+            module.add_arguments(with_file)
     for name, purpose in history.VERBS.items():
         history.add_arguments(verb(name, purpose))
     own, command = argv, []
@@ -131,8 +131,7 @@ def table(hosts: Hosts) -> str:
 def _check_network(hosts: Sequence[Host]) -> int:
     """Print the links of each host that answers, and a sentence for each that does not."""
     resolve_all([host.name for host in hosts])
-    links = f"sys.modules[{facts.__name__!r}].links()"
-    print_links = f"import json; print({PROOF!r} + json.dumps({links}))"
+    print_links = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].links()))"
     program = program_with((interfaces, gpus, facts), print_links)
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S)
     print(escaped(network_table({host.name: each for host, each in found.items()}), keep="\n"))

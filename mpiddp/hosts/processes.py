@@ -100,34 +100,23 @@ def kill_marked(mark: bytes) -> list[int]:
     Returns:
         The pids of those that were killed.
     """
-    killed = []
-    for pid in marked(mark):
-        try:
-            with opened(pid) as send:
-                if _has(pid, mark):  # another process may have its pid by now
-                    send(signal.SIGKILL)
-                    killed.append(pid)
-        except OSError:  # it has ended
-            pass
-    return killed
+    return signal_all(lambda: marked(mark), signal.SIGKILL)
 
 
 def marked(mark: bytes) -> list[int]:
     """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE"."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if _has(pid, mark)]
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended, or belongs to another user
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(entry.name))
+    return pids
 
 
-def _has(pid: int, mark: bytes) -> bool:
-    """False too for a process that has ended, or belongs to another user."""
-    try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
-    """Send a signal to the processes that `find` returns."""
+def signal_all(find: Callable[[], Collection[int]], number: int) -> list[int]:
+    """Send a signal to the processes that `find` returns. Returns the pids of those that got it."""
+    signalled = []
     with ExitStack() as stack:
         processes = {}
         for pid in find():
@@ -137,6 +126,8 @@ def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
         for pid in processes.keys() & find():
             with suppress(OSError):  # it has ended, or belongs to another user
                 processes[pid](number)
+                signalled.append(pid)
+    return signalled
 
 
 def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> None:

@@ -13,24 +13,20 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import shutil
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from subprocess import DEVNULL
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.push import VANISHED, least_of, rsync_target
-from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, ssh_options, without_name
-from mpiddp.text import counted, listed, shown, size_text
+from mpiddp.hosts.push import PART, VANISHED, least_of, rsync, rsync_errors, rsync_target
+from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, without_name
+from mpiddp.text import counted, listed, size_text
 
 _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host
-_PART = ".mpiddp-part"
 # The files of a checkpoint by which it is verified. checkpoints/folder.py says what they hold.
 _COMPLETE, _MANIFEST, _INDEX = "COMPLETE", "manifest.json", "shards.json"
 _BLOCK = 1 << 20
@@ -38,7 +34,6 @@ _SSH_FAILED = 255  # rsync's exit code
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("file", help="the hostfile")
     parser.add_argument("folder", help="the folder of the run, at the same path on every host")
     parser.add_argument(
         "--min-hosts",
@@ -101,33 +96,19 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
     """
     arrived = _arrived(folder, host)
     arrived.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        _command(f"{rsync_target(host)}:{folder}/", folder, arrived, ssh_options(host)),
-        env={**os.environ, "LC_ALL": "C"},
-        stdin=DEVNULL,
-        stdout=DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+    done = rsync(host, *_options(folder), "--", f"{rsync_target(host)}:{folder}/", f"{arrived}/")
     if done.returncode in (DONE, VANISHED):
         return []
-    said = [line for line in done.stderr.splitlines() if line.startswith("rsync: ")]
+    said = rsync_errors(done)
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
-    if "change_dir" in said[0] and "No such file" in said[0]:
-        return None
-    return [shown(line.removeprefix("rsync: "))[:200] for line in said]
+    return None if "change_dir" in said[0] and "No such file" in done.stderr else said
 
 
-def _command(source: str, folder: Path, arrived: Path, ssh: Sequence[str]) -> list[str]:
-    """rsync from `source` to `arrived`, without what is equal in `folder`."""
-    return [
-        *("rsync", "-a", "-s", "--no-links", "--no-devices", "--no-specials"),
-        *("--modify-window=-1", "--prune-empty-dirs", "--exclude=.*", f"--partial-dir={_PART}"),
-        *(f"--compare-dest={folder}", "-e", shlex.join(ssh)),
-        *("--", source, f"{arrived}/"),
-    ]
+def _options(folder: Path) -> list[str]:
+    """Of rsync, which then leaves out what is equal in `folder`."""
+    options = ["--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*"]
+    return [*options, f"--partial-dir={PART}", f"--compare-dest={folder}"]
 
 
 def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
@@ -135,27 +116,17 @@ def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
     arrived = _arrived(folder, host)
     sizes, beside, problems = list[int](), list[str](), list[str]()
     try:
-        for at, folders, names in os.walk(arrived):
-            folders[:] = sorted(each for each in folders if each != _PART)
-            new = Path(at)
+        for new in _pieces(arrived, folder):
             place = folder / new.relative_to(arrived)
-            is_checkpoint = _is_checkpoint(new)
-            is_checkpoint |= _is_checkpoint(place) and (new / _MANIFEST).exists()
-            if is_checkpoint:
-                folders.clear()
-            for each in [new] if is_checkpoint else [new / name for name in names]:
-                wanted = folder / each.relative_to(arrived)
-                own = [
-                    path.stat().st_size for path in (each.iterdir() if is_checkpoint else [each])
-                ]
-                try:
-                    goal = (_place_checkpoint if is_checkpoint else _place_file)(each, wanted, host)
-                except ValueError as problem:
-                    goal = None
-                    problems.append(f"{wanted.relative_to(folder)} {problem}")
-                if goal is not None:
-                    sizes += own
-                    beside += [str(goal.relative_to(folder))] if goal != wanted else []
+            own = [path.stat().st_size for path in (new.iterdir() if new.is_dir() else [new])]
+            try:
+                goal = (_place_checkpoint if new.is_dir() else _place_file)(new, place, host)
+            except ValueError as problem:
+                problems.append(f"{place.relative_to(folder)} {problem}")
+                continue
+            if goal is not None:
+                sizes += own
+                beside += [str(goal.relative_to(folder))] if goal != place else []
         shutil.rmtree(arrived)
     except OSError as error:
         return "", [*problems, f"{error.filename}: {error.strerror}."]
@@ -165,6 +136,19 @@ def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
     if beside:
         text += f"; kept beside what differs here: {listed(sorted(beside), 3)}"
     return text, problems
+
+
+def _pieces(arrived: Path, folder: Path) -> Iterator[Path]:
+    """What has arrived: files, and the folders of whole checkpoints or of shards of one that is here."""
+    for at, folders, names in os.walk(arrived):
+        folders[:] = sorted(each for each in folders if each != PART)
+        new = Path(at)
+        is_of_one = (new / _MANIFEST).exists() and _is_checkpoint(folder / new.relative_to(arrived))
+        if is_of_one or _is_checkpoint(new):
+            folders.clear()
+            yield new
+        else:
+            yield from (new / name for name in names)
 
 
 def _place_file(new: Path, place: Path, host: Host) -> Path | None:

@@ -26,16 +26,18 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.remote import PROOF, ask_hosts
+from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, without_name
 from mpiddp.paths import cause_of
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
-_PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
+PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
 _EXCLUDED = ("__pycache__", "*.history.jsonl")  # each host has its own
 _AT_ONCE = 8  # rsync processes
 _ANSWER_S = 15.0
+# -s keeps names from the shell there. Its long name differs between versions of rsync.
+RSYNC = ("rsync", "-a", "-s", "--modify-window=-1")
 VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
 
 # Makes the folders on a host, and says whether it has rsync, and what failed.
@@ -50,7 +52,7 @@ for folder in {folders!a}:
             os.listdir(folder)
     except OSError as failed:
         error = "%s: %s." % (folder, failed.strerror)
-print("{proof}" + json.dumps([shutil.which("rsync") is not None, error]))
+print(json.dumps([shutil.which("rsync") is not None, error]))
 """
 # Takes a tar archive on stdin, after the folder's name, which no shell interprets.
 _UNPACK = (
@@ -77,7 +79,6 @@ class Pushed:
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("file", help="the hostfile")
     parser.add_argument(
         "folders",
         nargs="*",
@@ -175,8 +176,8 @@ def push(
     least = least_of(hosts, min_hosts)
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
     others = other_hosts(hosts)
-    program = _PREPARE.format(folders=[*names], dry_run=dry_run, proof=PROOF)
-    found, unreached = ask_hosts(others, program, timeout_s=_ANSWER_S)
+    prepare = _PREPARE.format(folders=[*names], dry_run=dry_run)
+    found, unreached = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
     refusals = {host: without_name(host, why) for host, why in unreached.items()}
     refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
@@ -226,7 +227,7 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     path, home = Path(folder), Path.home()
     if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
-    private = {*left_out, _PART, _REPLACED, _NEW, "__pycache__"}
+    private = {*left_out, PART, _REPLACED, _NEW, "__pycache__"}
     try:
         names = sorted({each.name for each in path.iterdir()} - private)
     except OSError as error:
@@ -237,36 +238,49 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
 
 
 def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
-    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed.
-
-    `-s` keeps names from the shell there. Its long name differs between versions of rsync.
-    """
-    done = subprocess.run(
-        [
-            *("rsync", "-a", "-s", "--modify-window=-1", "--delete", "--delete-delay"),
-            *("--delay-updates", f"--partial-dir={_PART}"),
-            *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
-            *(f"--exclude={each}" for each in _EXCLUDED),
-            *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
-            *("-e", shlex.join(ssh_options(host))),
-            *("--", *(f"./{each}" for each in names), f"{rsync_target(host)}:{folder}/"),
-        ],
+    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
+    done = rsync(
+        host,
+        *("--delete", "--delete-delay", "--delay-updates", f"--partial-dir={PART}"),
+        *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
+        *(f"--exclude={each}" for each in _EXCLUDED),
+        *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
+        *("--", *(f"./{each}" for each in names), f"{rsync_target(host)}:{folder}/"),
         cwd=folder,
+    )
+    if done.returncode not in (DONE, VANISHED):
+        lines = [
+            *rsync_errors(done),
+            *map(shown, done.stderr.strip().splitlines()[-1:]),
+            "no output",
+        ]
+        return f"{lines[0]} (rsync's exit code {done.returncode})"
+    stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
+    changes = ("regular files transferred", "created files", "deleted files")
+    if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
+        return 0
+    return max(1, int(stats["Total transferred file size"]))
+
+
+def rsync(
+    host: Host, *arguments: str, cwd: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run rsync over ssh. Its messages are in English."""
+    return subprocess.run(
+        [*RSYNC, "-e", shlex.join(ssh_options(host)), *arguments],
+        cwd=cwd,
         env={**os.environ, "LC_ALL": "C"},
         stdin=DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
     )
-    if done.returncode not in (DONE, VANISHED):
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        said = next((line for line in lines if line.startswith("rsync: ")), lines[-1])
-        return f"{shown(said.removeprefix('rsync: '))[:200]} (rsync's exit code {done.returncode})"
-    stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
-    changes = ("regular files transferred", "created files", "deleted files")
-    if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
-        return 0
-    return max(1, int(stats["Total transferred file size"]))
+
+
+def rsync_errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The sentences of rsync itself, without those of ssh."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rsync: ")]
+    return [shown(line.removeprefix("rsync: "))[:200] for line in lines]
 
 
 def rsync_target(host: Host) -> str:
@@ -296,12 +310,14 @@ def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | 
         said = unpacking.stderr.read().decode(errors="replace").strip().splitlines()
     if unpacking.returncode:
         return f"{shown((said or ['no output'])[-1])} (tar's exit code {unpacking.returncode})"
+    if packing.returncode > 1:  # 1: a file has changed meanwhile
+        return f"not all of {folder} can be read (tar's exit code {packing.returncode})"
     return size
 
 
 def _pythons(hosts: Sequence[Host]) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
-    program = f"import sys; print('{PROOF}\"%d.%d\"' % sys.version_info[:2])\n"
+    program = "import sys; print('\"%d.%d\"' % sys.version_info[:2])\n"
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
     here = "{}.{}".format(*sys.version_info[:2])
     lines = [

@@ -3,7 +3,7 @@
 program = program_with((interfaces, facts), "print(...)")
 found, failures = ask_hosts(hosts, program, timeout_s=30)      # one answer a host
 with Connections(hosts, transport, program) as connections:    # a conversation
-    answers = connections.ask("facts", dict.fromkeys(hosts, {}), limit_s=30)
+    answers = connections.ask(dict.fromkeys(hosts, {}), limit_s=30)
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from subprocess import PIPE
 from types import ModuleType
 from typing import Any
 
@@ -32,10 +33,10 @@ from mpiddp.hosts.ssh import (
     run_on_hosts,
     shell_command,
 )
-from mpiddp.hosts.transport import Transport
+from mpiddp.hosts.transport import SSH, Transport
 
-PROOF = "mpiddp-answer"  # a start-up file may print before it, also on its line
-NO_PYTHON = "{name}: python3 is missing. Install it there: mpiddp needs no more"
+PROOF = "mpiddp-answer"  # of a connection: a start-up file may print before it, also on its line
+NO_PYTHON = "{name}: {python} is missing. Install it there."
 OLDEST_PYTHON = "3.8"
 # The first lines of each program.
 CHECK_PYTHON = f"""
@@ -72,63 +73,51 @@ def program_with(modules: Sequence[ModuleType], then: str) -> str:
 
 
 def ask_hosts(
-    hosts: Sequence[Host], program: str, *, timeout_s: float, python: str = "python3"
+    hosts: Sequence[Host],
+    program: str,
+    *,
+    timeout_s: float,
+    python: str = "python3",
+    transport: Transport = SSH,
 ) -> tuple[dict[Host, Any], dict[Host, str]]:
-    """The JSON that `program` prints after PROOF on each host, and a sentence for each other host."""
+    """The JSON in the last line that `program` prints on each host, and a sentence for each other host."""
     found: dict[Host, Any] = {}
     failures: dict[Host, str] = {}
-    for host, answer in run_on_hosts(hosts, python, program, timeout_s=timeout_s).items():
-        _, proof, text = answer.stdout.partition(PROOF)
-        if proof and answer.exit_code == 0:
-            found[host] = json.loads(text)
+    answers = run_on_hosts(hosts, python, program, timeout_s=timeout_s, transport=transport)
+    for host, answer in answers.items():
+        lines = answer.stdout.splitlines()
+        if lines and answer.exit_code == 0:
+            found[host] = json.loads(lines[-1])
         elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
             failures[host] = did_not_run(host, python, answer)
         else:
-            failures[host] = _login_failed(host, answer.exit_code, answer.stderr, timeout_s)
+            missing = NO_PYTHON.format(name=host.name, python=python)
+            failures[host] = login_failed(
+                host, answer.exit_code, answer.stderr, limit_s=timeout_s, missing=missing
+            )
     return found, failures
 
 
-def _login_failed(host: Host, exit_code: int | None, errors: str, limit_s: float) -> str:
-    missing = NO_PYTHON.format(name=host.name)
-    return login_failed(host, exit_code, errors, limit_s=limit_s, missing=missing)
-
-
 class _Connection:
-    """The program on one host. `printed_before` is what the start-up files of its shell have printed."""
+    """A program on one host that answers each line of JSON with another one.
+
+    Attributes:
+        failure: why it answers no more, "" while it does.
+        printed_before: what the start-up files of its shell have printed.
+        skew: the seconds by which its clock is ahead of this one's.
+    """
 
     def __init__(self, host: Host, transport: Transport) -> None:
         self.host = host
-        self.printed_before = ""
+        self.failure = self.printed_before = ""
+        self.skew = 0.0
         self._has_begun = False
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         command = shell_command(host, _START, transport)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr
-        )
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._stderr)
 
-    def begin(self, program: bytes) -> str:
-        """Send the program. Returns why it does not run there, "" if it does."""
-        with contextlib.closing(self._lines(b"%d\n%b" % (len(program), program), LOGIN_S)) as lines:
-            for line in lines:
-                before, proof, _ = line.decode(errors="replace").partition(PROOF)
-                self.printed_before += before
-                if proof:
-                    self._has_begun = True
-                    return ""
-        return self._why_lost("login")
-
-    def answer(self, question: str, argument: Any, limit_s: float) -> dict[str, Any] | str:
-        """The answer's message, or why there is none: then the connection is lost."""
-        data = json.dumps([question, argument]).encode() + b"\n"
-        with contextlib.closing(self._lines(data, limit_s)) as lines:
-            try:
-                message: dict[str, Any] = json.loads(next(lines))
-                return {**message, "skew": message.get("clock", 0.0) - time.time()}
-            except (StopIteration, ValueError):
-                return self._why_lost(question)
-
-    def _lines(self, data: bytes, limit_s: float) -> Generator[bytes, None, None]:
-        """Send data, and yield the lines that the program prints. It is killed after the limit."""
+    def ask(self, data: bytes, limit_s: float) -> Any:
+        """Send data, and return the next answer; None without one. The program is killed after the limit."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(limit_s, self._process.kill)
@@ -138,60 +127,61 @@ class _Connection:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
             while line := self._process.stdout.readline():
-                yield line
+                before, proof, text = line.decode(errors="replace").partition(PROOF)
+                self.printed_before += before
+                if proof:
+                    self._has_begun = True
+                    with contextlib.suppress(ValueError):  # it broke off within the line
+                        clock, answer = json.loads(text)
+                        self.skew = clock - time.time()
+                        return answer
         finally:
             timer.cancel()
+        self.failure = self._why_lost(limit_s)
+        return None
 
-    def _why_lost(self, question: str) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        self._process.kill()
-        code = self._process.wait()
+    def _why_lost(self, limit_s: float) -> str:
+        self.end()
+        code = self._process.returncode
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace")
         if not self._has_begun:
-            return _login_failed(self.host, code, said, LOGIN_S)
+            missing = NO_PYTHON.format(name=self.host.name, python="python3")
+            return login_failed(self.host, code, said, limit_s=limit_s, missing=missing)
         reason = "no answer in time" if code == -signal.SIGKILL else "the connection was lost"
-        last = said.strip().splitlines()[-1:]
-        return f"{self.host.name}: {', '.join([reason, *last])} ({question})"
+        return ", ".join([f"{self.host.name}: {reason}", *said.strip().splitlines()[-1:]])
 
     def end(self) -> None:
         """Close the program's stdin, after which it ends."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-
-    def close(self, wait_s: float) -> None:
-        assert self._process.stdout is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, wait_s))
+            self._process.wait(_END_S)
         self._process.kill()
         self._process.wait()
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self.end()
         self._process.stdout.close()
         self._stderr.close()
 
 
 class Connections:
-    """One connection to each host, asked all at once. A host that has failed once is asked no more.
+    """A connection to each host, all asked at once. One that has failed is asked no more.
 
-    Attributes:
-        failures: a sentence for each host that does not answer.
-        refusals: each question that failed on a host whose program goes on, and a sentence.
-        skews: the seconds by which each host's clock is ahead of this one's.
+    `program` answers each line of its stdin by another one: PROOF, and the JSON of [its clock, its answer].
     """
 
     def __init__(self, hosts: Sequence[Host], transport: Transport, program: str) -> None:
         allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-        self._open: dict[Host, _Connection] = {}
-        self.failures: dict[Host, str] = {}
-        self.refusals: list[tuple[str, str]] = []
-        self.skews: dict[Host, float] = {}
-        data = f"print({PROOF!r}, flush=True)\n{program}".encode()
+        self.by_host: dict[Host, _Connection] = {}
+        text = f"print({f'{PROOF}[0, null]'!r}, flush=True)\n{program}".encode()
 
         def begin(host: Host) -> None:
-            self._open[host] = connection = _Connection(host, transport)
-            if why := connection.begin(data):
-                self.failures[host] = why
+            self.by_host[host] = connection = _Connection(host, transport)
+            connection.ask(b"%d\n%b" % (len(text), text), LOGIN_S)
 
         with ThreadPoolExecutor(logins_at_once(hosts, transport)) as threads:
             list(threads.map(begin, hosts))
@@ -200,34 +190,16 @@ class Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._open.values():
-            each.end()
-        deadline = time.monotonic() + _END_S
-        for each in self._open.values():
-            each.close(deadline - time.monotonic())
+        with ThreadPoolExecutor(max(1, len(self.by_host))) as threads:
+            list(threads.map(_Connection.close, self.by_host.values()))
 
-    @property
-    def printed_before(self) -> dict[Host, str]:
-        """What the start-up files of each host's shell have printed."""
-        return {host: each.printed_before for host, each in self._open.items()}
+    def ask(self, questions: Mapping[Host, Any], *, limit_s: float) -> dict[Host, Any]:
+        """Send each host its question. Returns the answers of those that give one."""
+        asked = [host for host in questions if not self.by_host[host].failure]
 
-    def ask(
-        self, question: str, arguments: Mapping[Host, Any], *, limit_s: float
-    ) -> dict[Host, Any]:
-        """Ask each host with its argument. Returns the answers; the attributes say why one has none."""
-        asked = [host for host in arguments if host not in self.failures]
+        def answer(host: Host) -> Any:
+            return self.by_host[host].ask(json.dumps(questions[host]).encode() + b"\n", limit_s)
 
-        def answer(host: Host) -> dict[str, Any] | str:
-            return self._open[host].answer(question, arguments[host], limit_s)
-
-        found: dict[Host, Any] = {}
         with ThreadPoolExecutor(max(1, len(asked))) as threads:
-            for host, message in zip(asked, threads.map(answer, asked), strict=True):
-                if isinstance(message, str):
-                    self.failures[host] = message
-                elif "failed" in message:
-                    self.refusals.append((question, f"{host.name}: {message['failed']}"))
-                else:
-                    self.skews[host] = message["skew"]
-                    found[host] = message["answer"]
-        return found
+            answers = dict(zip(asked, threads.map(answer, asked), strict=True))
+        return {host: each for host, each in answers.items() if not self.by_host[host].failure}

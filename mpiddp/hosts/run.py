@@ -28,7 +28,7 @@ _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
 # Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
 # the end of the connection tells it to end: then nobody reads its stdout, and it ends the command's group.
 _AGENT = r"""
-import os, select, signal, subprocess, sys, time
+import os, select, signal, subprocess, sys, threading, time
 GRACE_S = 2.0
 for folder in (FOLDER, os.path.expanduser("~"), "/"):
     try:
@@ -36,11 +36,6 @@ for folder in (FOLDER, os.path.expanduser("~"), "/"):
         break
     except OSError:
         pass
-ended, wake = os.pipe()
-os.set_blocking(ended, False)
-os.set_blocking(wake, False)
-signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-signal.signal(signal.SIGCHLD, lambda *_: None)
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it where its host is that of the terminal
 try:
     running = subprocess.Popen(
@@ -53,24 +48,25 @@ except OSError as error:
     print("%s: %s" % (COMMAND[0], error.strerror), file=sys.stderr)
     print(ENDED + "127", file=sys.stderr, flush=True)
     sys.exit(127)
-poll = select.poll()
-poll.register(1, 0)  # errors and hang-ups are always reported
-poll.register(ended, select.POLLIN)
-while running.poll() is None:
-    ready = [file for file, _ in poll.poll()]
-    if ended in ready:
-        os.read(ended, 64)
-    if 1 in ready:
-        number, deadline = signal.SIGTERM, time.monotonic() + GRACE_S
-        try:
-            while True:
-                os.killpg(running.pid, number)
-                running.poll()
-                time.sleep(0.02)
-                number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 only asks
-        except OSError:  # all have ended
-            sys.exit(1)
-code = running.returncode
+is_lost = threading.Event()
+def end_with_the_connection():
+    poll = select.poll()
+    poll.register(1, 0)  # errors and hang-ups are always reported
+    poll.poll()
+    is_lost.set()
+    number, deadline = signal.SIGTERM, time.monotonic() + GRACE_S
+    try:
+        while True:
+            os.killpg(running.pid, number)
+            time.sleep(0.02)
+            number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 only asks
+    except OSError:  # all have ended
+        os._exit(1)
+watcher = threading.Thread(target=end_with_the_connection, daemon=True)
+watcher.start()
+code = running.wait()
+if is_lost.is_set():
+    watcher.join()  # others of its group may go on
 code = code if code >= 0 else 128 - code
 print(ENDED + str(code), file=sys.stderr, flush=True)
 sys.exit(code)
@@ -79,7 +75,6 @@ sys.exit(code)
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
-    parser.add_argument("file", help="the hostfile")
     parser.add_argument(
         "--parallel",
         type=whole(1),
@@ -142,7 +137,7 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
     if _ENDED in answer.stderr:
         return f"exit code {code}" if code else ""
     if code == NO_PROGRAM:
-        return without_name(host, NO_PYTHON.format(name=host.name))
+        return without_name(host, NO_PYTHON.format(name=host.name, python="python3"))
     if answer.has_begun:
         return "the connection was lost"
     return without_name(host, ssh_complaint(host, answer.stderr))

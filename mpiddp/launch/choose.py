@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +23,6 @@ from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed
 
 if TYPE_CHECKING:
-    from mpiddp.hosts.history import File
     from mpiddp.launch.preflight import HostInfo
 
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
@@ -120,11 +120,13 @@ def _without(hosts: Hosts, others: Collection[Host]) -> Hosts:
 
 def of_earlier_jobs(options: LaunchOptions, named: Hosts) -> Past:
     """What the history says of the hosts."""
-    file = _history_file(options, named)
-    if file is None:
+    path = _history_file(options, named)
+    if path is None:
         return Past()
-    history = file.read()
-    doubts = {host: history.record(host.key).doubt for host in named.usable}
+    from mpiddp.hosts import history  # only jobs over several hosts pay for it
+
+    events = history.read(path)
+    doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
@@ -142,20 +144,20 @@ def remember(
         failed: the hosts that did not answer, or that ended the attempt, and why.
         slow: the hosts of stragglers, and their part of the others' speed.
     """
-    file = _history_file(options, named)
-    if file is not None:
-        from mpiddp.hosts.history import Event
+    path = _history_file(options, named)
+    if path is not None:
+        from mpiddp.hosts.history import Event, append
 
-        file.append(Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
+        append(path, Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
 
 
-def _history_file(options: LaunchOptions, named: Hosts) -> File | None:
+def _history_file(options: LaunchOptions, named: Hosts) -> Path | None:
     """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
     if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
         return None
-    from mpiddp.hosts.history import File  # only jobs over several hosts pay for it
+    from mpiddp.hosts.history import file_of
 
-    return File.of(options.hostfile)
+    return file_of(options.hostfile)
 
 
 def key_of(name: str, named: Hosts) -> str:

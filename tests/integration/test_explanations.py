@@ -72,11 +72,7 @@ LOGS = {
 }
 
 
-def test_every_log_is_expected():
-    assert {path.stem for path in (ROOT / "tests" / "data" / "logs").iterdir()} == set(LOGS)
-
-
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "tests/data/logs").iterdir()))
 def test_the_last_failure_decides_and_a_survived_one_is_none(name, command):
     code, out, err = command(ROOT / "tests" / "data" / "logs" / f"{name}.log")
     id, line = LOGS[name]
@@ -90,92 +86,70 @@ def test_the_last_failure_decides_and_a_survived_one_is_none(name, command):
         assert "nothing failed" in out or "no known failure" in out
 
 
-def test_an_exception_that_the_job_has_logged_itself_is_no_failure():
-    """The traceback of an uncaught one begins in the script, not in the function that catches it."""
-    caught = ["skipped one", "Traceback (most recent call last):", '  File "a.py", line 3, in load']
-    assert found_in([*caught, "    raise ValueError", "ValueError: bad image"]) == []
-    caught[2] = '  File "a.py", line 3, in <module>'
-    (found,) = found_in([*caught, "    raise ValueError", "ValueError: bad image"])
-    assert (found.failure.id, found.number) == ("python-exception", 5)
+CAUGHT = """skipped one
+Traceback (most recent call last):
+  File "a.py", line 3, in {function}
+    raise ValueError
+ValueError: bad image"""
+RESET = "[rank0]: RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
+ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+OOM = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+RAISED = "[3 node1] ValueError: 3 channels"
+WAITED = (
+    "[0 node0] RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+)
+REFUSED = "ssh: connect to host node2 port 22: Connection refused"
+KILLED = "mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."
+VERDICT = "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped."
+STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
 
 
-def test_one_warning_in_a_long_good_log_is_no_failure():
-    steps = [f"step {number} loss 0.5" for number in range(100_000)]
-    warning = "ssh: connect to host node2 port 22: Connection refused"
-    assert found_in([*steps, warning]) != []
-    assert found_in([*steps[:50_000], warning, *steps[50_000:]]) == []
+@pytest.mark.parametrize(
+    ("log", "found"),
+    [
+        # The traceback of an uncaught exception begins in the script, not in the function that catches it.
+        ([CAUGHT.format(function="load")], []),
+        ([CAUGHT.format(function="<module>")], [("python-exception", 5)]),
+        # A job survives a warning after which it goes on.
+        ([*STEPS, REFUSED], [("ssh-refused", 50_001)]),
+        ([*STEPS, REFUSED, *STEPS], []),
+        # A root cause comes before its consequences.
+        (
+            [RESET, ELASTIC, OOM],
+            [("cuda-out-of-memory", 3), ("gloo-peer-gone", 1), ("system-rank-ended", 2)],
+        ),
+        ([RESET], [("gloo-peer-gone", 1)]),
+        # Of a symptom and an exception, the earlier one is named.
+        ([RAISED, WAITED], [("python-exception", 1), ("gloo-timeout", 2)]),
+        ([WAITED, RAISED], [("gloo-timeout", 1), ("python-exception", 2)]),
+        # The launcher's own sentence is known.
+        ([KILLED], [("system-killed", 1)]),
+        (["ValueError: bad", VERDICT], [("python-exception", 1)]),
+        # An exception alone is no failed job.
+        (["ValueError: bad image, skipped"], []),
+        (["ValueError: bad image", "Process name: [1,0]"], []),
+    ],
+)
+def test_what_a_log_shows(log, found):
+    lines = [line for each in log for line in each.split("\n")]
+    assert [(each.failure.id, each.number) for each in found_in(lines)] == found
 
 
-def test_every_row_has_such_a_text():
+def test_the_table_is_complete():
+    """Each row has a text of the real program, sentences that fit a line, and commands that exist."""
     assert {name.partition(".")[0] for name in NAMES} == set(BY_ID)
     assert len(BY_ID) == len(FAILURES) >= 60
-
-
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
-def test_a_row_is_complete(failure):
-    row = BY_ID[failure.id]  # type: ignore[attr-defined]
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row.id)
-    assert row.program in PROGRAMS.values()
-    assert all(row.says)
-    assert "\n" not in "".join(row.says)
-    re.compile(row.pattern)
-    for sentence in (row.cause, row.fix):
-        assert sentence.strip()
-        assert len(sentence) < 260
-    assert row.cause.endswith(".")
-
-
-def test_the_commands_of_mpiddp_exist():
-    for failure in FAILURES:
-        for verb in re.findall(r"mpiddp ([a-z]+) (?=[-A-Za-z])", failure.fix):
-            assert verb in VERBS, failure.id
-
-
-def test_a_root_cause_comes_before_its_consequences():
-    log = [
-        "[rank0]: RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF",
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
-        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-    ]
-    found = found_in(log)
-    assert [each.failure.id for each in found] == [
-        "cuda-out-of-memory",
-        "gloo-peer-gone",
-        "system-rank-ended",
-    ]
-    assert [each.number for each in found] == [3, 1, 2]
-    alone = explain(log[:1])
-    assert alone is not None
-    assert "had ended" in alone.failure.cause
-
-
-def test_of_a_symptom_and_an_exception_the_earlier_one_is_named():
-    raised = "[3 node1] ValueError: 3 channels"
-    waited = (
-        "[0 node0] RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
-    )
-    for log, expected in ((raised, waited), "python-exception"), ((waited, raised), "gloo-timeout"):
-        first = explain(log)
-        assert first is not None
-        assert first.failure.id == expected
-
-
-def test_the_launchers_own_verdict_is_known():
-    killed = explain(
-        ["mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."]
-    )
-    assert killed is not None
-    assert killed.failure.id == "system-killed"
-    log = [
-        "ValueError: bad",
-        "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped.",
-    ]
-    assert [each.failure.id for each in found_in(log)] == ["python-exception"]
-
-
-def test_an_exception_alone_is_no_failed_job():
-    assert explain(["ValueError: bad image, skipped"]) is None
-    assert explain(["ValueError: bad image", "Process name: [1,0]"]) is None
+    for row in FAILURES:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", row.id)
+        assert row.program in PROGRAMS.values()
+        assert all(row.says), row.id
+        assert "\n" not in "".join(row.says)
+        re.compile(row.pattern)
+        assert 0 < len(row.cause) < 260, row.id
+        assert 0 < len(row.fix) < 260, row.id
+        assert row.cause.endswith("."), row.id
+        for verb in re.findall(r"mpiddp ([a-z]+) (?=[-A-Za-z])", row.fix):
+            assert verb in VERBS, row.id
 
 
 @pytest.mark.parametrize(
@@ -272,18 +246,16 @@ def test_a_log_is_explained_with_its_line_and_its_fix(tmp_path, command):
     )
 
 
-def test_nothing_known_says_what_to_send(tmp_path, command):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("all went well\n", "no known failure in it. To ask somebody, send "), ("", "is empty.")],
+)
+def test_a_log_without_a_failure(tmp_path, command, text, said):
     log = tmp_path / "good.log"
-    log.write_text("all went well\n")
+    log.write_text(text)
     code, out, err = command(log)
     assert (code, err) == (1, "")
-    assert out.startswith(f"{log}: no known failure in it. To ask somebody, send ")
-
-
-def test_an_empty_log_is_called_empty(tmp_path, command):
-    log = tmp_path / "train.log"
-    log.touch()
-    assert command(log) == (1, f"{log} is empty.\n", "")
+    assert said in out
 
 
 def test_stdin_is_a_log_too():

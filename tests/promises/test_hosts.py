@@ -204,6 +204,26 @@ def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) ->
         assert (path / "src/__pycache__/x.pyc").exists()
 
 
+def test_push_to_a_host_without_rsync(hosts: Hosts, file: str, project: Path) -> None:
+    """A push sends everything to a host without rsync, and says so. What it replaces is kept there."""
+    node1, rsync = hosts["node1"], shutil.which("rsync")
+    there = node1.path(project)
+    node1.run(["mount", "--bind", "/dev/null", rsync], check=True)
+    try:
+        for text in ("print(1)\n", "print(2)\n"):
+            (project / "train.py").write_text(text)
+            done = hosts.run("hosts", "push", file, project).assert_ok()
+            assert "node1 has no rsync: all was sent." in done.stderr
+            assert contents(there) == contents(project)
+            write(there, {"runs/log": "theirs"})
+    finally:
+        node1.run(["umount", rsync], check=True)
+    assert (there / ".mpiddp-replaced/train.py").read_text() == "print(1)\n"
+    assert (there / "src/link").is_symlink()
+    assert (there / "runs/log").read_text() == "theirs"
+    assert not (there / ".mpiddp-new").exists()
+
+
 def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
     """A push that is killed leaves the old files on the hosts. The next push sends only what is missing."""
     hosts.run("hosts", "push", file, project).assert_ok()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,16 @@ def write_gpu_tool(
 
 
 @contextmanager
+def shelled(host: Host, do: str, undo: str) -> Iterator[None]:
+    """Run a shell command on the host, and another one at the end."""
+    shell(host, do)
+    try:
+        yield
+    finally:
+        shell(host, undo)
+
+
+@contextmanager
 def gpu_tool(host: Host, **changes: Any) -> Iterator[None]:
     write_gpu_tool(host, **changes)
     try:
@@ -138,13 +148,14 @@ def gpu_tool(host: Host, **changes: Any) -> Iterator[None]:
         write_gpu_tool(host)
 
 
-@contextmanager
-def renamed(host: Host, path: str) -> Iterator[None]:
-    shell(host, f"mv {path} {path}.away")
-    try:
-        yield
-    finally:
-        shell(host, f"rm -rf {path}; mv {path}.away {path}")
+def renamed(host: Host, path: str) -> AbstractContextManager[None]:
+    return shelled(host, f"mv {path} {path}.away", f"rm -rf {path}; mv {path}.away {path}")
+
+
+def mounted(
+    host: Host, path: str, options: str, what: str = "-t tmpfs none"
+) -> AbstractContextManager[None]:
+    return shelled(host, f"mount {options} {what} {path}", f"umount {path}")
 
 
 @contextmanager
@@ -159,15 +170,6 @@ def written(host: Host, path: str, change: Callable[[str], str]) -> Iterator[Non
             file.unlink()
         else:
             file.write_text(before)
-
-
-@contextmanager
-def mounted(host: Host, path: str, options: str, what: str = "-t tmpfs none") -> Iterator[None]:
-    shell(host, f"mount {options} {what} {path}")
-    try:
-        yield
-    finally:
-        shell(host, f"umount {path}")
 
 
 @contextmanager
@@ -200,24 +202,18 @@ def other_python(host: Host, version: str = "", **packages: str) -> Iterator[Non
         shell(host, f"rm -rf /run/other {PYTHON}; ln -s {BIN}/python {PYTHON}")
 
 
-@contextmanager
-def clock_ahead(host: Host) -> Iterator[None]:
+def clock_ahead(host: Host) -> AbstractContextManager[None]:
     """A host whose clock is ahead. Only programs that start now see it."""
-    library = "/run/shim.so"
-    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
+    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", "/run/shim.so"]
     host.run(compiler, stdin=SHIM, check=True)
-    try:
-        with written(host, "/etc/ld.so.preload", lambda text: f"{library}\n"):
-            yield
-    finally:
-        host.path("/etc/ld.so.preload").unlink(missing_ok=True)
+    preload = "/etc/ld.so.preload"
+    return shelled(host, f"echo /run/shim.so >{preload}", f"rm -f {preload}")
 
 
 @contextmanager
 def limited(host: Host, kind: str, value: int) -> Iterator[None]:
     """A limit of sshd, and so of all that it starts."""
-    sshd = host.path("/run/sshd.pid").read_text().strip()
-    shell(host, f"prlimit --pid={sshd} --{kind}={value}:{value}")
+    shell(host, f"prlimit --pid=$(cat /run/sshd.pid) --{kind}={value}:{value}")
     try:
         yield
     finally:  # only a new process may have more
@@ -225,15 +221,10 @@ def limited(host: Host, kind: str, value: int) -> Iterator[None]:
         ssh.start_sshd([host])
 
 
-@contextmanager
-def one_core(host: Host) -> Iterator[None]:
-    sshd = host.path("/run/sshd.pid").read_text().strip()
-    before = host.run(["taskset", "-cp", sshd], check=True).stdout.rpartition(": ")[2].strip()
-    shell(host, f"taskset -cp 0 {sshd}")
-    try:
-        yield
-    finally:
-        shell(host, f"taskset -cp {before} {sshd}")
+def one_core(host: Host) -> AbstractContextManager[None]:
+    set_cores = "taskset -cp {} $(cat /run/sshd.pid)"
+    before = host.run(["sh", "-c", set_cores.format("")], check=True).stdout.rpartition(": ")[2]
+    return shelled(host, set_cores.format(0), set_cores.format(before.strip()))
 
 
 @contextmanager
@@ -246,25 +237,11 @@ def filtered(host: Host, program: str) -> Iterator[None]:
         tc(host.pid, "qdisc del dev eth0 clsact")
 
 
-@contextmanager
-def changed(hosts: Sequence[Host], do: str, undo: str) -> Iterator[None]:
-    """Run a shell command on each; {number} is that of the host, from 1."""
-    for number, host in enumerate(hosts, start=1):
-        shell(host, do.format(number=number))
-    try:
-        yield
-    finally:
-        for host in hosts:
-            shell(host, undo)
-
-
-@contextmanager
-def foreign_libmpi(host: Host) -> Iterator[None]:
+def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
     """The library of mpi4py is that of Open MPI 4 at the path of Open MPI 5."""
     (own,) = BIN.parent.glob("lib/libmpi.so.40")
     (other,) = (ROOT / ".mpi" / "openmpi4").rglob("libmpi.so.40")
-    with mounted(host, str(own.resolve()), "--bind", str(other.resolve())):
-        yield
+    return mounted(host, str(own.resolve()), "--bind", str(other.resolve()))
 
 
 def on(
@@ -366,8 +343,9 @@ FAULTS: Mapping[str, Fault] = {
     "blackholed route": Fault(
         "node3",
         "node3 → node2.*no route|node2 → node3.*no answer",
-        lambda hosts: changed(
-            [hosts["node3"]],
+        on(
+            "node3",
+            shelled,
             "ip route add blackhole 10.77.0.3/32",
             "ip route del blackhole 10.77.0.3/32",
         ),
@@ -375,8 +353,11 @@ FAULTS: Mapping[str, Fault] = {
     "small MTU": Fault(
         "node3",
         "MTU is 1400",
-        lambda hosts: changed(
-            [hosts["node3"]], "ip link set dev eth0 mtu 1400", "ip link set dev eth0 mtu 1500"
+        on(
+            "node3",
+            shelled,
+            "ip link set dev eth0 mtu 1400",
+            "ip link set dev eth0 mtu 1500",
         ),
     ),
     "skewed clock": Fault("node3", "clock.*ahead", on("node3", clock_ahead)),

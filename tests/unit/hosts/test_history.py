@@ -13,17 +13,16 @@ import time
 import pytest
 
 from mpiddp import cli
-from mpiddp.hosts.history import ENDING, Event, File, History, parse
+from mpiddp.hosts.history import ENDING, Event, append, file_of, parse, read, record_of
 
 NOW = time.time() - 1000
 DAY_S = 86400.0
 
 
-def job(number, *, failed="", hosts=("a", "b"), age_s=0.0):
+def job(number, *, failed="", hosts=("a", "b"), age_s=0.0, **slow):
     """The end of a job, "a" to say that host a ended it."""
-    return Event(
-        NOW - age_s + number, f"job{number}", tuple(hosts), {failed: "killed."} if failed else {}
-    )
+    failures = {failed: "killed."} if failed else {}
+    return Event(NOW - age_s + number, f"job{number}", tuple(hosts), failures, slow)
 
 
 def silent(number, host):
@@ -37,105 +36,73 @@ def hostfile(tmp_path):
     return path
 
 
-@pytest.fixture
-def file(hostfile):
-    return File.of(str(hostfile))
-
-
-# --- what is known of a host ---
-
-
 @pytest.mark.parametrize(
-    ("events", "expected"),
+    ("events", "expected", "doubt"),
     [
-        ([job(1), job(2)], (2, 0, 0)),
-        ([job(1, failed="a"), job(2)], (2, 1, 0)),
-        ([job(1, failed="b"), job(2, failed="b")], (2, 0, 0)),
-        ([job(n, failed="a") for n in range(1, 4)] + [job(n) for n in range(4, 7)], (5, 2, 0)),
-        ([silent(1, "a"), silent(2, "a"), job(3)], (3, 0, 2)),
-        ([job(1, failed="a"), silent(2, "a")], (2, 1, 1)),
+        ([job(1), job(2)], (2, 0, 0), ""),
+        ([job(1, failed="a"), job(2)], (2, 1, 0), ""),
+        ([job(1, failed="b"), job(2, failed="b")], (2, 0, 0), ""),
+        ([job(n, failed="a") for n in range(1, 4)] + [job(n) for n in range(4, 7)], (5, 2, 0),
+         "ended 2 of its last 5 jobs"),
+        ([silent(1, "a"), silent(2, "a"), job(3)], (3, 0, 2),
+         "did not answer in 2 of its last 3 jobs"),
+        ([job(1, failed="a"), silent(2, "a")], (2, 1, 1),
+         "ended 1 of its last 2 jobs, and did not answer in 1"),
         # The attempts of one launch are one job, and its worst attempt counts.
-        ([job(1, failed="a"), job(1, failed="a"), silent(1, "a"), job(1)], (1, 1, 0)),
-        ([silent(1, "a"), job(1, hosts=["b"]), job(1)], (1, 0, 1)),
+        ([job(1, failed="a"), job(1, failed="a"), silent(1, "a"), job(1)], (1, 1, 0), ""),
+        ([silent(1, "a"), job(1, hosts=["b"]), job(1)], (1, 0, 1), ""),
+        # A straggler's host is slow until five later jobs did not show it.
+        ([job(1, a=0.5), job(2, a=0.86)], (2, 0, 0), "is 14 % slower than the others"),
+        ([job(1, a=0.86), *(job(n) for n in range(2, 6))], (5, 0, 0),
+         "is 14 % slower than the others"),
+        ([job(1, a=0.86), *(job(n) for n in range(2, 7))], (5, 0, 0), ""),
+        ([job(1, failed="a"), job(2, failed="a"), job(3, a=0.86)], (3, 2, 0),
+         "ended 2 of its last 3 jobs; 14 % slower than the others"),
     ],
-)
-def test_the_last_jobs_of_a_host_count(events, expected):
-    record = History(tuple(events)).record("a")
+)  # fmt: skip
+def test_the_last_jobs_of_a_host_count(events, expected, doubt):
+    record = record_of("a", events)
     assert (record.jobs, record.ended, record.silent) == expected
-    assert record.is_flaky == (expected[1] + expected[2] >= 2)
+    assert record.doubt == doubt
 
 
-def held(number, part):
-    return Event(NOW + number, f"job{number}", ("a", "b"), slow={"a": part})
-
-
-@pytest.mark.parametrize(
-    ("events", "doubt"),
-    [
-        ([held(1, 0.5), held(2, 0.86)], "is 14 % slower than the others"),
-        ([held(1, 0.86), *(job(n) for n in range(2, 6))], "is 14 % slower than the others"),
-        ([held(1, 0.86), *(job(n) for n in range(2, 7))], ""),  # not in the last five
-        (
-            [job(1, failed="a"), job(2, failed="a"), held(3, 0.86)],
-            "ended 2 of its last 3 jobs; 14 % slower than the others",
-        ),
-    ],
-)
-def test_a_slow_host_is_doubted_until_it_is_no_longer(events, doubt):
-    history = History(tuple(events))
-    assert history.record("a").doubt == doubt
-    assert history.record("b").doubt == ""
-
-
-# --- the file ---
-
-
-def test_an_event_is_one_line_beside_the_hostfile(hostfile, file):
-    event = job(1, failed="a")
-    file.append(event)
-    path = hostfile.with_name(f"hosts.txt{ENDING}")
+def test_an_event_is_one_line_beside_the_hostfile(hostfile):
+    event, path = job(1, failed="a"), file_of(str(hostfile))
+    assert path == hostfile.with_name(f"hosts.txt{ENDING}")
+    append(path, event)
     assert json.loads(path.read_text()) == {
         "at": round(event.at, 3),
         "job": "job1",
         "hosts": ["a", "b"],
         "failed": {"a": "killed."},
     }
-    file.append(job(2))
-    file.append(job(3, age_s=31 * DAY_S))  # too old to count
+    append(path, job(2))
+    append(path, job(3, age_s=31 * DAY_S))  # too old to count
     with path.open("a") as lines:
         lines.write('no line\n{"at": 1}\n{"at": 1, "hosts": [1]}\n[]\n')
-    assert [each.job for each in file.read().events] == ["job1", "job2"]
+    assert [each.job for each in read(path)] == ["job1", "job2"]
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_a_file_that_is_none_of_ours_is_left_alone(hostfile, kind):
     """A stranger may have put it there, in a folder that all may write."""
     beside, other = hostfile.with_name(f"hosts.txt{ENDING}"), hostfile.with_name("other")
+    make = {"link": lambda: beside.symlink_to(other), "pipe": lambda: os.mkfifo(beside)}
     other.write_text("mine\n")
-    {
-        "link": lambda: beside.symlink_to(other),
-        "pipe": lambda: os.mkfifo(beside),
-        "folder": beside.mkdir,
-    }[kind]()
-    file = File.of(str(hostfile))
-    file.append(job(1))
-    assert other.read_text() == "mine\n"
-    assert file.read().events == ()
+    make.get(kind, beside.mkdir)()
+    assert file_of(str(hostfile)) is None
 
 
-@pytest.mark.parametrize("hostfile_", [None, "/dev/stdin", "/nowhere/hosts"])
-def test_hosts_without_a_hostfile_have_no_history(hostfile_):
-    file = File.of(hostfile_)
-    file.append(job(1))
-    assert file == File(None)
-    assert file.read() == History()
+@pytest.mark.parametrize("given", [None, "/dev/stdin", "/nowhere/hosts"])
+def test_hosts_without_a_hostfile_have_no_history(given):
+    assert file_of(given) is None
+    append(None, job(1))
+    assert read(None) == []
 
 
-def test_a_file_that_cannot_be_written_is_no_error(file):
-    assert file.path is not None
-    gone = File(file.path.with_name("none") / "file")
-    gone.append(job(1))
-    assert gone.read() == History()
+def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
+    append(tmp_path / "none" / "file", job(1))
+    assert read(tmp_path / "none" / "file") == []
 
 
 @pytest.mark.parametrize("line", [b"", b"x", b"[]", b'{"at": "x"}', b'{"at": 1, "hosts": [[]]}'])
@@ -143,18 +110,15 @@ def test_what_is_no_event_is_skipped(line):
     assert parse(line) is None
 
 
-# --- the verbs ---
-
-
-def test_the_verbs(hostfile, file, capsys):
+def test_the_verbs(hostfile, capsys):
     def verb(*arguments):
         code = cli.main(["hosts", *arguments])
         return code, capsys.readouterr().out
 
+    path = file_of(str(hostfile))
     assert verb("history", str(hostfile)) == (1, f"nothing is known of any host of {hostfile}.\n")
-    for number in (1, 2):
-        file.append(job(number, failed="b"))
-    file.append(held(3, 0.5))
+    for event in (job(1, failed="b"), job(2, failed="b"), job(3, a=0.5)):
+        append(path, event)
     code, out = verb("history", str(hostfile))
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert code == 0
@@ -166,6 +130,6 @@ def test_the_verbs(hostfile, file, capsys):
     assert (code, out.count("ended the job: killed.")) == (0, 2)
     assert verb("forget", str(hostfile), "b") == (0, "forgot b.\n")
     assert verb("history", str(hostfile), "b")[0] == 1
-    assert file.read().record("a").jobs == 3  # the other host's events stay
+    assert record_of("a", read(path)).jobs == 3  # the other host's events stay
     assert verb("forget", str(hostfile)) == (0, "forgot a.\n")
     assert verb("forget", str(hostfile))[0] == 1

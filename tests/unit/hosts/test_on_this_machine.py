@@ -34,6 +34,7 @@ from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 HERE = Host("localhost")
 # A transport whose hosts are all this machine: the shell gets the host's name as $0, and the line as $1.
@@ -48,13 +49,70 @@ def python3(monkeypatch):
 # --- one program on all hosts ---
 
 
+def run_here(program, input, timeout_s=PATIENCE_S):
+    return run_on_hosts([HERE], program, input, timeout_s=timeout_s)[HERE]
+
+
 def test_each_host_answers_for_itself():
     hosts = [Host(f"node{index}.invalid") for index in range(3)]
-    program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    program = f"""import os, sys
+more = {"x" * 500_000!r}  # more than a pipe holds
+print(os.getcwd(), len(more)); print('err', file=sys.stderr); sys.exit(3)"""
     answers = run_on_hosts(hosts, sys.executable, program, timeout_s=60, transport=SHELL)
-    assert answers == dict.fromkeys(hosts, Answer(3, "out\n", "err\n"))
-    missing = run_on_hosts([HERE], "/no/such/program", "", timeout_s=60)[HERE]
-    assert (missing.exit_code, missing.stdout) == (NO_PROGRAM, "")
+    assert answers == dict.fromkeys(hosts, Answer(3, "/ 500000\n", "err\n"))
+
+
+FEW_FILES = """
+import resource, sys
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import run_on_hosts
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+hosts = [Host(f"127.0.0.{number}") for number in range(1, 21)]
+program = f"mkdir {sys.argv[1]}/first 2>/dev/null && exec sleep 1000; echo here"
+answers = run_on_hosts(hosts, "sh", program, timeout_s=5.0)
+print(sorted(answer.stdout for answer in answers.values()) == ["", *["here\\n"] * 19])
+"""
+
+
+def test_twenty_hosts_with_32_open_files(tmp_path):
+    """As many at a time as the limit allows. A host that hangs takes no time from later ones."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_no_shell_interprets_the_program_or_its_input(tmp_path):
+    for program in ("$(touch made)", "; touch made #", "`touch made`", "' ; touch made '"):
+        answer = run_here(program.replace("made", str(tmp_path / "made")), "touch made\n")
+        assert (answer.exit_code, answer.stdout) == (NO_PROGRAM, "")
+    folder = tmp_path / "with blank; and $HOME"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    assert run_here(str(folder / "python"), "print('$HOME')\n").stdout == "$HOME\n"
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_background_processes_of_a_program_are_not_waited_for():
+    """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
+    start = time.monotonic()
+    answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
+    Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs
+    assert time.monotonic() - start < 50
+    assert answer.exit_code == 0
+    assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
+
+
+def test_a_program_that_does_not_end_is_killed():
+    program = "import time; print(1, flush=True); time.sleep(1000)"
+    began = time.monotonic()
+    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.1, work_s=0.2)[HERE]
+    assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
+    assert 0.1 <= time.monotonic() - began < 60
 
 
 # --- the preflight ---
@@ -325,7 +383,7 @@ ENDED = "mpiddp-hosts-run ended: "
         (Answer(255, "", "Connection closed"), None, "the connection was lost"),
         # ssh to another host is a command too
         (Answer(255, "", f"Connection refused\n{ENDED}255\n"), None, "exit code 255"),
-        (Answer(NO_PROGRAM, "", ""), None, error("mpiddp needs", "python3 ")),
+        (Answer(NO_PROGRAM, "", ""), None, error("is missing", "python3 ")),
     ],
 )  # fmt: skip
 def test_what_a_command_did(answer, timeout_s, failure):
@@ -347,14 +405,6 @@ def test_the_command_for_a_host():
     ]
     assert shell_command(Host("192.0.2.7"), "date", QRSH) == ["qrsh", "-inherit", "192.0.2.7", line]
     assert shell_command(Host("localhost"), "date", SSH) == ["sh", "-c", "date"]
-
-
-def test_a_program_that_does_not_end_is_killed():
-    program = "import time; print(1, flush=True); time.sleep(1000)"
-    began = time.monotonic()
-    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.1, work_s=0.2)[HERE]
-    assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
-    assert 0.1 <= time.monotonic() - began < 60
 
 
 def test_a_command_that_does_not_end(tmp_path, capfd):

@@ -1,6 +1,6 @@
 """What a pull does with what has arrived. rsync brings it from another folder of this machine, without ssh.
 
-Tests mpiddp/hosts/pull.py. tests/promises/test_hosts.py has real hosts.
+Tests mpiddp/hosts/{pull,push}.py. tests/promises/test_hosts.py has real hosts.
 python -m pytest tests/unit/hosts/test_pull.py
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import main, pull
+from mpiddp.hosts import main, pull, push
 from mpiddp.hosts.hostfile import Host
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
-HOST = Host("n1")
+HOST, HERE = Host("n1"), Host("localhost")
 Pull = Callable[[], list[str]]
 
 
@@ -40,7 +40,7 @@ def bring(there):
         run = Path("run").absolute()
         arrived = run / ".mpiddp-pull" / HOST.name
         arrived.mkdir(parents=True)
-        command = pull._command(f"{there}/", run, arrived, ["ssh"])
+        command = [*push.RSYNC, *pull._options(run), f"{there}/", f"{arrived}/"]
         subprocess.run(command, check=True, timeout=PATIENCE_S)
         text, problems = pull._place(run, HOST)
         arrived.parent.rmdir()
@@ -159,3 +159,32 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
     above = f": {Path.cwd()}/run."
     with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
         verb("run/step1")
+
+
+# --- what a push says and takes along; its archive for a host without rsync, here for this machine ---
+
+
+def test_what_a_push_says():
+    sent = {Host("n0"): 0, Host("n1"): 12, Host("n2"): 12}
+    pushed = push.Pushed(sent, {}, [], 1.25, 0)
+    said = ["n0: nothing has changed", "n[1-2]: 12 B sent in 1.2 s"]
+    assert push.summary(pushed, dry_run=False) == said
+    assert push.summary(pushed, dry_run=True)[1] == "n[1-2]: 12 B would be sent"
+    nobody = push.Pushed({}, {}, [], 0.0, 0)
+    assert push.summary(nobody, dry_run=False) == ["there is no other host"]
+
+
+def test_an_archive_replaces_what_is_pushed_alone(tmp_path):
+    write(tmp_path, a="12345", src__b="b", runs__log="mine", rest="mine")
+    write(tmp_path, **{"src/h.history.jsonl": "x"})
+    names = push._names(str(tmp_path), (*push.LEFT_OUT, "rest"))
+    assert names == ["a", "src"]
+    size = push._tar(HERE, str(tmp_path), names, dry_run=True)
+    assert isinstance(size, int)
+    assert size >= 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "rest", "runs", "src"]
+    assert push._tar(HERE, str(tmp_path), names, dry_run=False) == size
+    assert files_of(tmp_path / "src") == {"b": "b"}
+    assert files_of(tmp_path / ".mpiddp-replaced").keys() == {"a", "src/b", "src/h.history.jsonl"}
+    incomplete = push._tar(HERE, str(tmp_path), [*names, "gone"], dry_run=True)
+    assert incomplete == f"not all of {tmp_path} can be read (tar's exit code 2)"

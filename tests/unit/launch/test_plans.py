@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.history import Event, File
+from mpiddp.hosts.history import Event, file_of, read
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
 from mpiddp.launch.choose import Past, key_of, of_earlier_jobs, remember
@@ -155,7 +155,7 @@ def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchO
 
 
 def events(where: LaunchOptions) -> list[Event]:
-    return list(File.of(where.hostfile).read().events)
+    return read(file_of(where.hostfile))
 
 
 def test_a_job_on_this_machine_has_no_memory(listed: tuple[LaunchOptions, Hosts]) -> None:
