@@ -230,10 +230,12 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     A local rank that is not known is 0. Decides which of several ranks prints an error, where
     `World.from_env` may have failed.
     """
-    source = _source(env)
-    names = (source.rank, source.local_rank) if source is not None else ("PMIX_RANK", "")
+    for launcher in (each for each in RANK_SOURCES if _present(each, env)):
+        with suppress(ValueError):  # a stale variable, beside those of the launcher
+            rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
+            return parse_whole(rank), parse_whole(local_rank)
     with suppress(ValueError):
-        return parse_whole(env.get(names[0], "")), parse_whole(env.get(names[1], "0"))
+        return parse_whole(env.get("PMIX_RANK", "")), 0
     return 0, 0
 
 

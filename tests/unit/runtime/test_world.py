@@ -213,6 +213,11 @@ def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> N
         assert likely_ranks(wrong) in ((0, 0), likely_ranks(row))
 
 
+def test_a_stale_variable_does_not_hide_the_rank() -> None:
+    """Or each rank would print the error."""
+    assert likely_ranks(OPEN_MPI | {"TORCHELASTIC_RUN_ID": "stale"}) == (3, 1)
+
+
 @pytest.mark.parametrize("step", ["²", "9" * 5000])
 def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
     assert identity(SRUN | {"SLURM_STEP_ID": step}) == identity(SRUN)
