@@ -341,7 +341,7 @@ class Agent:
             line = f"{self.name} uses {result.interface}\n"
             if world.rank == 0:
                 where = f"{world.master_addr} port {world.master_port}"
-                line = f"master address {where}\n{line}"
+                line = f"master address {where}: {result.reason}\n{line}"
             print(line, end="", flush=True)
         if self.program.kind in _PYTHON:
             self._go(env, result, threads)

@@ -98,8 +98,8 @@ def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
             )
 
 
-def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
-    """The addresses on which rank 0 can listen, best first.
+def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The addresses on which rank 0 can listen, best first, each with its reason.
 
     MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
     networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
@@ -116,10 +116,23 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
     if name := env.get("MASTER_ADDR"):
         address = resolve(name)
         if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
-            return [address]
+            return [(address, "MASTER_ADDR names it")]
     elif len(by_host) == 1:
-        return [LOOPBACK]
-    return _shared([infos[ranks[0]] for ranks in by_host.values()], requested_interface(env))
+        return [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
+    one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
+    why = _why_not(name or infos[0].hostname)
+    shared = _shared(one_per_host, requested_interface(env))
+    return [(each.address, f"{why}it is that of {each.name} on {each.network}") for each in shared]
+
+
+def _why_not(name: str) -> str:
+    """The beginning of a reason where a name leads to a loopback, as Debian's own name of a host does."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return ""
+    why = f"{name}'s own name resolves to {address}, which no other host can reach; "
+    return why if address.startswith("127.") else ""
 
 
 def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
@@ -134,8 +147,8 @@ def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
         )
 
 
-def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[str]:
-    """Rank 0's addresses. IPv4, and networks that all other hosts share, come first."""
+def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[Interface]:
+    """Rank 0's interfaces. Networks that all other hosts share come first, then IPv4."""
     master, *others = one_per_host
     if requested:
         check_interface(one_per_host, requested)
@@ -157,7 +170,7 @@ def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[str]:
             f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
             "Name one: --master-addr ADDR"
         )
-    return [each.address for each in sorted(usable, key=order)]
+    return sorted(usable, key=order)
 
 
 def unreachable(

@@ -47,7 +47,8 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 Met = tuple[Coordinator, RendezvousResult]
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
-Place = tuple[str, int]  # where rank 0 listens for the clients of torch's store: address and port
+# Where rank 0 listens for the clients of torch's store: the address, why this one, and the port.
+Place = tuple[str, str, int]
 Listeners = dict[Place, socket.socket | None]  # None if another process listens there
 
 
@@ -122,7 +123,8 @@ def _by_address(
     def offer(infos: Sequence[RankInfo]) -> Listeners:
         if (requested := requested_interface(os.environ)) and len(ranks_by_host(infos)) > 1:
             check_interface(infos, requested)
-        return {(address, listener.getsockname()[1] if listener else port): listener}
+        own_port = listener.getsockname()[1] if listener is not None else port
+        return {(address, f"{world.launcher.name} names it", own_port): listener}
 
     gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
     with coordinator.all_or_none():
@@ -156,14 +158,15 @@ def _agree(
         return [list(listeners), os.environ.get(RUN_ID) or secrets.token_hex(8)]
 
     found, run_id = _from_rank_0(world, gather, of_rank_0)
-    places = [(address, port) for address, port in found]
-    address, port = places[0] if is_reached else _reached_by_all(world, infos, gather, places)
-    listener = listeners.pop((address, port), None)
+    places = [(address, reason, port) for address, reason, port in found]
+    place = places[0] if is_reached else _reached_by_all(world, infos, gather, places)
+    listener = listeners.pop(place, None)
     for other in filter(None, listeners.values()):
         other.close()
+    address, reason, port = place
     interface = infos[world.rank].interface_for(address, requested_interface(os.environ))
     joined = world_with(world, infos, address, port)
-    return RendezvousResult(joined, infos, interface, listener, run_id)
+    return RendezvousResult(joined, infos, interface, reason, listener, run_id)
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
@@ -182,16 +185,18 @@ def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
 
 def _listen_for_all(world: World, infos: Sequence[RankInfo]) -> Listeners:
     """Listen on every candidate before the ranks hear of it, so that no other program takes its port."""
-    port = port_in(os.environ)
-    found = [bind(address, port, world.hostname) for address in choose(infos, os.environ)]
-    return {each.getsockname()[:2]: each for each in found}
+    found: Listeners = {}
+    for address, reason in choose(infos, os.environ):
+        listener = bind(address, port_in(os.environ), world.hostname)
+        found[address, reason, listener.getsockname()[1]] = listener
+    return found
 
 
 def _reached_by_all(
     world: World, infos: Sequence[RankInfo], gather: Gather, places: Sequence[Place]
 ) -> Place:
     """The first place that every other host reaches, of which one rank tries them all."""
-    addresses, ports = zip(*places, strict=True)
+    addresses, _, ports = zip(*places, strict=True)
     firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
     tries = world.rank in firsts[1:]
     reached = gather(reachable(addresses, ports) if tries else addresses)

@@ -89,13 +89,14 @@ class RankInfo(NamedTuple):
 class RendezvousResult(NamedTuple):
     """The result that all ranks share.
 
-    listener: of rank 0, on which torch's store is served, bound before it is announced. run_id: the same in
-    all attempts of a job.
+    reason: why rank 0 is at the master address. listener: of rank 0, on which torch's store is served, bound
+    before it is announced. run_id: the same in all attempts of a job.
     """
 
     world: World
     infos: tuple[RankInfo, ...]
     interface: str
+    reason: str
     listener: socket.socket | None
     run_id: str
 

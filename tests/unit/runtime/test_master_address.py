@@ -78,7 +78,7 @@ OTHER_NAMES = ((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
 def test_addresses_on_which_rank_0_can_listen(
     hosts: list[Host], env: Mapping[str, str], expected: list[str]
 ) -> None:
-    assert choose(ranks_on(*hosts, ranks=2), env) == expected
+    assert [address for address, _ in choose(ranks_on(*hosts, ranks=2), env)] == expected
 
 
 @pytest.mark.parametrize(
