@@ -24,12 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
-    """The master address from the environment or from Slurm's variables, and rank 0's listener there.
-
-    Raises:
-        UserError: no address, or an address that rank 0 cannot listen on.
-        JobFailed: no answer of rank 0 in `timeout_s`, or of a name server.
-    """
+    """The master address from the environment or from Slurm's variables, and rank 0's listener there."""
     env = os.environ
     address, port = env.get("MASTER_ADDR", ""), port_in(env)
     if world.world_size == 1 and world.launcher.name != "torchrun":
@@ -104,11 +99,7 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str,
     MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
     networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
     other host can reach it. Over several hosts no candidate is a loopback, a bridge of containers, or an
-    address that another host has as well.
-
-    Raises:
-        UserError: no address fits. Only rank 0 calls this, and sends the error to the others.
-        JobFailed: no name server answers.
+    address that another host has as well. Raises UserError if none is left.
     """
     by_host = ranks_by_host(infos)
     for ranks in by_host.values():

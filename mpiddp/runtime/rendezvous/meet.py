@@ -66,10 +66,6 @@ def meet(
         own: what the others learn of this rank. It is called once MPI has begun, and may wait.
         channel: that of the launcher, None if there is none. Then rank 0 serves one.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
-
-    Raises:
-        UserError, SystemExit: on every rank: no MPI library or a foreign one, ranks that differ, …
-        JobFailed: rank 0 cannot be reached.
     """
     has_launcher = channel is not None
     timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)

@@ -37,7 +37,7 @@ def over_mpi(
     *,
     keep_mpi: bool,
 ) -> Iterator[tuple[RankInfo, Callable[[Any], list[Any]]]]:
-    """Begin MPI, and finalize it after the body, unless `keep_mpi`.
+    """Begin MPI, and finalize it after the body, unless `keep_mpi`. A refusal ends every rank by code 2.
 
     Args:
         own: called once MPI has begun; it may wait.
@@ -45,12 +45,8 @@ def over_mpi(
         launcher: learns when MPI begins; None if there is none.
 
     Yields:
-        What `own` returned, and a function that gathers a value of every rank, by rank.
-
-    Raises:
-        SystemExit: code 2, on every rank, after the reason has been printed: no MPI library or a
-            foreign one, or a UserError of the body, which has to be the same on every rank.
-        JobFailed: that of the body, which has to be the same on every rank.
+        What `own` returned, and a function that gathers a value of every rank, by rank. A UserError or
+        JobFailed of the body has to be the same on every rank.
     """
     with _watched(timeout_s):
         MPI = _load_mpi(world, os.environ, launcher, keep_mpi=keep_mpi)
@@ -138,12 +134,11 @@ def _load_mpi(
                 f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
                 "Set MPI4PY_LIBMPI or reinstall.",
             )
+        say = launcher.send if launcher is not None else lambda kind, **facts: None
         if not MPI.Is_initialized():
-            if launcher is not None:  # many MPIs end the process when it fails
-                launcher.send("mpi_init", active=True)
+            say("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
-            if launcher is not None:
-                launcher.send("mpi_init", active=False)
+            say("mpi_init", active=False)
     return MPI
 
 

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -114,7 +113,7 @@ class RendezvousResult(NamedTuple):
         Args:
             channel: for a script, which may use it to join.
         """
-        world = self.world
+        world, folder = self.world, os.environ.get("TMPDIR") or "/tmp"
         env = {
             "RANK": str(world.rank),
             "LOCAL_RANK": str(world.local_rank),
@@ -137,7 +136,8 @@ class RendezvousResult(NamedTuple):
                 "ROLE_NAME": "default",
                 "ROLE_RANK": str(world.rank),
                 "ROLE_WORLD_SIZE": str(world.world_size),
-                **_error_file(world.rank),
+                # No other user of the host can guess the name, and so create the file before.
+                ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
             }
         if self.interface:
             # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
@@ -145,18 +145,6 @@ class RendezvousResult(NamedTuple):
             for name, own in (("GLOO", self.interface), ("NCCL", f"={self.interface}")):
                 env[f"{name}_SOCKET_IFNAME"] = os.environ.get(f"{name}_SOCKET_IFNAME", own)
         return env
-
-
-def _error_file(rank: int) -> dict[str, str]:
-    """The variable of a new file of this rank, into which torch's `@record` writes the script's error.
-
-    No other user of the host can guess its name, and so create it before. A full disk has no place for it.
-    """
-    try:
-        folder = tempfile.gettempdir()
-    except FileNotFoundError:
-        return {}
-    return {ERROR_FILE: str(Path(folder, f"mpiddp-{secrets.token_hex(16)}-{rank}-error.json"))}
 
 
 def gathered(answers: Iterable[Sequence[Any]]) -> tuple[RankInfo, ...]:
