@@ -30,7 +30,7 @@ from mpiddp.runtime.rendezvous.address import (
     requested_interface,
     unreachable,
 )
-from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
 from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
@@ -70,14 +70,11 @@ def meet(
     has_launcher = channel is not None
     timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)
     is_alone = world.world_size == 1
-    # The channel's server starts while this process loads MPI.
-    serves = world.rank == 0 and not is_alone and not has_launcher
-    process = ChannelProcess() if serves else None
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
     if not world.launcher.speaks_mpi or is_alone or has_address:
-        yield _by_address(world, own, channel, process, timeout_s)
+        yield _by_address(world, own, channel, timeout_s)
         return
     with over_mpi(world, own, timeout_s, channel, keep_mpi=keep_mpi) as (info, gather):
         result = _agree(world, info, gather, partial(_listen_for_all, world), is_reached=False)
@@ -85,7 +82,7 @@ def meet(
             _drain(result.listener)
         if channel is None:
             address = str(result.world.master_addr)
-            server = _from_rank_0(world, gather, lambda: _serve(world, process, address))
+            server = _from_rank_0(world, gather, lambda: _serve(world, address))
             channel = _connect(Server(*server), world, timeout_s)
         names = result.hostnames
         yield Coordinator(result.world, channel, hostnames=names, has_launcher=has_launcher), result
@@ -95,7 +92,6 @@ def _by_address(
     world: World,
     own: Callable[[], RankInfo],
     channel: JobChannel | None,
-    process: ChannelProcess | None,
     timeout_s: float,
 ) -> Met:
     has_launcher = channel is not None
@@ -103,14 +99,14 @@ def _by_address(
     address, port = str(world.master_addr), world.master_port or 0
     if channel is None and world.world_size > 1:
         if os.environ.get(AGENT_STORE) == "True":
-            server = _serve_beside_agent(world, process, timeout_s)
+            server = _serve_beside_agent(world, timeout_s)
         else:
             # The channel is where the ranks expect rank 0. They share no secret, so the key is public.
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
             key = public_key(" ".join([*(os.environ.get(name, "") for name in names), str(port)]))
             server = Server(f"{address}:{port}", key)
-            if process is not None and listener is not None:
-                process.serve(listener, key, world.world_size)
+            if listener is not None:
+                serve_beside(listener, key, world.world_size)
                 listener = bind(address, 0, world.hostname)
         channel = _connect(server, world, timeout_s)
     info = own()
@@ -211,24 +207,23 @@ def _drain(listener: socket.socket) -> None:
     listener.setblocking(True)
 
 
-def _serve(world: World, process: ChannelProcess | None, address: str) -> Server:
-    """Serve the channel on rank 0, at any port of this address."""
-    assert process is not None
+def _serve(world: World, address: str) -> Server:
+    """Serve the channel beside rank 0, at any port of this address."""
     listener, key = bind(address, 0, world.hostname), secrets.token_hex(16)
     server = Server(f"{address}:{listener.getsockname()[1]}", key)
-    process.serve(listener, key, world.world_size)
+    serve_beside(listener, key, world.world_size)
     return server
 
 
-def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s: float) -> Server:
+def _serve_beside_agent(world: World, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
     from mpiddp.runtime.rendezvous.store import connect_to_store, no_dns, prefix_of_attempt
 
     with no_dns():
         store = connect_to_store(world, timeout_s)
         name = f"{prefix_of_attempt()}/channel"
-        if process is not None:
-            store.set(name, " ".join(_serve(world, process, str(world.master_addr))))
+        if world.rank == 0:
+            store.set(name, " ".join(_serve(world, str(world.master_addr))))
         try:
             return Server(*store.get(name).decode().split())
         except (RuntimeError, TypeError, ValueError):

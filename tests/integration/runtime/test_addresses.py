@@ -127,7 +127,7 @@ def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
         store = serve_store(env, listener.detach())
         sentence = error("answer from", f"rank 1 on {world.hostname}: ", "0.3 s")
         with pytest.raises(JobFailed, match=f"^{sentence}$"):
-            _serve_beside_agent(world, None, 0.3)
+            _serve_beside_agent(world, 0.3)
         del store
 
 

@@ -28,11 +28,11 @@ KEY = "a key of the job"
 RANK_0 = """
 import os, socket, sys, threading, time
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from tests.support.channels import member
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
-ChannelProcess().serve(listener, "a key of the job", 2)
+serve_beside(listener, "a key of the job", 2)
 channel = member(Server(f"127.0.0.1:{port}", "a key of the job"), 0, 2)
 print(port, flush=True)
 exec(sys.argv[1])
