@@ -111,18 +111,19 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str,
     elif len(by_host) == 1:
         return [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
     one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
-    why = _why_not(name or infos[0].hostname)
+    hostname = infos[0].hostname
+    why = _why_not(name, name) if name else _why_not(hostname, f"{hostname}'s own name")
     shared = _shared(one_per_host, requested_interface(env))
     return [(each.address, f"{why}it is that of {each.name} on {each.network}") for each in shared]
 
 
-def _why_not(name: str) -> str:
+def _why_not(name: str, subject: str) -> str:
     """The beginning of a reason where a name leads to a loopback, as Debian's own name of a host does."""
     try:
         address = socket.gethostbyname(name)
     except OSError:
         return ""
-    why = f"{name}'s own name resolves to {address}, which no other host can reach; "
+    why = f"{subject} resolves to {address}, which no other host can reach; "
     return why if address.startswith("127.") else ""
 
 
