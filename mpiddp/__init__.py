@@ -51,28 +51,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Announced": "mpiddp.runtime.reports",
-    "Checkpoints": "mpiddp.checkpoints.checkpoints",
-    "JobFailed": "mpiddp.errors",
-    "RankFailed": "mpiddp.errors",
-    "Resumed": "mpiddp.checkpoints.contents",
-    "UserError": "mpiddp.errors",
-    "World": "mpiddp.world",
-    "announce": "mpiddp.runtime.reports",
-    "announced": "mpiddp.runtime.reports",
-    "check_divergence": "mpiddp.runtime.torch.divergence",
-    "init": "mpiddp.runtime.torch.process_group",
-    "log_metrics": "mpiddp.checkpoints.records",
-    "mesh": "mpiddp.runtime.torch.device_mesh",
-    "process_group": "mpiddp.runtime.torch.process_group",
-    "progress": "mpiddp.runtime.torch.steps",
-    "run_dir": "mpiddp.checkpoints.records",
-    "saving": "mpiddp.runtime.reports",
-    "should_stop": "mpiddp.runtime.torch.steps",
-    "spawn": "mpiddp.spawning.spawn",
-    "together": "mpiddp.runtime.torch.steps",
+_NAMES = {
+    "checkpoints.checkpoints": "Checkpoints",
+    "checkpoints.contents": "Resumed",
+    "checkpoints.records": "log_metrics run_dir",
+    "errors": "JobFailed RankFailed UserError",
+    "runtime.reports": "Announced announce announced saving",
+    "runtime.torch.device_mesh": "mesh",
+    "runtime.torch.divergence": "check_divergence",
+    "runtime.torch.process_group": "init process_group",
+    "runtime.torch.steps": "progress should_stop together",
+    "spawning.spawn": "spawn",
+    "world": "World",
 }
+_MODULES = {name: f"mpiddp.{module}" for module in _NAMES for name in _NAMES[module].split()}
 
 __all__ = sorted(_MODULES)
 

@@ -142,20 +142,18 @@ class World:
     Attributes:
         rank: of this process, in [0, world_size).
         world_size: number of ranks in the job.
-        local_rank: of this process among the ranks of its host, in [0, local_world_size). None until the
-            ranks have joined, under a launcher that does not set it.
-        local_world_size: number of ranks on this host; None like `local_rank`.
+        local_rank: of this process among the ranks of its host, in [0, local_world_size).
+        local_world_size: number of ranks on this host. Some launchers set neither of the two; then the
+            ranks count them when they join.
         launcher: what has started this process. `launcher.name` is "openmpi", "slurm" or another name of
             `mpiddp.world.RANK_SOURCES`, "none" without a launcher.
         hostname: this host's own name.
-        node_rank: of this host, in [0, num_nodes). The hosts are numbered in the order of their lowest
-            rank. None until the ranks have joined.
-        num_nodes: number of hosts; None until the ranks have joined.
-        master_addr: the address of rank 0's store; None until the ranks have joined.
-        master_port: its port; None until the ranks have joined.
-        backend: "nccl", "gloo" or another backend of torch; None until there is a process group.
-        device: torch's name of this rank's device, such as "cuda:1" or "cpu"; None until there is a
-            process group.
+        node_rank: of this host, in [0, num_nodes), in the order of the hosts' lowest ranks.
+        num_nodes: number of hosts.
+        master_addr: the address of rank 0's store.
+        master_port: its port.
+        backend: of the process group: "nccl", "gloo" or another backend of torch.
+        device: torch's name of this rank's device, such as "cuda:1" or "cpu".
     """
 
     rank: int
@@ -186,16 +184,14 @@ class World:
                 each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
-        for launcher in RANK_SOURCES:
-            if _present(launcher, env):
-                return cls._from_row(launcher, env)
-        for name in _PMIX:
-            if name in env:
-                raise UserError(
-                    f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
-                    "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
-                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
-                )
+        if source := _source(env):
+            return cls._from_row(source, env)
+        if name := next((each for each in _PMIX if each in env), ""):
+            raise UserError(
+                f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
+                "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
+                f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
+            )
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
     @classmethod
@@ -213,9 +209,9 @@ class World:
             )
         numbers = {name: _whole_number(name, text) for name, text in found.items()}
         rank, world_size = numbers[launcher.rank], numbers[launcher.world_size]
-        alone = 0 if world_size == 1 else None  # the only rank of its host
-        local_rank = numbers.get(launcher.local_rank, alone)
-        local_size = numbers.get(launcher.local_world_size, None if alone is None else 1)
+        alone = (0, 1) if world_size == 1 else (None, None)  # the only rank of its host
+        local_rank = numbers.get(launcher.local_rank, alone[0])
+        local_size = numbers.get(launcher.local_world_size, alone[1])
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
             raise UserError(
@@ -234,14 +230,18 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     A local rank that is not known is 0. Decides which of several ranks prints an error, where
     `World.from_env` may have failed.
     """
-    for launcher in RANK_SOURCES:
-        rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
-        if _present(launcher, env):
-            with suppress(ValueError):
-                return parse_whole(rank), parse_whole(local_rank)
+    for launcher in (each for each in RANK_SOURCES if _present(each, env)):
+        with suppress(ValueError):  # a stale variable, beside those of the launcher
+            rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
+            return parse_whole(rank), parse_whole(local_rank)
     with suppress(ValueError):
         return parse_whole(env.get("PMIX_RANK", "")), 0
     return 0, 0
+
+
+def _source(env: Mapping[str, str]) -> RankSource | None:
+    """The innermost one that has started this process."""
+    return next((each for each in RANK_SOURCES if _present(each, env)), None)
 
 
 def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
@@ -281,11 +281,9 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether this is a job step with tasks. salloc's shell may be a step too, with an id near 2**32."""
-    step = env.get("SLURM_STEP_ID")
-    if step is None:
-        return False
     try:
-        return parse_whole(step, high=2**32) <= 2**32 - 16
+        step = env.get("SLURM_STEP_ID")
+        return step is not None and parse_whole(step, high=2**32) <= 2**32 - 16
     except ValueError:  # not an id of Slurm: what needs the number refuses it
         return True
 

@@ -78,8 +78,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         ("micro-batches", 1, "micro-batches of a replica in one step"),
     ):
         add(f"--{name}", type=whole(1), default=default, metavar="N", help=purpose)
-    sharded = "dp shards the parameters (FSDP), as dp_shard does"
-    add("--fsdp", action="store_true", help=sharded)
     add("--json", action="store_true", help="print one line of JSON, with every group")
     return parser.parse_intermixed_args(argv)
 
@@ -102,7 +100,7 @@ def _training(options: argparse.Namespace) -> Training:
     """--layers alone limits the stages; --hidden and --seq need each other and it."""
     if (options.hidden or options.seq) and not (options.layers and options.hidden and options.seq):
         raise UserError("--layers, --hidden and --seq together give the size of the activations.")
-    names = ("params", "layers", "hidden", "seq", "micro_batch", "micro_batches", "fsdp")
+    names = ("params", "layers", "hidden", "seq", "micro_batch", "micro_batches")
     given = {name: getattr(options, name) for name in names}
     return Training(value_bytes=VALUE_BYTES[options.dtype], **given)
 

@@ -33,7 +33,6 @@ class Training:
     value_bytes: of one parameter, gradient or activation when it is sent.
     hidden: width of the activations between two layers; seq: tokens of a sample.
     micro_batch: samples of one forward pass; micro_batches: forward passes of one replica in a step.
-    fsdp: dp shards the parameters too, as dp_shard does.
     """
 
     params: float = 0
@@ -43,7 +42,6 @@ class Training:
     seq: int = 0
     micro_batch: int = 1
     micro_batches: int = 1
-    fsdp: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def _of_dimension(layout: Layout, name: str, training: Training) -> Traffic | No
         volume = 4 * 2 * gather * activations * layers * passes
     elif name in ("tp", "pp", "ep", "cp") or not training.params:
         return None
-    elif name == "dp_shard" or (name == "dp" and training.fsdp):
+    elif name == "dp_shard":
         # Gather the parameters for each pass, scatter the gradients (Rajbhandari et al., "ZeRO", 2020,
         # section 7). FSDP2 does so for every micro-batch.
         operation, volume = _SHARDED, 3 * gather * own * passes

@@ -55,9 +55,7 @@ def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     for name in sorted(drawn, key=_order):
         # bokeh would show a curve that is flat within 2 around it, as if it were 0.
         value = next(iter(drawn[name].values())).values[0]
-        chart = _chart(
-            "step", x_range=steps, y_range=DataRange1d(default_span=abs(value) / 5 or 1.0)
-        )
+        chart = _chart(steps, DataRange1d(default_span=abs(value) / 5 or 1.0))
         for index, curve in drawn[name].items():
             _draw_curve(chart, runs[index], thinned(curve, pixels), index)
         charts.append((name, chart))
@@ -79,17 +77,18 @@ def _order(name: str) -> tuple[int, str]:
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
 
 
-def _chart(x_label: str, **ranges: Any) -> Any:
+def _chart(x_range: DataRange1d, y_range: DataRange1d) -> Any:
     chart = figure(
+        x_range=x_range,
+        y_range=y_range,
         height=240,
         sizing_mode="stretch_width",
         tools="pan,box_zoom,xwheel_zoom,reset,save",
         active_drag=None,  # so that a finger scrolls the page
         active_scroll=None,
-        tooltips=[("run", "$name"), (x_label, "$x{0,0}"), ("value", "$y{0.0000}")],
-        x_axis_label=x_label,
+        tooltips=[("run", "$name"), ("step", "$x{0,0}"), ("value", "$y{0.0000}")],
+        x_axis_label="step",
         outline_line_color=None,
-        **ranges,
     )
     chart.toolbar.logo = None
     chart.toolbar.autohide = True

@@ -5,7 +5,7 @@ All that stands in a run's files is data. `text` escapes it, and only this modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 # The colour of each run: Okabe and Ito's, which colour-blind readers can distinguish as well.
@@ -67,13 +67,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
     thead = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="scroll"><table>{thead}<tbody>{lines}</tbody></table></div>'
-
-
-def by_run(rows: Mapping[str, Sequence[str]]) -> str:
-    """A row for each name, with a column for each run."""
-    num_runs = max(map(len, rows.values()), default=0)
-    head = ("", *map(letter, range(num_runs))) if num_runs > 1 else ()
-    return table(head, [(name, *cells) for name, cells in rows.items()])
 
 
 def details(summary: str, content: str) -> str:

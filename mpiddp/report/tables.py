@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from mpiddp.report.html import by_run, details, items, letter, table
+from mpiddp.report.html import details, items, letter, table
 from mpiddp.report.read import UNKNOWN, Failure, Run, number
 from mpiddp.text import counted, duration, listed, shares
 
@@ -16,27 +16,41 @@ _MAX_ROWS = 20
 
 
 def facts(runs: Sequence[Run]) -> str:
-    rows = {
-        "folder": [str(run.path.absolute()) for run in runs],
-        "command": [str(run.start_record.get("command", UNKNOWN)) for run in runs],
-        "state": [run.state for run in runs],
-        "started": [date(run.starts[0].begins) if run.starts else UNKNOWN for run in runs],
-        "duration": [_duration(run.seconds) for run in runs],
-        "starts": [str(len(run.starts) or UNKNOWN) for run in runs],
-        "ranks": [_placement(run) for run in runs],
-        "versions": [run.starts[-1].versions if run.starts else UNKNOWN for run in runs],
-        "data set": [_named(run, "dataset") for run in runs],
-        "model": [_named(run, "arch") for run in runs],
-        "step": [UNKNOWN if run.step is None else f"{run.step:,}" for run in runs],
-        "test accuracy": [run.shown("{:.2%}", "test_accuracy") for run in runs],
-        "loss": [run.shown("{:.4g}", "train_loss", "loss") for run in runs],
-        "images/s": [run.shown("{:,.0f}", "images_per_s") for run in runs],
-        "step time p50": [run.shown("{:.4f} s", "step_time_p50_s") for run in runs],
-        "step time p95": [run.shown("{:.4f} s", "step_time_p95_s") for run in runs],
-        "time of the steps": [_time(run) for run in runs],
-        "saves kept": [listed([f"{step:,}" for step in run.saves]) or UNKNOWN for run in runs],
+    return table(_head(runs), _rows([_facts_of(run) for run in runs]))
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    """What ran, without what no file tells."""
+    found = {
+        "folder": str(run.path.absolute()),
+        "command": str(run.start_record.get("command", UNKNOWN)),
+        "state": run.state,
+        "started": date(run.starts[0].begins) if run.starts else UNKNOWN,
+        "duration": _duration(run.seconds),
+        "starts": str(len(run.starts) or UNKNOWN),
+        "ranks": _placement(run),
+        "versions": run.starts[-1].versions if run.starts else UNKNOWN,
+        "step": UNKNOWN if run.step is None else f"{run.step:,}",
+        "test accuracy": run.shown("{:.2%}", "test_accuracy"),
+        "loss": run.shown("{:.4g}", "train_loss", "loss"),
+        "images/s": run.shown("{:,.0f}", "images_per_s"),
+        "step time p50": run.shown("{:.4f} s", "step_time_p50_s"),
+        "step time p95": run.shown("{:.4f} s", "step_time_p95_s"),
+        "time of the steps": _time(run),
+        "saves kept": listed([f"{step:,}" for step in run.saves]) or UNKNOWN,
     }
-    return by_run({name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}})
+    return {name: text for name, text in found.items() if text != UNKNOWN}
+
+
+def _head(runs: Sequence[object]) -> Sequence[str]:
+    """A column for each of several runs."""
+    return ("", *map(letter, range(len(runs)))) if len(runs) > 1 else ()
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each name, with the value of each run."""
+    names = dict.fromkeys(name for each in records for name in each)
+    return [(name, *(str(each.get(name, UNKNOWN)) for each in records)) for name in names]
 
 
 def failures(runs: Sequence[Run]) -> str:
@@ -79,14 +93,12 @@ def date(seconds: float) -> str:
 
 def compared(what: str, records: Sequence[dict[str, Any]]) -> str:
     """All values of one run, or of several those that differ, in a table that unfolds; "" without any."""
-    values = [*map(_flat, records)]
-    names = dict.fromkeys(name for each in values for name in each)
-    rows = {name: [str(each.get(name, UNKNOWN)) for each in values] for name in names}
+    rows = _rows([*map(_flat, records)])
     title = counted(len(rows), what)
-    if len(values) > 1:
-        rows = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
+    if len(records) > 1:
+        rows = [row for row in rows if len(set(row[1:])) > 1]
         title = f"different: {counted(len(rows), what)}"
-    return details(title, by_run(rows)) if rows else ""
+    return details(title, table(_head(records), rows)) if rows else ""
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
@@ -107,10 +119,6 @@ def _placement(run: Run) -> str:
         return UNKNOWN
     names = listed([f"{host} {count}" for host, count in counts.items()])
     return f"{counts.total()} on {counted(len(counts), 'host')} ({names})"
-
-
-def _named(run: Run, name: str) -> str:
-    return str(run.summary.get(name, run.config.get(name, UNKNOWN)))
 
 
 def _time(run: Run) -> str:

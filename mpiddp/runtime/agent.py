@@ -206,10 +206,9 @@ class Agent:
             self._connect(self._launcher)
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
-        from mpiddp.runtime.rendezvous.mpi import Meeting
 
-        meeting = Meeting(self._own_info, self._wait_until_ready, self._send)
-        meet(self.world, meeting, self.channel, self._met)
+        with meet(self.world, self._own_info, self.channel) as met:
+            self._met(*met)
         # The process beside rank 0 that serves the channel, where no launcher does.
         others = set(descendants(os.getpid(), but={self.child.pid} if self.child else ()))
         if self.program.kind == COMMAND:
@@ -292,6 +291,7 @@ class Agent:
     def _own_info(self) -> RankInfo:
         from mpiddp.runtime.rendezvous.result import RankInfo
 
+        self._wait_until_ready()
         files: list[tuple[str, str]] = []
         if not self._problem and self.world.local_world_size != self.world.world_size:
             try:
@@ -321,7 +321,6 @@ class Agent:
 
     def _met(self, coordinator: Coordinator, result: RendezvousResult) -> None:
         """The ranks have met: let the script begin."""
-        from mpiddp.runtime.join import variables
         from mpiddp.runtime.rendezvous.placement import table
 
         self._catch_signals()
@@ -329,7 +328,7 @@ class Agent:
         if self.channel is not None:
             self.channel.on_news = self._obey
         world = coordinator.world
-        env = variables(result, self.channel)
+        env = result.variables(self.channel)
         threads = None
         if self.world.local_world_size is None and (threads := limit_threads(world)):
             env["OMP_NUM_THREADS"] = str(threads)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.bench.allreduce import Options
-from mpiddp.bench.figures import emit
+from mpiddp.bench.figures import Result
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
 from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import BACKENDS, choose_backend, default_group, device_of
@@ -16,7 +16,7 @@ from mpiddp.world import World
 WARMUP = 3
 
 
-def rank(world: World, options: Options, training: list[str]) -> None:
+def rank(world: World, options: Options, training: list[str]) -> Result:
     with join(world) as coordinator:
         with coordinator.all_or_none():
             has_gpu = choose_backend(None) == "nccl"
@@ -31,8 +31,7 @@ def rank(world: World, options: Options, training: list[str]) -> None:
                 for size in options.sizes:
                     seconds = _time(size, device, options.seconds, options.repeats)
                     found.append({"backend": backend, "bytes": size, "seconds": seconds})
-        if coordinator.world.rank == 0:
-            emit({"sums": found, "hosts": hosts})
+    return {"sums": found, "hosts": hosts}
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from mpiddp.bench.figures import emit, turns
+from mpiddp.bench.figures import Result, turns
 from mpiddp.bench.loader import Options
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
@@ -35,7 +35,7 @@ MODEL_S = 2.0  # minimum seconds of the model's steps
 WIDTH, HEIGHT = 500, 375  # of a generated image: the most common size in ImageNet
 
 
-def rank(world: World, options: Options, training: list[str]) -> None:
+def rank(world: World, options: Options, training: list[str]) -> Result:
     is_named = any(each.startswith(("--dataset", "--data-dir", "--use-syn")) for each in training)
     source = [] if is_named else ["--dataset=image-folder"]
     with started(world, [*training, *source]) as job, contextlib.ExitStack() as stack:
@@ -55,19 +55,14 @@ def rank(world: World, options: Options, training: list[str]) -> None:
             speed = _images_per_s(job, opened[name], options.batches, epoch)
             if epoch > 0:
                 speeds[name].append(speed)
-        if job.is_rank_0:
-            emit(
-                {
-                    "arch": config.arch,
-                    "shape": next(iter(opened.values())).shape,
-                    "batch_size": config.batch_size,
-                    "model_images_per_s": model,
-                    "sources": [
-                        {"source": name, "images_per_s": each} for name, each in speeds.items()
-                    ],
-                    "hosts": job.hosts,
-                }
-            )
+    return {
+        "arch": config.arch,
+        "shape": next(iter(opened.values())).shape,
+        "batch_size": config.batch_size,
+        "model_images_per_s": model,
+        "sources": [{"source": name, "images_per_s": each} for name, each in speeds.items()],
+        "hosts": job.hosts,
+    }
 
 
 def _images_per_s(job: Job, data: Data, count: int, epoch: int) -> float:

@@ -1,6 +1,6 @@
 """`mpiddp bench-rank NAME OPTIONS TRAINING…`: one rank of a job that `mpiddp bench` has started.
 
-OPTIONS are those of the benchmark as JSON. A rank sends its results by `mpiddp.bench.figures.emit`.
+OPTIONS are those of the benchmark as JSON. Rank 0 sends the results.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from importlib import import_module
 
+from mpiddp.bench.figures import emit
 from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.log import RankParser
 from mpiddp.runtime.script import keep_freed_memory
@@ -41,5 +42,7 @@ def main(argv: list[str]) -> int:
     keep_freed_memory(os.environ)
     options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
     rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
-    rank(world, options, values.training)
+    result = rank(world, options, values.training)
+    if world.rank == 0:
+        emit(result)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpiddp.bench.figures import emit
+from mpiddp.bench.figures import Result
 from mpiddp.bench.ranks.training import (
     build,
     open_source,
@@ -18,7 +18,7 @@ from mpiddp.train.step import backward
 from mpiddp.world import World
 
 
-def rank(world: World, options: Options, training: list[str]) -> None:
+def rank(world: World, options: Options, training: list[str]) -> Result:
     with synthetic_job(world, training) as job:
         data = open_source(job)
         state = build(job, data)
@@ -35,14 +35,11 @@ def rank(world: World, options: Options, training: list[str]) -> None:
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
-        if job.is_rank_0:
-            emit(
-                {
-                    "step_s": seconds,
-                    "total_s": total,
-                    "num_hosts": job.coordinator.world.num_nodes,
-                    "global_batch_size": job.config.global_batch_size,
-                    "settings": settings(job),
-                    "hosts": job.hosts,
-                }
-            )
+    return {
+        "step_s": seconds,
+        "total_s": total,
+        "num_hosts": job.coordinator.world.num_nodes,
+        "global_batch_size": job.config.global_batch_size,
+        "settings": settings(job),
+        "hosts": job.hosts,
+    }

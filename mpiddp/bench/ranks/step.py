@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mpiddp.bench.figures import emit, turns
+from mpiddp.bench.figures import Result, turns
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
     Job,
@@ -38,7 +38,7 @@ from mpiddp.train.train import fit
 from mpiddp.world import World
 
 
-def rank(world: World, options: Options, training: list[str]) -> None:
+def rank(world: World, options: Options, training: list[str]) -> Result:
     count = STARTUP_STEPS + options.steps
     with synthetic_job(world, [*training, "--grad-accum-steps", "1"]) as job:
         data = open_source(job)
@@ -55,18 +55,11 @@ def rank(world: World, options: Options, training: list[str]) -> None:
             seconds: dict[str, list[float]] = {name: [] for name in blocks}
             for number, name in turns(list(blocks), options.rounds):
                 seconds[name].append(blocks[name](folder / str(number)))
-        if job.is_rank_0:
-            emit(
-                {
-                    "loops": seconds,
-                    "phases": [
-                        {name: each["phases"][name] / each["steps"] for name in PHASES}
-                        for each in summaries
-                    ],
-                    "settings": settings(job),
-                    "hosts": job.hosts,
-                }
-            )
+    mean_phases = [
+        {name: each["phases"][name] / each["steps"] for name in PHASES} for each in summaries
+    ]
+    found = {"settings": settings(job), "hosts": job.hosts}
+    return {"loops": seconds, "phases": mean_phases, **found}
 
 
 def _time_runner(

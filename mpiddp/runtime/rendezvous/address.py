@@ -1,42 +1,30 @@
-"""Join the ranks that know rank 0's address beforehand: under torchrun, srun, env:// and alone.
+"""Where rank 0 is: at an address that the ranks know beforehand, or at one that they choose.
 
-In a Slurm step that no MPI serves, every task computes the same address and port from the variables of the
-step, without any message.
+Under torchrun, srun, env:// and alone, the variables tell it. Over MPI it follows from the RankInfos of all
+ranks: it is the first address of rank 0's host that every other host reaches.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
-import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.sockets import bind, port_in, resolve, resolve_own, wait_for
-from mpiddp.protocol.variables import AGENT_STORE, RUN_ID
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous.placement import check_alike
-from mpiddp.runtime.rendezvous.result import (
-    LOOPBACK,
-    RankInfo,
-    RendezvousResult,
-    check_interface,
-    gathered,
-    requested_interface,
-    world_with,
-)
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve, resolve_own, wait_for
+from mpiddp.protocol.variables import AGENT_STORE, INTERFACE, NETWORKS
+from mpiddp.runtime.rendezvous.result import RankInfo, ranks_by_host
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World
 
+LOOPBACK = "127.0.0.1"
+
 
 def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
-    """The master address from the environment or from Slurm's variables, and rank 0's listener there.
-
-    Raises:
-        UserError: no address, or an address that rank 0 cannot listen on.
-        JobFailed: no answer of rank 0 in `timeout_s`, or of a name server.
-    """
+    """The master address from the environment or from Slurm's variables, and rank 0's listener there."""
     env = os.environ
     address, port = env.get("MASTER_ADDR", ""), port_in(env)
     if world.world_size == 1 and world.launcher.name != "torchrun":
@@ -64,43 +52,6 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
     return replace(world, master_addr=address, master_port=port), listener
 
 
-def rendezvous_over_channel(
-    coordinator: Coordinator,
-    listener: socket.socket | None,
-    timeout_s: float,
-    own_info: Callable[[], RankInfo],
-) -> RendezvousResult:
-    """The same result as over MPI: the host of every rank, and the interface that this rank uses.
-
-    That is the requested interface, else the one towards the master address, which is known beforehand.
-
-    Args:
-        listener: that of rank 0 for torch's store, None if it has none. Its port is the master port then.
-    """
-    world, address = coordinator.world, str(coordinator.world.master_addr)
-    port = listener.getsockname()[1] if listener is not None else world.master_port
-    run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-    answers = coordinator.all_gather_json((own_info().as_json(), port, run_id), timeout_s=timeout_s)
-    infos = gathered(info for info, _, _ in answers)
-    _, port, run_id = answers[0]
-    world = world_with(world, infos, address, int(port or 0))
-    own, requested = infos[world.rank], requested_interface(os.environ)
-    interface = own.interface_towards(address)
-    with coordinator.all_or_none():
-        check_alike(infos, os.environ)
-        if requested and world.num_nodes != 1:
-            check_interface(infos, requested)
-            interface = next(each.name for each in own.interfaces if each.matches(requested))
-    return RendezvousResult(
-        world=world,
-        infos=infos,
-        interface=interface,
-        reason=f"{world.launcher.name} names it",
-        listener=listener,
-        run_id=run_id,
-    )
-
-
 def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     """Rank 0's host and port in this step. The user's MASTER_ADDR and MASTER_PORT are honoured.
 
@@ -125,3 +76,108 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
             "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     return address, port
+
+
+def requested_interface(env: Mapping[str, str]) -> str:
+    """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
+    return env.get(INTERFACE) or env.get(NETWORKS) or ""
+
+
+def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
+    """Raise a UserError unless the host of every rank has such an interface."""
+    for info in infos:
+        if not any(interface.matches(requested) for interface in info.interfaces):
+            names = " and ".join(interface.name for interface in info.interfaces)
+            raise UserError(
+                f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}. '
+            )
+
+
+def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The addresses on which rank 0 can listen, best first, each with its reason.
+
+    MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
+    networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
+    other host can reach it. Over several hosts no candidate is a loopback, a bridge of containers, or an
+    address that another host has as well. Raises UserError if none is left.
+    """
+    by_host = ranks_by_host(infos)
+    for ranks in by_host.values():
+        _check_local_ranks([infos[rank] for rank in ranks])
+    if name := env.get("MASTER_ADDR"):
+        address = resolve(name)
+        if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
+            return [(address, "MASTER_ADDR names it")]
+    elif len(by_host) == 1:
+        return [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
+    one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
+    hostname = infos[0].hostname
+    why = _why_not(name, name) if name else _why_not(hostname, f"{hostname}'s own name")
+    shared = _shared(one_per_host, requested_interface(env))
+    return [(each.address, f"{why}it is that of {each.name} on {each.network}") for each in shared]
+
+
+def _why_not(name: str, subject: str) -> str:
+    """The beginning of a reason where a name leads to a loopback, as Debian's own name of a host does."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return ""
+    why = f"{subject} resolves to {address}, which no other host can reach; "
+    return why if address.startswith("127.") else ""
+
+
+def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
+    """Raise a UserError unless the ranks of one host have the local ranks from 0 on."""
+    local_ranks = [info.local_rank or 0 for info in infos]
+    size = infos[0].local_world_size or 0
+    if sorted(local_ranks) != list(range(size)):
+        raise UserError(
+            f"{infos[0].hostname} runs {len(local_ranks)} ranks with local ranks "
+            f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
+            "Is one machine in the hostfile under two names?"
+        )
+
+
+def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[Interface]:
+    """Rank 0's interfaces. Networks that all other hosts share come first, then IPv4."""
+    master, *others = one_per_host
+    if requested:
+        check_interface(one_per_host, requested)
+    elsewhere = {each.address for info in others for each in info.interfaces}
+    networks = [{each.network for each in info.interfaces} for info in others]
+
+    def order(interface: Interface) -> tuple[int, bool]:
+        return -sum(interface.network in each for each in networks), ":" in interface.address
+
+    def is_usable(interface: Interface) -> bool:
+        if requested:
+            return interface.matches(requested)
+        return not (interface.is_virtual or interface.address in elsewhere)
+
+    usable = [each for each in master.interfaces if not each.is_loopback and is_usable(each)]
+    if not usable:
+        raise UserError(
+            f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
+            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
+            "Name one: --master-addr ADDR"
+        )
+    return sorted(usable, key=order)
+
+
+def unreachable(
+    infos: Sequence[RankInfo], addresses: Sequence[str], reached: Sequence[Sequence[str]]
+) -> str:
+    """The sentence that names the hosts which reach none of rank 0's addresses.
+
+    Args:
+        reached: the addresses that each rank has reached: [world_size].
+    """
+    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()][1:]
+    cut_off = [rank for rank in firsts if not reached[rank]] or firsts
+    return (
+        f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
+        f"{infos[0].hostname} ({', '.join(addresses)}) within {PROBE_TIMEOUT_S:g} s: "
+        "a firewall blocks them, or the networks are not connected. "
+        "Name a reachable address: --master-addr ADDR"
+    )

@@ -1,19 +1,17 @@
 """The server of the job channel where no launcher listens: a process beside rank 0.
 
 It is a process, because native code of rank 0 may hold Python's lock for minutes, and a failure must reach
-the other ranks meanwhile. It needs the standard library alone, and starts while rank 0 loads torch and MPI.
+the other ranks meanwhile. It needs the standard library alone.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -33,49 +31,36 @@ _CODE = (
 )
 
 
-class ChannelProcess:
-    """The process of rank 0. It ends by itself if this process ends before `serve`."""
+def serve_beside(listener: socket.socket, key: str, world_size: int) -> None:
+    """Serve the job channel on `listener`, which this process then closes, until all ranks have left.
 
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _CODE, str(Path(__file__).parents[3])],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,  # mpirun waits for the end of a rank's own streams
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        # It forks, and the child serves: a script that waits for all of its children must not wait for it.
-        threading.Thread(target=process.wait, daemon=True).start()
-
-    def serve(self, listener: socket.socket, key: str, world_size: int) -> None:
-        """Serve the job channel on `listener`, which this process then closes, until all ranks have left.
-
-        The end of that process ends the job, unless rank 0 has left before.
-        """
-        with self._control, listener:
-            # All users of the host see a command line, so the key is not there.
-            facts = json.dumps({"key": key, "world_size": world_size}).encode()
-            socket.send_fds(self._control, [facts], [listener.fileno()])
+    The end of rank 0, whose process this is, ends the job, unless it has left before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    code = [_CODE, str(Path(__file__).parents[3]), str(listener.fileno()), str(world_size)]
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", *code],
+            input=key.encode(),  # all users of the host see a command line
+            stdout=subprocess.DEVNULL,  # mpirun waits for the end of a rank's own streams
+            stderr=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+            check=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        listener.close()
 
 
 def main() -> None:
-    """Serve what rank 0 sends over stdin."""
+    """Be the process of `serve_beside`: a child of it, for which no script waits."""
     if os.fork():
         os._exit(0)
-    with socket.socket(fileno=0) as control:
-        message, files, _, _ = socket.recv_fds(control, 1024, 1)
-    if not message:  # rank 0 has ended
-        return
-    facts = json.loads(message)
-    allow_open(PER_RANK * facts["world_size"] + OPEN_BESIDES)
-    with socket.socket(fileno=files[0]) as listener, selectors.DefaultSelector() as selector:
-        serve(ChannelServer(listener, facts["key"], facts["world_size"], selector), selector)
+    key, file, world_size = sys.stdin.read(), int(sys.argv[2]), int(sys.argv[3])
+    allow_open(PER_RANK * world_size + OPEN_BESIDES)
+    with socket.socket(fileno=file) as listener, selectors.DefaultSelector() as selector:
+        serve(ChannelServer(listener, key, world_size, selector), selector)
 
 
 def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:

@@ -1,118 +1,229 @@
 """The ranks meet: over MPI, or at an address that they know.
 
-Both ways end with a coordinator, which speaks for all ranks, and with what the ranks know of each other. A
-rank's agent comes here, and by hand the rank itself.
+    with meet(world, lambda: RankInfo.of_this_process(world)) as (coordinator, result): ...
+
+A rank's agent comes here, and by hand the rank itself. Both ways have one course: every rank tells the others
+who it is, rank 0 compares them and offers the addresses on which it listens, and all take the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.sockets import bind
+from mpiddp.hosts.sockets import bind, port_in, reachable
 from mpiddp.protocol.channel import RANK, public_key
-from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, MAX_TIMEOUT_S, TIMEOUT
+from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, RUN_ID, TIMEOUT
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_rank_0
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous.address import find_by_address, rendezvous_over_channel
-from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
-from mpiddp.runtime.rendezvous.mpi import Meeting, rendezvous_over_mpi
-from mpiddp.runtime.rendezvous.result import RendezvousResult
-from mpiddp.text import shown
+from mpiddp.runtime.rendezvous.address import (
+    check_interface,
+    choose,
+    find_by_address,
+    requested_interface,
+    unreachable,
+)
+from mpiddp.runtime.rendezvous.channel_process import serve_beside
+from mpiddp.runtime.rendezvous.mpi import over_mpi
+from mpiddp.runtime.rendezvous.placement import check_alike
+from mpiddp.runtime.rendezvous.result import (
+    RankInfo,
+    RendezvousResult,
+    gathered,
+    ranks_by_host,
+    world_with,
+)
+from mpiddp.text import parse_duration
 from mpiddp.world import World
 
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
-Met = Callable[[Coordinator, RendezvousResult], None]
+Met = tuple[Coordinator, RendezvousResult]
+Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
+# Where rank 0 listens for the clients of torch's store: the address, why this one, and the port.
+Place = tuple[str, str, int]
+Listeners = dict[Place, socket.socket | None]  # None if another process listens there
 
 
-def meet(world: World, meeting: Meeting, channel: JobChannel | None, met: Met) -> None:
-    """Meet the other ranks. All ranks must call this.
+@contextlib.contextmanager
+def meet(
+    world: World,
+    own: Callable[[], RankInfo],
+    channel: JobChannel | None = None,
+    *,
+    keep_mpi: bool = False,
+) -> Iterator[Met]:
+    """Meet the other ranks. All ranks must call this. MPI is finalized after the body, which takes a while.
 
     Args:
-        channel: that of the launcher, None if there is none.
-        met: called at the end. MPI is finalized after that.
+        own: what the others learn of this rank. It is called once MPI has begun, and may wait.
+        channel: that of the launcher, None if there is none. Then rank 0 serves one.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
     """
     has_launcher = channel is not None
     timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)
-    meeting = meeting._replace(timeout_s=timeout_s, has_channel=has_launcher)
-    process = None
-    if world.rank == 0 and world.world_size > 1 and not has_launcher:
-        process = _start(world)
+    is_alone = world.world_size == 1
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
-    if not world.launcher.speaks_mpi or world.world_size == 1 or has_address:
-        _by_address(world, meeting, channel, process, met)
+    if not world.launcher.speaks_mpi or is_alone or has_address:
+        yield _by_address(world, own, channel, timeout_s)
         return
-
-    def go(result: RendezvousResult) -> None:
-        found = channel
-        if result.server is not None:
-            if process is not None and result.channel_listener is not None:
-                process.serve(result.channel_listener, result.server.key, world.world_size)
-            found = _connect(result.server, world, timeout_s)
+    with over_mpi(world, own, timeout_s, channel, keep_mpi=keep_mpi) as (info, gather):
+        result = _agree(world, info, gather, partial(_listen_for_all, world), is_reached=False)
+        if result.listener is not None:
+            _drain(result.listener)
+        if channel is None:
+            address = str(result.world.master_addr)
+            server = _from_rank_0(world, gather, lambda: _serve(world, address))
+            channel = _connect(Server(*server), world, timeout_s)
         names = result.hostnames
-        met(Coordinator(result.world, found, hostnames=names, has_launcher=has_launcher), result)
-
-    rendezvous_over_mpi(world, meeting, go)
-
-
-def _start(world: World) -> ChannelProcess:
-    """Rank 0's, where no launcher serves the channel. It starts while this process loads torch and MPI."""
-    try:
-        return ChannelProcess()
-    except OSError as error:
-        raise JobFailed(
-            f"rank 0 on {world.hostname} cannot start the process that serves its job: "
-            f"{error.strerror}."
-        ) from None
+        yield Coordinator(result.world, channel, hostnames=names, has_launcher=has_launcher), result
 
 
 def _by_address(
     world: World,
-    meeting: Meeting,
+    own: Callable[[], RankInfo],
     channel: JobChannel | None,
-    process: ChannelProcess | None,
-    met: Met,
-) -> None:
-    has_launcher, timeout_s = channel is not None, meeting.timeout_s
+    timeout_s: float,
+) -> Met:
+    has_launcher = channel is not None
     world, listener = find_by_address(world, timeout_s)
+    address, port = str(world.master_addr), world.master_port or 0
     if channel is None and world.world_size > 1:
         if os.environ.get(AGENT_STORE) == "True":
-            server = _serve_beside_agent(world, process, timeout_s)
+            server = _serve_beside_agent(world, timeout_s)
         else:
             # The channel is where the ranks expect rank 0. They share no secret, so the key is public.
             names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-            job = [*(os.environ.get(name, "") for name in names), str(world.master_port)]
-            server = Server(f"{world.master_addr}:{world.master_port}", public_key(" ".join(job)))
-            if process is not None and listener is not None:
-                process.serve(listener, server.key, world.world_size)
-                listener = _free_port(world)
+            key = public_key(" ".join([*(os.environ.get(name, "") for name in names), str(port)]))
+            server = Server(f"{address}:{port}", key)
+            if listener is not None:
+                serve_beside(listener, key, world.world_size)
+                listener = bind(address, 0, world.hostname)
         channel = _connect(server, world, timeout_s)
-    meeting.ready()
-    coordinator = Coordinator(world, channel)
-    result = rendezvous_over_channel(coordinator, listener, timeout_s, meeting.own)
+    info = own()
+    coordinator = Coordinator(world, channel, has_launcher=has_launcher)
+
+    def offer(infos: Sequence[RankInfo]) -> Listeners:
+        if (requested := requested_interface(os.environ)) and len(ranks_by_host(infos)) > 1:
+            check_interface(infos, requested)
+        own_port = listener.getsockname()[1] if listener is not None else port
+        return {(address, f"{world.launcher.name} names it", own_port): listener}
+
+    gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
+    with coordinator.all_or_none():
+        result = _agree(world, info, gather, offer, is_reached=True)
     coordinator.world, coordinator.hostnames = result.world, result.hostnames
-    coordinator.has_launcher = has_launcher
-    met(coordinator, result)
+    return coordinator, result
 
 
-def _serve_beside_agent(world: World, process: ChannelProcess | None, timeout_s: float) -> Server:
+def _agree(
+    world: World,
+    own: RankInfo,
+    gather: Gather,
+    offer: Callable[[Sequence[RankInfo]], Listeners],
+    *,
+    is_reached: bool,
+) -> RendezvousResult:
+    """What the ranks know of each other, and where rank 0 is. All ranks return, or raise, the same.
+
+    Every rank reaches every collective, also after an error.
+
+    Args:
+        offer: where rank 0 listens, the best first. Only rank 0 calls it.
+        is_reached: the ranks have connected to the only place that rank 0 offers.
+    """
+    infos = gathered(gather(own.as_json()))
+    listeners: Listeners = {}
+
+    def of_rank_0() -> list[Any]:
+        check_alike(infos, os.environ)
+        listeners.update(offer(infos))
+        return [list(listeners), os.environ.get(RUN_ID) or secrets.token_hex(8)]
+
+    found, run_id = _from_rank_0(world, gather, of_rank_0)
+    places = [(address, reason, port) for address, reason, port in found]
+    place = places[0] if is_reached else _reached_by_all(world, infos, gather, places)
+    listener = listeners.pop(place, None)
+    for other in filter(None, listeners.values()):
+        other.close()
+    address, reason, port = place
+    interface = infos[world.rank].interface_for(address, requested_interface(os.environ))
+    joined = world_with(world, infos, address, port)
+    return RendezvousResult(joined, infos, interface, reason, listener, run_id)
+
+
+def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on every rank. Its UserError or JobFailed is raised there as well."""
+    said: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            said = {"value": make()}
+        except (UserError, JobFailed) as error:
+            said = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
+    said = gather(said)[0]
+    if "problem" in said:
+        raise (JobFailed if said["is_failure"] else UserError)(said["problem"])
+    return said["value"]
+
+
+def _listen_for_all(world: World, infos: Sequence[RankInfo]) -> Listeners:
+    """Listen on every candidate before the ranks hear of it, so that no other program takes its port."""
+    found: Listeners = {}
+    for address, reason in choose(infos, os.environ):
+        listener = bind(address, port_in(os.environ), world.hostname)
+        found[address, reason, listener.getsockname()[1]] = listener
+    return found
+
+
+def _reached_by_all(
+    world: World, infos: Sequence[RankInfo], gather: Gather, places: Sequence[Place]
+) -> Place:
+    """The first place that every other host reaches, of which one rank tries them all."""
+    addresses, _, ports = zip(*places, strict=True)
+    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
+    tries = world.rank in firsts[1:]
+    reached = gather(reachable(addresses, ports) if tries else addresses)
+    for place in places:
+        if all(place[0] in each for each in reached):
+            return place
+    raise JobFailed(unreachable(infos, addresses, reached))
+
+
+def _drain(listener: socket.socket) -> None:
+    """Accept and close the attempts in the backlog, so that the store sees only its clients."""
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+    listener.setblocking(True)
+
+
+def _serve(world: World, address: str) -> Server:
+    """Serve the channel beside rank 0, at any port of this address."""
+    listener, key = bind(address, 0, world.hostname), secrets.token_hex(16)
+    server = Server(f"{address}:{listener.getsockname()[1]}", key)
+    serve_beside(listener, key, world.world_size)
+    return server
+
+
+def _serve_beside_agent(world: World, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
     from mpiddp.runtime.rendezvous.store import connect_to_store, no_dns, prefix_of_attempt
 
     with no_dns():
         store = connect_to_store(world, timeout_s)
         name = f"{prefix_of_attempt()}/channel"
-        if process is not None:
-            listener, key = _free_port(world), secrets.token_hex(16)
-            store.set(name, f"{world.master_addr}:{listener.getsockname()[1]} {key}")
-            process.serve(listener, key, world.world_size)
+        if world.rank == 0:
+            store.set(name, " ".join(_serve(world, str(world.master_addr))))
         try:
             return Server(*store.get(name).decode().split())
         except (RuntimeError, TypeError, ValueError):
@@ -125,20 +236,9 @@ def _connect(server: Server, world: World, timeout_s: float) -> JobChannel:
     return JobChannel(server, connect_to_rank_0(server, world, RANK, timeout_s), world)
 
 
-def _free_port(world: World) -> socket.socket:
-    return bind(str(world.master_addr), 0, world.hostname)
-
-
 def joining_timeout_s() -> float:
-    """The seconds in which all ranks must join. Raises UserError if the user's value is not a number."""
-    text = os.environ.get(TIMEOUT, "")
+    """The seconds in which all ranks must join. Raises UserError if the user's value is no duration."""
     try:
-        value = float(text) if text else JOIN_TIMEOUT_S
-    except ValueError:
-        value = 0.0
-    if not 0 < value < MAX_TIMEOUT_S:
-        raise UserError(
-            f'{TIMEOUT}="{shown(text)}" is not a number of seconds greater than 0 '
-            f"and less than {MAX_TIMEOUT_S}."
-        )
-    return value
+        return parse_duration(os.environ.get(TIMEOUT) or f"{JOIN_TIMEOUT_S}")
+    except ValueError as error:
+        raise UserError(f"{TIMEOUT}: {error}.") from None

@@ -6,7 +6,6 @@ on node1, and ranks 4 and 5 on node2.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import UserError
@@ -21,12 +20,18 @@ def expected_hosts(placement: str) -> list[str]:
     """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2".
 
     Raises:
-        ValueError: any other text, or more ranks than a hostfile may have slots.
+        UserError: any other text, or more ranks than a hostfile may have slots.
     """
     hosts: list[str] = []
-    for part in placement.split(","):
-        name, _, count = part.rpartition(":")
-        hosts += [name.strip("[]")] * parse_whole(count, 0, _MOST_RANKS + 1 - len(hosts))
+    try:
+        for part in placement.split(","):
+            name, _, count = part.rpartition(":")
+            hosts += [name.strip("[]")] * parse_whole(count, 0, _MOST_RANKS + 1 - len(hosts))
+    except ValueError:
+        raise UserError(
+            f'{PLACEMENT}="{shown(placement)}" is not a list of hosts such as node1:4,node2:2. '
+            "Unset it; mpiddp launch sets it."
+        ) from None
     return hosts
 
 
@@ -49,35 +54,36 @@ def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
                 f"{name} differs on {info.hostname} (sha256 {theirs.get(name, 'none')[:8]} instead of "
                 f"{ours.get(name, 'none')[:8]} on {infos[0].hostname}). Copy it again: mpiddp hosts push"
             )
-    expected = env.get(PLACEMENT)
-    if expected and (problem := misplaced(infos, expected)):
-        raise UserError(problem)
+    if placement := env.get(PLACEMENT):
+        names = expected_hosts(placement)
+        if not _is_placed(infos, names):
+            raise UserError(
+                f"the ranks are not placed as in the hostfile ({placement}). Check mpirun's own "
+                f"settings (environment, mca-params.conf) and the host names.\n{table(infos, names)}"
+            )
 
 
-def misplaced(infos: Sequence[RankInfo], expected: str) -> str:
-    """A sentence and a table if a rank is not where `expected` has it, else ""."""
-    try:
-        names = expected_hosts(expected)
-    except ValueError:
-        return (
-            f'{PLACEMENT}="{shown(expected)}" is not a list of hosts such as node1:4,node2:2. '
-            "Unset it; mpiddp launch sets it."
-        )
+def _is_placed(infos: Sequence[RankInfo], names: Sequence[str]) -> bool:
+    """Whether each name stands for one host, and none of them is the name of another host."""
+    hosts = {info.host: info for info in infos}
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
-    named = _hosts_by_name(infos)
-    named_right = all(
-        host in (named.get(name) or named.get(name.partition(".")[0]) or {host})
+    known = {name for info in hosts.values() for name in _names(info)}
+    fits = [
+        # Any other name is an alias, by which mpirun has reached the host.
+        {name, _short(name)} & _names(hosts[host]) or not {name, _short(name)} & known
         for name, host in pairs
-        if name != "localhost"
-    )
-    if len(names) == len(infos) and one_to_one and named_right:
-        return ""
-    return (
-        f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
-        f"settings (environment, mca-params.conf) and the host names.\n"
-        f"{table(infos, names)}"
-    )
+    ]
+    return len(names) == len(infos) and one_to_one and all(fits)
+
+
+def _names(info: RankInfo) -> set[str]:
+    """The host's own name, long and short, and its addresses."""
+    return {info.hostname, _short(info.hostname), *(each.address for each in info.interfaces)}
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
@@ -89,16 +95,3 @@ def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
             row.append(expected[index] if index < len(expected) else "none")
         rows.append(tuple(row))
     return align_columns(rows)
-
-
-def _hosts_by_name(infos: Sequence[RankInfo]) -> Mapping[str, set[tuple[str, str]]]:
-    """The hosts that a name may mean: by their own names, short or long, and by their addresses.
-
-    Any other name is an alias, by which mpirun has reached a host.
-    """
-    hosts: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for info in {info.host: info for info in infos}.values():
-        short = info.hostname.partition(".")[0]
-        for name in (info.hostname, short, *(each.address for each in info.interfaces)):
-            hosts[name].add(info.host)
-    return hosts

@@ -19,8 +19,6 @@ from mpiddp.world import World, is_joined
 if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
 
-_PROBE_S = 1.0  # to find out whether anybody listens
-
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
     """Serve the store at the MASTER_ADDR of `env`, as long as the result lives.
@@ -50,22 +48,14 @@ def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
 
 def connect_to_store(world: World, timeout_s: float) -> Store:
     """The store that rank 0, or torchrun's agent, serves."""
+    address, port = str(world.master_addr), world.master_port or 0
     try:
-        assert world.master_addr is not None
-        assert world.master_port is not None
-        return _open(world.master_addr, world.master_port, world.world_size, timeout_s, None)
+        return _open(address, port, world.world_size, timeout_s, None)
     except RuntimeError:
-        from mpiddp.hosts.sockets import wait_for
-
-        if not wait_for(str(world.master_addr), world.master_port or 0, _PROBE_S):
-            raise JobFailed(
-                f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
-                f"{world.master_addr} port {world.master_port} in {timeout_s:g} s. Check that rank 0 is "
-                "running and that no firewall blocks the port."
-            ) from None
         raise JobFailed(
-            f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
-            f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."
+            f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
+            f"{address} port {port} in {timeout_s:g} s. Check that rank 0 is "
+            "running, that no firewall blocks the port, and that no other program listens on it."
         ) from None
 
 

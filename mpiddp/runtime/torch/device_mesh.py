@@ -11,7 +11,7 @@ all of them refuse with one sentence.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,24 +54,25 @@ def mesh(
             "mpiddp.mesh needs a process group. Call mpiddp.init() or "
             "torch.distributed.init_process_group before it."
         )
-    own = {
-        "host": f"{socket.gethostname()} {machine_id()}",
-        "hostname": socket.gethostname(),
-        "problem": "",
-        "call": "",
-    }
+    hostname, problem, type_ = socket.gethostname(), "", ""
     checked: dict[str, int] = {}
     try:
         checked, type_ = check_sizes(sizes), _device_type(device_type)
-        own["call"] = _call(checked, type_, tp_across_hosts=tp_across_hosts)
     except UserError as error:
-        own["problem"] = str(error)
+        problem = str(error)
+    arguments = {**dict(sorted(checked.items())), "device_type": type_}
+    across = ", tp_across_hosts=True" if tp_across_hosts else ""
+    call = f"mesh({', '.join(f'{name}={value!r}' for name, value in arguments.items())}{across})"
     # Beside NCCL's group: a script may not have chosen its GPU yet.
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, own, group=group)
+    machine = f"{hostname} {machine_id()}"
+    dist.all_gather_object(answers, (problem, call, hostname, machine), group=group)
     try:  # of the same answers, so every rank comes to the same result
-        resolved = _sizes(answers, checked, tp_across_hosts=tp_across_hosts)
+        hosts = _hosts_that_agree(answers)
+        resolved = resolve(checked, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
+        if not tp_across_hosts:
+            Layout(resolved, tuple(hosts)).require_tp_inside_hosts()
     except UserError as error:
         if dist.get_rank() == 0:
             print_error(f"mpiddp.mesh: {error}")
@@ -80,36 +81,20 @@ def mesh(
     return init_device_mesh(type_, tuple(resolved.values()), mesh_dim_names=tuple(resolved))
 
 
-def _sizes(
-    answers: Sequence[dict[str, str]], sizes: dict[str, int], *, tp_across_hosts: bool
-) -> dict[str, int]:
-    """The sizes that all ranks agree on. Raises UserError if they do not, or if nothing fits."""
-    problems = [answer["problem"] for answer in answers]
+def _hosts_that_agree(answers: Sequence[tuple[str, str, str, str]]) -> Sequence[str]:
+    """The host of each rank. Raises UserError if a rank has a problem, or if their calls differ."""
+    problems, calls, names, machines = zip(*answers, strict=True)
     if any(problems):
-        rank = next(rank for rank, problem in enumerate(problems) if problem)
-        raise UserError(problems[rank] if all(problems) else f"rank {rank}: {problems[rank]}")
-    calls = [answer["call"] for answer in answers]
+        rank, problem = next((rank, each) for rank, each in enumerate(problems) if each)
+        raise UserError(problem if all(problems) else f"rank {rank}: {problem}")
     if len(set(calls)) > 1:
         other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         raise UserError(
             f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with the same "
             "arguments on all ranks."
         )
-    hosts, names = ([answer[key] for answer in answers] for key in ("host", "hostname"))
-    if len(set(names)) == len(set(hosts)):  # or several machines, such as containers, have one name
-        hosts = names
-    resolved = resolve(sizes, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
-    if not tp_across_hosts:
-        Layout(resolved, tuple(hosts)).require_tp_inside_hosts()
-    return resolved
-
-
-def _call(sizes: Mapping[str, int], device_type: str, *, tp_across_hosts: bool) -> str:
-    """ "mesh(dp=2, tp=2, device_type='cuda')"."""
-    arguments = [f"{name}={size}" for name, size in sorted(sizes.items())]
-    if tp_across_hosts:
-        arguments.append("tp_across_hosts=True")
-    return f"mesh({', '.join([*arguments, f'device_type={device_type!r}'])})"
+    # Several machines, such as containers, may have one name.
+    return names if len(set(names)) == len(set(machines)) else machines
 
 
 def _device_type(requested: str | None) -> str:

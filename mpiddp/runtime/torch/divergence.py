@@ -5,14 +5,14 @@
         if step % 100 == 0:
             mpiddp.check_divergence(model, optimizer, step=step)
 
-A check gathers 8 bytes from each rank. Only if they differ do the ranks exchange the digest of each tensor.
+A check gathers 32 bytes from each rank. Only if they differ do the ranks exchange the digest of each tensor.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -26,7 +26,6 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import all_of, listed
 from mpiddp.world import World
 
-_HOST_BACKENDS = ("gloo", "mpi")  # their collectives take tensors of the CPU
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _MAX_NAMED = 4  # ranks in a sentence
 
@@ -53,7 +52,7 @@ def check_divergence(
 
     Raises:
         JobFailed: on all ranks of the group. It names the ranks whose bits differ from those of the majority,
-            and their first tensor that differs. Without a majority, as with two ranks, it names all ranks.
+            and the first tensor that differs. Without a majority, as with two ranks, it names all ranks.
             No rank of the group has its part of a save of `mpiddp.Checkpoints` in flight.
         UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
     """
@@ -69,15 +68,14 @@ def check_divergence(
     device = next(iter(tensors.values())).device
     numbers = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
     own = dict(zip(tensors, numbers, strict=True))
-    if len(set(_all_gather(_number(own), device, group))) == 1:
-        return
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group)
-    reason = differing_ranks(_names(group), found)
+    of_all_tensors = sha256(repr(sorted(own.items())).encode()).digest()
+    if len(set(_of_all_ranks(of_all_tensors, group))) == 1:
+        return
+    reason = differing_ranks(_names(group), _of_all_ranks(own, group))
     current().wait_for_saves()
-    _all_gather(0, device, group)  # the first rank to exit ends the others
+    _of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
     raise JobFailed(f"{at}the ranks have diverged: {reason}.")
 
@@ -100,7 +98,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) -> str:
-    """The ranks that differ, and their first tensor that does.
+    """The ranks that differ, and the first tensor that does.
 
     Args:
         ranks: the names of N ranks.
@@ -115,40 +113,21 @@ def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) 
             )
     rows = [tuple(each[name] for name in tensors) for each in digests]
     usual, num_equal = Counter(rows).most_common(1)[0]
-    if 2 * num_equal <= len(rows):
-        where = _where(tensors, [len(set(column)) > 1 for column in zip(*rows, strict=True)])
-        return f"{_groups(ranks, rows)} differ, first in {where}"
-    odd = [
-        f"{rank} differs from the {num_equal} ranks that agree, first in "
-        + _where(tensors, [own != right for own, right in zip(row, usual, strict=True)])
-        for rank, row in zip(ranks, rows, strict=True)
-        if row != usual
-    ]
-    return listed(odd, _MAX_NAMED)
+    has_majority = 2 * num_equal > len(rows)
+    pairs = zip(ranks, rows, strict=True)
+    odd = [rank for rank, row in pairs if row != usual or not has_majority]
+    differs = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
+    first = tensors[differs.index(True)].partition(": ")[0]
+    names = all_of(odd) if len(odd) <= _MAX_NAMED else listed(odd, _MAX_NAMED)
+    verb = "differs" if len(odd) == 1 else "differ"
+    than = f" from the {num_equal} ranks that agree" if has_majority else ""
+    return f"{names} {verb}{than}, first in {first} ({sum(differs)} of {len(tensors)} tensors)"
 
 
 def bare_names(names: Sequence[str]) -> list[str]:
     """The names of parameters without what DDP and torch.compile add to them, if they still differ."""
-    bare = [name.replace("_orig_mod.", "") for name in names]
-    if len(set(bare)) < len(bare):
-        bare = list(names)
-    if all(name.startswith("module.") for name in bare):  # or it may be a module of the user
-        bare = [name.removeprefix("module.") for name in bare]
-    return bare
-
-
-def _where(tensors: Sequence[str], differs: Sequence[bool]) -> str:
-    first = tensors[differs.index(True)].partition(": ")[0]
-    return f"{first} ({sum(differs)} of {len(tensors)} tensors)"
-
-
-def _groups(ranks: Sequence[str], values: Sequence[Hashable]) -> str:
-    """The ranks by their values: "rank 0 and rank 1", "rank 0 = rank 1 and rank 2 = rank 3"."""
-    groups: dict[Hashable, list[str]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, []).append(rank)
-    names = [" = ".join(group) for group in groups.values()]
-    return all_of(names) if len(ranks) <= _MAX_NAMED else listed(names, _MAX_NAMED)
+    bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in names]
+    return bare if len(set(bare)) == len(bare) else list(names)
 
 
 def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
@@ -196,20 +175,10 @@ def _sharded_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def _number(digests: Mapping[str, int]) -> int:
-    """64 bits for all tensors of a rank, which any difference changes."""
-    text = "\n".join(f"{name} {number}" for name, number in sorted(digests.items()))
-    return int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True)
-
-
-def _all_gather(number: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
-    """The numbers of all ranks: [N]. Each is below 2^63 in size."""
-    is_on_host = dist.get_backend(group) in _HOST_BACKENDS
-    own = torch.tensor([number], device="cpu" if is_on_host else device)
-    gathered = own.new_empty(dist.get_world_size(group))
-    dist.all_gather(list(gathered.split(1)), own, group=group)
-    numbers: list[int] = gathered.tolist()
-    return numbers
+def _of_all_ranks(value: object, group: dist.ProcessGroup | None) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
 
 
 def _names(group: dist.ProcessGroup | None) -> list[str]:

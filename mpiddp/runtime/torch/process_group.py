@@ -113,19 +113,14 @@ def default_group(
             # A rank that needs no other and ends would cut off those that still connect to it.
             dist.barrier()
         yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
         is_own = ending.is_failure and not isinstance(error, Refused)
-        is_own |= isinstance(error, ExitUnknown)
-        if session.is_of_this_process and is_own:
+        if session.is_of_this_process and (is_own or isinstance(error, ExitUnknown)):
             # Claim it before the group is destroyed, which makes the other ranks fail as well.
             coordinator.claim_first_failure()
-            # Destroying a GPU's group would wait for the others' collective, and delay the report.
+            # NCCL would wait for operations of the others, and delay the report.
             destroys = backend == "gloo"
-        raise
-    except KeyboardInterrupt:
-        # NCCL would wait for operations of ranks that are interrupted as well.
-        destroys = backend == "gloo"
         raise
     finally:
         # A script of torchrun's kind may have destroyed it itself.

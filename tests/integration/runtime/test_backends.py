@@ -7,7 +7,6 @@ python -m pytest tests/integration/runtime/test_backends.py
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.torch.process_group import choose_backend, device_of
@@ -19,15 +18,6 @@ from tests.support.errors import error
 def test_a_backend_that_no_group_of_ours_can_have(name: str) -> None:
     with pytest.raises(UserError, match=error("expected gloo", f"'{name}'", "gloo or ")):
         choose_backend(name)
-
-
-def test_without_a_gpu_it_is_gloo() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("there is a GPU")
-    assert choose_backend(None) == choose_backend("gloo") == "gloo"
-    values = ("--backend nccl ", f"torch {torch.__version__} ", "--backend gloo", "nvidia-smi")
-    with pytest.raises(UserError, match=error("Use --backend", *values)):
-        choose_backend("nccl")
 
 
 def test_more_local_ranks_than_gpus() -> None:

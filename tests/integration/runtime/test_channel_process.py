@@ -6,7 +6,6 @@ python -m pytest tests/integration/runtime/test_channel_process.py
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -19,13 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.rendezvous.meet import _start
-from mpiddp.world import World
 from tests.support.channels import member
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
@@ -33,11 +28,11 @@ KEY = "a key of the job"
 RANK_0 = """
 import os, socket, sys, threading, time
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from tests.support.channels import member
 listener = socket.create_server(("127.0.0.1", 0))
 port = listener.getsockname()[1]
-ChannelProcess().serve(listener, "a key of the job", 2)
+serve_beside(listener, "a key of the job", 2)
 channel = member(Server(f"127.0.0.1:{port}", "a key of the job"), 0, 2)
 print(port, flush=True)
 exec(sys.argv[1])
@@ -150,17 +145,3 @@ def test_signals_to_all_processes_of_the_job_leave_the_server() -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(server, number)
         assert rank_1.claim_first_failure()
-
-
-def test_a_machine_that_can_start_no_process_is_no_bad_input(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    why = os.strerror(errno.EAGAIN)
-
-    def full(*args: object, **options: object) -> None:
-        raise OSError(errno.EAGAIN, why)
-
-    monkeypatch.setattr(subprocess, "Popen", full)
-    world = World(0, 2, 0, 2)
-    with pytest.raises(JobFailed, match=error("the process", f"rank 0 on {world.hostname} ", why)):
-        _start(world)

@@ -12,17 +12,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mpiddp.errors import NoAnswer, UserError
-from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous.address import rendezvous_over_channel
-from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 from tests.support.channels import member, serving
 from tests.support.errors import error
@@ -180,29 +177,3 @@ def test_rank_0_stays_until_all_have_left(ranks: Callable[..., list[End]]) -> No
     left = [float(each.stderr.splitlines()[0].split()[-1]) for each in others]
     assert float(first.stderr.split()[-1]) > max(left)
     assert {each.code for each in (first, *others)} == {0}
-
-
-def test_a_requested_interface_overrides_the_one_towards_rank_0(
-    ranks: Callable[..., list[End]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = interfaces()[-1].name  # the store's is the loopback, which comes first
-    monkeypatch.setenv("MPIDDP_INTERFACE", other)
-
-    def body(coordinator: Coordinator) -> None:
-        name = f"host{coordinator.world.rank}"
-        coordinator.world = replace(coordinator.world, hostname=name, master_addr="127.0.0.1")
-
-        def own() -> RankInfo:
-            return RankInfo.of_this_process(coordinator.world)
-
-        assert rendezvous_over_channel(coordinator, None, 60, own).interface == other
-        os.environ["MPIDDP_INTERFACE"] = "ib0"
-        rendezvous_over_channel(coordinator, None, 60, own)
-
-    first, second = ranks(2, body)
-    sentence = error("interface", '"ib0"', "host0, ", "lo")
-    assert re.fullmatch(f"{sentence}\n", first.stderr), first.stderr
-    assert (first.code, second) == (2, End(2, ""))
-
-
-# --- under the real mpirun, which kills all ranks as soon as one exits with an error ---

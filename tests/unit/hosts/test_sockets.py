@@ -23,15 +23,22 @@ def test_the_port_of_the_environment(text, port):
     assert sockets.port_in({} if text is None else {"MASTER_PORT": text}) == port
 
 
-@pytest.mark.parametrize("text", ["-1", "65537", "ssh", "1.5"])
+@pytest.mark.parametrize("text", ["-1", "65537", "ssh", "1.5", "²", " 80"])
 def test_a_port_that_is_none(text):
     with pytest.raises(UserError, match=error("65535, or", f'MASTER_PORT="{text}"', "1 to 65535")):
         sockets.port_in({"MASTER_PORT": text})
 
 
-def test_a_name_that_cannot_be_one():
+def test_a_name_that_cannot_be_one(monkeypatch):
     with pytest.raises(UserError, match=error("host where", "a..b: ", "MASTER_ADDR")):
         sockets.resolve("a..b")
+
+    def no_answer(*arguments, **options):
+        raise socket.gaierror(socket.EAI_AGAIN, "an answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_answer)
+    with pytest.raises(JobFailed, match=error(":", "node1: ", ": an answer.")):
+        sockets.resolve("node1")
 
 
 def test_the_own_address_is_no_loopback(monkeypatch):
@@ -74,6 +81,29 @@ def test_an_address_that_refuses_is_not_reached():
         assert sockets.reachable(["127.0.0.1", "127.0.0.2"], ports) == ["127.0.0.2"]
         assert time.monotonic() - since < sockets.PROBE_TIMEOUT_S
         assert not sockets.wait_for("127.0.0.1", ports[0], 0.05)
+
+
+def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypatch):
+    """connect() to an address without a route fails at once. Its socket then looks connected."""
+    with (
+        socket.create_server(("127.0.0.2", 0), backlog=0) as silent,
+        sockets.bind("127.0.0.1", 0, "a") as listener,
+    ):
+        ports = [each.getsockname()[1] for each in (listener, silent)]
+        clients = [socket.socket() for _ in range(4)]  # with a full backlog, the address is silent
+        for each in clients:
+            each.setblocking(False)
+            each.connect_ex(silent.getsockname())
+        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.2)
+        assert sockets.reachable(["127.0.0.2"], ports[1:]) == []
+        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 30.0)
+        since = time.monotonic()
+        unroutable = "255.255.255.255"
+        found = sockets.reachable(["127.0.0.1", "127.0.0.2", unroutable], [*ports, 1])
+        assert found == ["127.0.0.1"]
+        assert time.monotonic() - since < 15
+        for each in clients:
+            each.close()
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes():

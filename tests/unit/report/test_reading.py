@@ -1,6 +1,6 @@
 """What the folder of a run tells, whatever state it is in: whole, going on, half written, of another program.
 
-Tests mpiddp/report/read.py and tables.py.
+Tests mpiddp/report/{read,tables,curves}.py.
 python -m pytest tests/unit/report/test_reading.py
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.report.curves import Curve, thinned
 from mpiddp.report.read import Failure, read_run
 from mpiddp.report.tables import compared, facts, time_lost
 from tests.support.errors import error
@@ -99,8 +100,6 @@ def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> N
     folder = write_run(tmp_path / "a")
     os.utime(folder / "summary.json", times=(BEGAN,) * 2)  # of the start before
     assert read_run(folder).state == "stopped"
-    (folder / "summary.json").unlink()
-    assert read_run(folder).state == "stopped"
 
 
 def test_a_loss_that_became_nan_says_so(tmp_path: Path) -> None:
@@ -112,14 +111,6 @@ def test_a_loss_that_became_nan_says_so(tmp_path: Path) -> None:
     assert run.shown("{:.4g}", "train_loss", "loss") == "nan since step 6"
     assert "nan since step 6" in texts(facts([run]))
     assert run.shown("{:.2g}", "lr") == "1"
-
-
-def test_the_steps_that_a_restart_repeats_replace_what_was_recorded(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", steps=5)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lr": 7.0}\n')
-    lr = read_run(folder).curves["lr"]
-    assert (list(lr.steps), lr.values[-1]) == ([1, 2, 3], 7.0)
 
 
 def test_lines_without_a_record_are_counted(tmp_path: Path) -> None:
@@ -189,3 +180,30 @@ def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -
         *("git commit", "1f3a", "-", "git diff", "-lr = &lt;1&gt;\n+lr = 2", "-"),
     ]
     assert {"environment A", "3.11.7"} <= {*texts(compared("fact", both[:1]))}
+
+
+# --- curves ---
+
+
+def curve(values: list[float]) -> Curve:
+    found = Curve()
+    for step, value in enumerate(values):
+        found.add(step, value)
+    return found
+
+
+@pytest.mark.parametrize("parts", [1, 7, 100])
+def test_a_long_curve_keeps_the_extremes_of_each_part(parts: int) -> None:
+    values = [float(each * 7919 % 1009) for each in range(100_000)]
+    values[54_321], values[77_777] = 1e9, -1e9
+    steps, kept = thinned(curve(values), parts)
+    assert len(steps) <= 2 * parts
+    assert list(steps) == sorted(set(steps))
+    assert (max(kept), min(kept)) == (1e9, -1e9)
+    assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
+
+
+def test_steps_that_come_again_replace_what_they_repeat() -> None:
+    found = curve([1.0, 2.0, 3.0, 4.0])
+    found.add(2, 9.0)
+    assert (list(found.steps), list(found.values)) == ([0, 1, 2], [1.0, 2.0, 9.0])

@@ -6,15 +6,16 @@ python -m pytest tests/unit/runtime/test_placement.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.rendezvous.placement import check_alike, expected_hosts, misplaced, table
+from mpiddp.protocol.variables import PLACEMENT
+from mpiddp.runtime.rendezvous.placement import check_alike, expected_hosts, table
 from mpiddp.runtime.rendezvous.result import RankInfo, own_gpu
+from mpiddp.text import shown
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
 
@@ -46,7 +47,7 @@ def test_the_expected_host_of_each_rank() -> None:
     ],
 )
 def test_ranks_on_the_expected_hosts(expected: str) -> None:
-    assert misplaced(placements("node1", "node1", "node2"), expected) == ""
+    check_alike(placements("node1", "node1", "node2"), {PLACEMENT: expected})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,14 @@ def test_ranks_on_the_expected_hosts(expected: str) -> None:
     ],
 )
 def test_ranks_on_other_hosts(expected: str) -> None:
-    sentence, *_ = misplaced(placements("node1", "node1", "node2"), expected).splitlines()
-    assert re.fullmatch(error("environment, mca-params.conf", f"({expected})"), sentence)
+    with pytest.raises(UserError, match=error("environment, mca-params.conf", f"({expected})")):
+        check_alike(placements("node1", "node1", "node2"), {PLACEMENT: expected})
+
+
+@pytest.mark.parametrize("placement", ["a:x", "a:999999999", "a:999999,b:1", "", f"a:{'9' * 5000}"])
+def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
+    with pytest.raises(UserError, match=error("of hosts", f'{PLACEMENT}="{shown(placement)}"')):
+        expected_hosts(placement)
 
 
 @pytest.mark.parametrize(

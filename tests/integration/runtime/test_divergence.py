@@ -1,0 +1,118 @@
+"""The ranks are compared by digests, which change with every bit. The majority of the ranks is right.
+
+Tests mpiddp/runtime/torch/divergence.py.
+python -m pytest tests/integration/runtime/test_divergence.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpiddp
+from mpiddp.runtime.torch.divergence import bare_names, differing_ranks, digest
+from tests.support.errors import error
+
+LARGE = 100_003  # elements
+TYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool),
+)
+
+
+def made(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def flipped(tensor: Tensor, bit: int) -> Tensor:
+    """A copy in which one bit differs; `bit` counts through the bytes of the tensor."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    content = bytearray(numbers.reshape(-1).view(torch.uint8).numpy().tobytes())
+    content[bit // 8] ^= 1 << (bit % 8)
+    return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
+
+
+def number(tensor: Tensor) -> int:
+    return int(digest(tensor).item())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    tensor = made(dtype, 3, 2)
+    bits = 1 if dtype is torch.bool else 8 * tensor.element_size()
+    size = 8 * tensor.element_size()
+    positions = [size * element + bit for element in range(6) for bit in range(bits)]
+    assert number(tensor) not in {number(flipped(tensor, bit)) for bit in positions}
+
+
+def test_the_digest_is_the_sum_of_the_docstring() -> None:
+    """int64 arithmetic of torch wraps around, which the proof needs: compare with Python's integers."""
+    tensor = torch.randint(-(2**63), 2**63 - 1, (LARGE,))
+    assert number(tensor) % 2**64 == sum(tensor.tolist()) % 2**64
+    floats = torch.randn(LARGE)
+    assert number(floats) == sum(floats.view(torch.int32).tolist())
+
+
+def test_the_layout_in_memory_does_not_count() -> None:
+    images = torch.randn(2, 3, 4, 5)
+    same = [
+        images.to(memory_format=torch.channels_last),
+        images.transpose(1, 3).contiguous().transpose(1, 3),
+        torch.cat([torch.zeros(1), images.reshape(-1)])[1:].view(images.shape),  # an odd offset
+        torch.nn.Parameter(images),
+    ]
+    assert {number(each) for each in same} == {number(images)}
+    assert number(torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("digests", "expected"),
+    [
+        ([[1, 2], [1, 3]], "a and b differ, first in w (1 of 2 tensors)"),
+        ([[1, 2], [4, 3]], "a and b differ, first in v (2 of 2 tensors)"),
+        (
+            [[1, 2], [1, 3], [1, 2]],
+            "b differs from the 2 ranks that agree, first in w (1 of 2 tensors)",
+        ),
+        ([[1, 2], [1, 3], [1, 4]], "a, b and c differ, first in w (1 of 2 tensors)"),
+        (
+            [[1, 2], [1, 2], [1, 2], [4, 2], [1, 7]],
+            "d and e differ from the 3 ranks that agree, first in v (2 of 2 tensors)",
+        ),
+    ],
+)
+def test_the_majority_is_right(digests: list[list[int]], expected: str) -> None:
+    by_name = [dict(zip("vw", row, strict=True)) for row in digests]
+    assert differing_ranks("abcde"[: len(digests)], by_name) == expected
+
+
+def test_ranks_that_hold_different_tensors() -> None:
+    found = differing_ranks("abc", [{"v": 1, "w": 2}, {"w": 2, "v": 1}, {"v": 1}])
+    assert found.startswith("a and c hold different tensors, such as w.")
+
+
+def test_a_sentence_about_many_ranks_is_short() -> None:
+    ranks = [f"rank {rank} on a-host-with-a-long-name-{rank}" for rank in range(256)]
+    many_odd = differing_ranks(ranks, [{"v": max(0, rank - 200)} for rank in range(256)])
+    assert len(many_odd) < 250
+    assert many_odd.startswith("rank 201 on ")
+
+
+def test_names_lose_what_ddp_and_compile_add_if_they_still_differ() -> None:
+    assert bare_names(["module.0._orig_mod.weight", "module.fc"]) == ["0.weight", "fc"]
+    assert bare_names(["weight", "module.weight"]) == ["weight", "module.weight"]
+
+
+def test_a_process_without_other_ranks_has_nothing_to_compare() -> None:
+    mpiddp.check_divergence(torch.nn.Linear(2, 2))
+
+
+def test_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    values = ("mpiddp.check_divergence ", "torch.distributed.init_process_group", "mpiddp.init")
+    with pytest.raises(mpiddp.UserError, match=error("mpiddp.check_divergence needs", *values)):
+        mpiddp.check_divergence(torch.nn.Linear(2, 2))
