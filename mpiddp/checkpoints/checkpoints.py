@@ -341,12 +341,11 @@ class Checkpoints:
     def _start(self, run: Run, step: int) -> None:
         """Take records and saves after this step. All ranks must call this."""
         session = current()
-        output = session.output if session.run is self._records else None
         with run.together(), self._dir.writing():
             if run.is_writer:
                 self._dir.metrics.touch()
-            if output is not None and output.log_dir is None:
-                session.send("log", path=str(output.log_to(self._dir.logs.absolute())))
+            if session.run is self._records:
+                session.log_to(self._dir.logs.absolute())
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
         session.send("run_dir", path=str(self._dir.path.absolute()))

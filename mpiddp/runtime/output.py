@@ -15,6 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Mapping
+from pathlib import Path
 
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS
 
@@ -36,6 +37,18 @@ def new_stream(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
+def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
+    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return [os.open(path, flags, 0o666) for path in paths], paths[-1]
+
+
 class OutputStream:
     """A stream of the script.
 
@@ -51,7 +64,7 @@ class OutputStream:
 
     def __init__(self, number: int, source: int, rank: str) -> None:
         os.set_blocking(source, False)
-        self._number, self._rank = number, rank
+        self.number, self._rank = number, rank
         self.source: int | None = source
         self.connection: socket.socket | None = None
         self._file: int | None = None
@@ -168,7 +181,7 @@ class OutputStream:
         except OSError as error:  # a full disk may have room again, so the next chunk is tried
             if not self._has_complained:
                 self._has_complained = True
-                name = STREAMS[self._number]
+                name = STREAMS[self.number]
                 gap = f"mpiddp: {self._rank}: its log of {name} has a gap: {error.strerror}.\n"
                 self._forward(gap.encode(errors="backslashreplace"))
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
-from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Member, Server
+from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Server
+from mpiddp.world import World
 
 
 class ChannelLost(JobFailed):
@@ -62,9 +63,9 @@ class JobChannel:
         on_news: gets the messages that nobody waits for.
     """
 
-    def __init__(self, server: Server, connection: Connection, member: Member) -> None:
+    def __init__(self, server: Server, connection: Connection, world: World) -> None:
         self.server = server
-        self.rank, self.world_size = member.rank, member.world_size
+        self.rank, self.world_size = world.rank, world.world_size
         self.group = connection.group
         self.connection = connection.socket
         self._incoming = connection
@@ -84,7 +85,6 @@ class JobChannel:
         self._called: set[str] = set()  # keys of gathers that this process is called to
         self._session = 0  # the process groups that the script has formed one after the other
         self._first_failures: dict[str, int] = {}  # by key of the claim, the rank
-        connection.close_in_forks()
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""

@@ -42,7 +42,6 @@ from mpiddp.spawning.spawn import (
     launch_options,
 )
 from tests.support.errors import error
-from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 from tests.support.ranks import mpiddp as mpiddp_command
@@ -140,14 +139,6 @@ def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
 
 
 # What travels
-
-
-def test_a_lambda_travels_with_its_closure_and_its_arguments() -> None:
-    factor = 3
-    facts, body = travelled(pickled_call(lambda x: factor * x, (14,), MAX_RESULT_BYTES))
-    function, args = run_function.unpickled(facts, body, "node1")
-    assert function(*args) == 42
-    assert facts["name"].endswith("<lambda>")
 
 
 def travelled(call: bytes) -> tuple[dict[str, Any], bytes]:
@@ -290,16 +281,6 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
         mpiddp.spawn(len, "ab", hosts="localhost:1")
 
 
-@pytest.mark.parametrize("left", [1, 3])
-def test_a_machine_without_files_is_no_bad_input(
-    left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_a_user(monkeypatch)
-    sentence = error("mpiddp.spawn cannot start", "mpiddp.spawn ", "Too many open files")
-    with files_left(left), pytest.raises(mpiddp.JobFailed, match=sentence):
-        mpiddp.spawn(len, "ab", hosts="localhost:1")
-
-
 def test_a_result_whose_module_is_missing_here() -> None:
     body = pickle.dumps(subprocess.run).replace(b"subprocess", b"subprocesz")
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
@@ -331,18 +312,10 @@ def test_a_rank_of_spawn_by_hand() -> None:
 @pytest.mark.parametrize(
     ("keywords", "id", "values"),
     [
-        ({"hostfile": "/no/hosts"}, "Not falling", ["/no/hosts "]),
-        ({"hosts": "node1:x"}, "a positive", ["node1:x"]),
         ({"hosts": []}, "-H lists", ["-H "]),
-        ({"ranks": 0}, "--help", ["argument -n: ", "1 or more", "'0'"]),
         ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, "Example: -x", ['"A B"']),
         ({"max_restart": 1}, "--help", ["--max-restart"]),
-        (
-            {"hosts": "localhost:1", "log_ranks": "3"},
-            "is no rank",
-            ["--log-ranks 3: ", "rank 3", "rank 0"],
-        ),
     ],
 )
 def test_bad_options_are_one_sentence(

@@ -7,7 +7,6 @@ python -m pytest tests/integration/runtime/test_job_channel.py
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import threading
@@ -357,6 +356,13 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "gather", "key": "%s", "timeout_s": 1}\t1' % (b"a" * 2000),
         b'{"type": "fail", "code": 0}',
         b'{"type": "fail", "code": 256}',
+        b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [1], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\ud800"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
+        b'{"type": "joining", "timeout_s": NaN}',
+        b'{"type": "joining", "timeout_s": 1e400}',
         b"[" * 100_000,
         b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
     ],
@@ -493,15 +499,3 @@ def test_an_answer_for_all_is_encoded_once() -> None:
     (reply,) = group.receive(99, dict(facts), b"2", 0.0)
     assert list(reply.ranks) == list(range(100))
     assert encode_value("!") not in reply.line
-
-
-def test_a_member_whose_file_is_another_one_reads_nothing_of_it(job: Job) -> None:
-    """As after `os.closerange`, when the script opens a connection of its own."""
-    member = job.connect(0)
-    file = member.connection.fileno()
-    ours, theirs = socket.socketpair()
-    os.dup2(ours.fileno(), file)
-    theirs.sendall(b"of the script\n")
-    member.receive()
-    assert member.is_lost
-    assert ours.recv(64) == b"of the script\n"
