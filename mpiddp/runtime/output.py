@@ -105,7 +105,7 @@ class OutputStream:
             if events & (select.POLLERR | select.POLLHUP):
                 self._lose()
             else:
-                self._send()
+                self._send(self.connection)
         if time.monotonic() >= self.flushes_at:
             self.flush()
         return read
@@ -134,15 +134,14 @@ class OutputStream:
 
     def flush(self) -> None:
         """Send the line that is still open."""
-        if self._line:
-            self._queue(bytes(self._line))
+        if self._line and self.connection is not None:
+            self._unsent += FRAME.pack(len(self._line)) + self._line
             self._line.clear()
+            self._send(self.connection)
 
-    def _send(self) -> None:
-        if self.connection is None:
-            return
+    def _send(self, connection: socket.socket) -> None:
         try:
-            del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
+            del self._unsent[: connection.send(self._unsent[: 4 * _CHUNK])]
         except BlockingIOError:
             pass
         except OSError:
@@ -188,17 +187,13 @@ class OutputStream:
     def _forward(self, chunk: bytes) -> None:
         if self.connection is None:
             return
-        if not self._line:
-            self._line_since = time.monotonic()
-        end = chunk.rfind(b"\n") + 1
-        self._line += chunk[:end] if end else chunk
-        if end or len(self._line) >= LONGEST_LINE:
+        whole, newline, rest = chunk.rpartition(b"\n")
+        if newline:
+            self._line += whole + newline
             self.flush()
-        if end and end < len(chunk):
-            self._line += chunk[end:]
-            self._line_since = time.monotonic()
-
-    def _queue(self, text: bytes) -> None:
-        if self.connection is not None:
-            self._unsent += FRAME.pack(len(text)) + text
-            self._send()
+        if rest and self.connection is not None:  # sending has not failed
+            if not self._line:
+                self._line_since = time.monotonic()
+            self._line += rest
+            if len(self._line) >= LONGEST_LINE:
+                self.flush()

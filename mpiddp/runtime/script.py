@@ -202,7 +202,7 @@ def _begin(session: Session, env: Mapping[str, str], files: Mapping[str, int]) -
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
             torch.set_num_threads(int(threads))
         if session.has_launcher:
-            _report_optimizer_steps(lambda steps: session.reports.optimizer_stepped(steps))
+            _report_optimizer_steps(session.reports.optimizer_stepped)
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 

@@ -23,13 +23,13 @@ from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_launcher
+from mpiddp.runtime.job.ending import Ending, ending_of
+from mpiddp.runtime.job.reports import Reports
 from mpiddp.runtime.job.stop import StopRequest, stop_on
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
-    from mpiddp.runtime.job.ending import Ending
-    from mpiddp.runtime.job.reports import Reports
 
 
 class RunFiles(Protocol):
@@ -67,8 +67,8 @@ class Session:
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.stop = StopRequest(self.tell, lambda step: self.reports.counted(step), self.wake)
-        self._reports: Reports | None = None
+        self.reports = Reports(self.send)
+        self.stop = StopRequest(self.tell, self.reports.counted, self.wake)
         self._saves = 0
         self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
@@ -79,15 +79,6 @@ class Session:
     def is_of_this_process(self) -> bool:
         """False in a forked child, which is not a rank."""
         return os.getpid() == self._pid
-
-    @property
-    def reports(self) -> Reports:
-        with self._lock:
-            if self._reports is None:
-                from mpiddp.runtime.job.reports import Reports
-
-                self._reports = Reports(self.send)
-            return self._reports
 
     def connect(self) -> None:
         """Connect this script to the server of its job, which its rank's variables name.
@@ -245,8 +236,6 @@ def _report_end(session: Session) -> None:
         if error is None:
             session.send("done")
         else:
-            from mpiddp.runtime.job.ending import ending_of
-
             session.claim_first_failure()
             session.report(ending_of(error, has_stopped=session.stop.has_stopped))
 

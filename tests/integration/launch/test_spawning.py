@@ -198,14 +198,6 @@ def test_without_cloudpickle_the_sentence_has_the_pip_command(
         run_function.unpickled({"name": "work"}, b"", "node1")
 
 
-def test_another_python_is_refused() -> None:
-    run_function.check_python({"python": list(sys.version_info[:2])}, "node1")
-    own = f"Python 3.{sys.version_info[1]} ({sys.executable})"
-    values = ("node1 ", own, "Python 3.9, ", "Python 3.9 ")
-    with pytest.raises(UserError, match=error("but mpiddp.spawn", *values)):
-        run_function.check_python({"python": [3, 9]}, "node1")
-
-
 def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     body = pickle.dumps((subprocess.run, ()))
     facts = {"name": "work", "cloudpickle": "0"}
