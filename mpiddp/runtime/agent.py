@@ -13,7 +13,6 @@ the same way.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import select
@@ -27,15 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import (
-    OomKills,
     adopt_orphans,
     descendants,
-    group_of,
-    kills_in,
     signal_at_parents_end,
 )
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.paths import cause_of, check_program, named_by
+from mpiddp.paths import check_program, named_by
 from mpiddp.protocol.messages import (
     GO,
     INPUT,
@@ -44,7 +40,6 @@ from mpiddp.protocol.messages import (
     TEXT_LIMIT,
     is_shown,
     notice_silence,
-    recorded_error,
 )
 from mpiddp.protocol.variables import (
     ADDRESS,
@@ -62,8 +57,7 @@ from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.output import OutputStream, new_stream, open_logs
-from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, command_environment, parse
-from mpiddp.text import escaped
+from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -123,7 +117,6 @@ class Agent:
         self._code: int | None = None  # with which this rank ends because of another
         self._ends_at = NEVER  # when another rank's failure ends this one
         self._ended_at = 0.0  # when the script ended
-        self._kills_before = _kills_for_memory()  # when this rank starts
 
     def run(self) -> int:
         try:
@@ -200,17 +193,9 @@ class Agent:
     def _command(self) -> Child:
         """Start the command on all ranks, or on none."""
         assert self.coordinator is not None
-        command = [self.program.name, *self.program.args]
-        env = command_environment(os.environ)
         with self.coordinator.all_or_none():
-            check_program(command[0], env.get("PATH"))
             try:
-                return Child(command, env, self._files)
-            except OSError as error:
-                hint = " A script begins with a line such as #!/bin/sh."
-                hint *= error.errno == errno.ENOEXEC
-                sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint}"
-                raise cause_of(error)(sentence) from None
+                return Child.of_command(self.program, self._files)
             finally:
                 self._close_files()
 
@@ -260,8 +245,8 @@ class Agent:
             if self._code is not None:
                 raise SystemExit(self._code)
             if self.child.status is not None:
-                ending = ending_of_process(self.child.status)
-                raise JobFailed(f"{ending.line(self.name)}, before it had joined.")
+                line = ending_of_process(self.child.status).line(self.name)
+                raise JobFailed(f"{line}, before it had joined.")
         self._send("joining", timeout_s=joining_timeout_s())
 
     def _met(self, coordinator: Coordinator, result: RendezvousResult) -> None:
@@ -310,7 +295,7 @@ class Agent:
         while ending is None or not self._is_over(child):
             self._wait()
             if child.status is not None and ending is None:
-                ending = self._note_end(child, child.status)
+                ending = self._note_end(child)
         return ending
 
     def _catch_signals(self) -> None:
@@ -426,28 +411,16 @@ class Agent:
 
     # --- the end ---
 
-    def _note_end(self, child: Child, status: int) -> Ending:
+    def _note_end(self, child: Child) -> Ending:
         """The script has ended: report how, and end what it has left."""
         while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
             self._write_to(child.hear())
-        ending = self._ending(child, ending_of_process(status))
+        ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
         if child.left:
             child.end(_END_S)
         self._ended_at = time.monotonic()
         return ending
-
-    def _ending(self, child: Child, ending: Ending) -> Ending:
-        """What wait() says, with the script's own reason."""
-        has_stopped = ending.code == STOPPED and ("stopped" in child.said or self._is_stopping)
-        if has_stopped or not ending.is_failure:
-            return ending
-        # A script that has failed may be ended before it has printed all.
-        reason = child.said.get("error", {})
-        if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
-            error, traceback = reason["error"], reason["traceback"]
-            return Ending(reason["code"], error, traceback, reason["is_verdict"])
-        return ending._replace(sentence=recorded_error(os.environ.get(ERROR_FILE, "")))
 
     def _report(self, ending: Ending) -> None:
         """Tell the launcher, or else the other ranks, how this rank ends."""
@@ -463,7 +436,8 @@ class Agent:
             self._send("done" if has_left else "exited")
             return
         if self._launcher is not None:
-            self._send("failed", **ending.facts, **self._lack_of_memory())
+            memory = {} if self.child is None else self.child.lack_of_memory
+            self._send("failed", **ending.facts, **memory)
         elif self.coordinator is not None and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
@@ -481,13 +455,6 @@ class Agent:
         was_asked = self._is_stopping if self._launcher is not None else self._passed & _REQUESTS
         ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in self._passed)}
         return bool(was_asked) and ending.code in ends
-
-    def _lack_of_memory(self) -> dict[str, int | None]:
-        """The kernel's kills in this rank's control group since its start, if there were any."""
-        now, before = _kills_for_memory(), self._kills_before
-        if now is None or before is None or now.count <= before.count:
-            return {}
-        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
 
     def _is_over(self, child: Child) -> bool:
         """Whether nothing of the script is left, and all that it has written has been sent."""
@@ -515,12 +482,6 @@ class Agent:
 def _has_daemon(world: World) -> bool:
     """Whether nothing would end this rank without its parent, the daemon of MPI or Slurm."""
     return world.launcher.speaks_mpi or world.launcher.name == "slurm"
-
-
-def _kills_for_memory() -> OomKills | None:
-    """The kernel's kills in this process's control group, None where it does not tell."""
-    group = group_of()
-    return None if group is None else kills_in(group)
 
 
 def _end_by(number: int) -> None:

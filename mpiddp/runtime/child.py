@@ -8,6 +8,7 @@ started. If the agent itself is killed, the kernel kills the child.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import linecache
 import os
@@ -23,10 +24,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts.processes import descendants, signal_all, signal_at_parents_end
+from mpiddp.errors import STOPPED
+from mpiddp.hosts.processes import (
+    OomKills,
+    descendants,
+    group_of,
+    kills_in,
+    signal_all,
+    signal_at_parents_end,
+)
+from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol.channel import Lines
-from mpiddp.protocol.messages import LINE_LIMIT, STREAMS
-from mpiddp.runtime.program import Program
+from mpiddp.protocol.messages import LINE_LIMIT, STREAMS, recorded_error
+from mpiddp.protocol.variables import ERROR_FILE
+from mpiddp.runtime.job.ending import Ending, ending_of_process
+from mpiddp.runtime.program import Program, command_environment
+from mpiddp.text import escaped
 
 _START = "from mpiddp.runtime.script import main; main()"
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
@@ -73,6 +86,7 @@ class Child:
         self.others: set[int] = set()
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
+        self._kills_before = _kills_for_memory()
         takes_terminal = 0 not in files and _is_in_foreground()
         begin = partial(_begin, os.getpid(), takes_terminal=takes_terminal)
         self._process = subprocess.Popen(
@@ -97,6 +111,23 @@ class Child:
         argv = [sys.executable, "-c", _START, str(theirs.fileno())]
         argv += [program.kind, program.name, *program.args]
         return cls(argv, os.environ, files, (ours, theirs))
+
+    @classmethod
+    def of_command(cls, program: Program, files: Mapping[int, int]) -> Child:
+        """A command.
+
+        Raises:
+            UserError, JobFailed: it cannot be started.
+        """
+        env = command_environment(os.environ)
+        check_program(program.name, env.get("PATH"))
+        try:
+            return cls([program.name, *program.args], env, files)
+        except OSError as error:
+            hint = " A script begins with a line such as #!/bin/sh."
+            hint *= error.errno == errno.ENOEXEC
+            sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
+            raise cause_of(error)(sentence) from None
 
     def go(self, env: Mapping[str, str], files: Mapping[str, int]) -> None:
         """Let the script begin: with these variables, and open files."""
@@ -167,6 +198,32 @@ class Child:
             self.kills_at = time.monotonic() + 1.0
             signal_all(lambda: self.left, signal.SIGKILL)
 
+    def ending(self, *, is_stopping: bool) -> Ending:
+        """What wait() says, with the script's own reason.
+
+        Args:
+            is_stopping: the launcher has requested a stop.
+        """
+        assert self.status is not None
+        ending = ending_of_process(self.status)
+        has_stopped = ending.code == STOPPED and ("stopped" in self.said or is_stopping)
+        if has_stopped or not ending.is_failure:
+            return ending
+        # A script that has failed may be ended before it has printed all.
+        reason = self.said.get("error", {})
+        if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
+            error, traceback = reason["error"], reason["traceback"]
+            return Ending(reason["code"], error, traceback, reason["is_verdict"])
+        return ending._replace(sentence=recorded_error(os.environ.get(ERROR_FILE, "")))
+
+    @property
+    def lack_of_memory(self) -> dict[str, int | None]:
+        """The kernel's kills in the rank's control group since the child began, if there were any."""
+        now, before = _kills_for_memory(), self._kills_before
+        if now is None or before is None or now.count <= before.count:
+            return {}
+        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
+
     @property
     def left(self) -> dict[int, str]:
         """The child and all that it has started, as far as they still run."""
@@ -179,6 +236,12 @@ class Child:
             signal_all(lambda: self.left, signal.SIGCONT)
         self.kills_at = min(self.kills_at, time.monotonic() + grace_s)
         self.act()
+
+
+def _kills_for_memory() -> OomKills | None:
+    """The kernel's kills in this process's control group, None where it does not tell."""
+    group = group_of()
+    return None if group is None else kills_in(group)
 
 
 def _begin(agent: int, *, takes_terminal: bool) -> None:

@@ -51,7 +51,7 @@ class Connection:
 
     Attributes:
         group: the number of the group of the ranks, 0, or of their n-th scripts, n.
-        early: the lines that have arrived with the server's answer.
+        early: the lines that have arrived with the server's answer, which no poll reports.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -61,12 +61,15 @@ class Connection:
         self._lines = Lines(_LONGEST)
 
     def read(self) -> list[bytes]:
-        """The lines that end in what arrives next.
+        """The lines that have arrived early, or that end in what arrives next.
 
         Raises:
             OSError: the connection has ended.
             ValueError: what arrives is no message.
         """
+        early, self.early = self.early, []
+        if early:
+            return early
         chunk = self.socket.recv(CHUNK)
         if not chunk:
             raise ConnectionResetError("the connection has ended")
@@ -85,9 +88,11 @@ class Connection:
         self.group = answer.get("group", 0)
 
     def _next(self) -> dict[str, Any]:
-        while not self.early:
-            self.early += self.read()
-        return decode(self.early.pop(0))[0]
+        lines: list[bytes] = []
+        while not lines:
+            lines = self.read()
+        line, *self.early = lines
+        return decode(line)[0]
 
 
 def connect_to_launcher(server: Server, world: World, kind: str, **facts: object) -> Connection:

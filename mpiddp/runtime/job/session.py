@@ -241,10 +241,7 @@ def _report_end(session: Session) -> None:
 
 
 def _forget() -> None:
-    """A forked child is no rank. The connection ends with the rank, whatever its children do."""
     global _current
-    if _current.channel is not None:
-        _current.channel.connection.close()
     _current.channel = _current.control = None  # for code that holds the session
     _current.has_launcher = False
     _current = Session()
