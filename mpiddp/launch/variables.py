@@ -20,6 +20,7 @@ from mpiddp.protocol.variables import (
     LOG_DIR,
     NETWORKS,
     PLACEMENT,
+    REPORT,
     TIMEOUT,
     VERBOSE,
 )
@@ -51,6 +52,7 @@ def variables_of_ranks(
         INTERFACE: networks if options.interface else None,
         TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else None,
         BIND: "gpu" if options.bind == "gpu" else None,
+        REPORT: "1" if options.verbose else None,
         VERBOSE: "1" if options.verbose else None,
         LOG_DIR: options.log_dir,
         "MASTER_ADDR": options.master_addr,

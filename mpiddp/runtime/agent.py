@@ -47,6 +47,7 @@ from mpiddp.protocol.variables import (
     JOB,
     LOG_DIR,
     OUTPUT,
+    REPORT,
     SECRET,
     VERBOSE,
     is_restart,
@@ -263,12 +264,14 @@ class Agent:
         if self.world.local_world_size is None and (threads := limit_threads(world)):
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
+        if world.rank == 0 and os.environ.get(REPORT):
+            print(table(result.infos), flush=True)
         if os.environ.get(VERBOSE):
-            text = f"{self.name} uses {result.interface}\n"
+            line = f"{self.name} uses {result.interface}\n"
             if world.rank == 0:
                 where = f"{world.master_addr} port {world.master_port}"
-                text = f"{table(result.infos)}\nmaster address {where}: {result.reason}\n{text}"
-            print(text, end="", flush=True)
+                line = f"master address {where}: {result.reason}\n{line}"
+            print(line, end="", flush=True)
         store = result.listener
         if self.child is not None:
             files = {"stdin": self._files[0]} if self._files else {}

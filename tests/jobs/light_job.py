@@ -1,7 +1,8 @@
-"""A launcher and its ranks without MPI and torch: `light_job.py PREFIX CODE CODE …`.
+"""A launcher and its ranks without MPI and torch: `light_job.py [--terminal] SELECTION PREFIX CODE CODE …`.
 
 Each CODE runs as a rank, which reports to the launcher and whose output the launcher shows, both with the
-project's own code. The last line on stderr holds the ranks' exit codes.
+project's own code. With --terminal a rank's stdout is a terminal, as under Open MPI. The last line on
+stderr holds the ranks' exit codes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.events import TimedSelector
 from mpiddp.launch.output import JobOutput
-from mpiddp.protocol.messages import INPUT
+from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 
@@ -55,19 +56,22 @@ sys.exit(Alone(Program(COMMAND, "python"), world).run())
 """
 
 
-def main(prefix: str, *codes: str) -> None:
+def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
     with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
         server = ControlServer(Path(folder, "control"), len(codes), selector)
-        outputs = JobOutput("all", len(codes), has_prefix=prefix == "prefix")
-        env = {**os.environ, **server.settings, OUTPUT: "all"}
+        outputs = JobOutput(selection, len(codes), has_prefix=prefix == "prefix")
+        env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks, inputs = [], []
         for rank, code in enumerate(codes):
+            stdout = os.openpty()[1] if has_terminal else outputs.pipes[1]
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
-            pipes = {"stdout": outputs.pipes[1], "stderr": outputs.pipes[2]}
-            ranks.append(subprocess.Popen(command, env=env, **pipes))
+            ranks.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=outputs.pipes[2]))
         outputs.begin()
         deadline = time.monotonic() + PATIENCE_S
-        missing = 2 * len(codes)  # a rank may end before its streams have connected
+        # A rank may end before its output process has connected.
+        missing = sum(
+            is_shown(selection, rank, each) for rank in range(len(codes)) for each in STREAMS
+        )
         while missing or any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
             assert time.monotonic() < deadline, (missing, outputs.open_ranks)
             for key, _ in selector.select(0.02):
@@ -85,4 +89,7 @@ def main(prefix: str, *codes: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    options = sys.argv[1:]
+    is_terminal = options[:1] == ["--terminal"]
+    first, second, *rest = options[is_terminal:]
+    main(first, second, rest, has_terminal=is_terminal)

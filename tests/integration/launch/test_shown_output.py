@@ -24,14 +24,32 @@ import pytest
 from mpiddp.launch.output import without_end_message
 from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import LONGEST_LINE, is_shown
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
+# Writes lines of three parts, with pauses between them.
 
-def run(*codes: str, prefix: bool = False) -> tuple[bytes, bytes]:
+
+def light_job(
+    *codes: str, selection: str = "all", prefix: bool = False, options: tuple[str, ...] = ()
+) -> list[str]:
+    """The command of a job whose ranks run the codes."""
+    program = [sys.executable, "-m", "tests.jobs.light_job", *options]
+    return [*program, selection, "prefix" if prefix else "plain", *codes]
+
+
+def run(
+    *codes: str, selection: str = "all", prefix: bool = False, options: tuple[str, ...] = ()
+) -> tuple[bytes, bytes]:
     """The stdout and stderr of a job whose ranks run the codes, without the line of their exit codes."""
-    job = [sys.executable, "-m", "tests.jobs.light_job", "prefix" if prefix else "plain", *codes]
-    done = subprocess.run(job, env=clean_env(), cwd=ROOT, capture_output=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        light_job(*codes, selection=selection, prefix=prefix, options=options),
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
     assert done.returncode == 0, done.stderr.decode()
     *lines, codes_of_ranks = done.stderr.splitlines(keepends=True)
     assert codes_of_ranks.startswith(b"mpiddp: codes "), done.stderr
@@ -57,6 +75,21 @@ def test_a_line_without_an_end_is_cut() -> None:
     code = f"os.write(1, b'x' * {LONGEST_LINE + 10}); os.write(1, b'y\\n')"
     out, _ = run(code, "pass")
     assert out.replace(b"\n", b"") == b"x" * (LONGEST_LINE + 10) + b"y"
+
+
+def test_a_signal_to_all_processes_of_a_rank_loses_nothing() -> None:
+    """Open MPI, Hydra and batch systems signal process groups."""
+    code = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+os.setpgid(0, 0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    os.killpg(0, number)
+    subprocess.run(["pkill", f"-{int(number)}", "-P", str(os.getpid())])
+print("still here")
+"""
+    out, _ = run(code)
+    assert out == b"still here\n"
 
 
 def read_until(reader: int, end: bytes) -> bytes:
@@ -102,6 +135,27 @@ print("shown")
     assert shown == b"shown"
     assert said.startswith(b"mpiddp: rank 0 on node1: its log of stdout has a gap: No space left")
     assert err == b""
+
+
+def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi() -> None:
+    code = "from mpiddp.cli import main\nmain(['run', '--', 'true'])"
+    env = clean_env({"MPIDDP_CONTROL": "unix:/nowhere", "MPIDDP_CONTROL_SECRET": "ab"})
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_PATIENCE + code],
+        env={**env, "MPIDDP_OUTPUT": "all"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    where = ("rank 0 on ", "on unix:/nowhere ")
+    assert re.search(error("reach the launcher", *where), done.stderr), done.stderr
+
+
+SHORT_PATIENCE = """
+from mpiddp.runtime.job import connect
+connect.CONNECT_TIMEOUT_S = 0.5
+"""
 
 
 class Terminal:
