@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,7 @@ from mpiddp.protocol.messages import (
     GO,
     INPUT,
     OUTPUT_PROCESS,
-    STREAMS,
     TEXT_LIMIT,
-    is_shown,
-    notice_silence,
 )
 from mpiddp.protocol.variables import (
     ADDRESS,
@@ -57,7 +54,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.output import OutputStream, new_stream, open_logs
+from mpiddp.runtime.output import Output, open_logs
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 
@@ -70,8 +67,6 @@ _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first
 _KILLED_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
-# A script that prints many short lines would wake the agent for each.
-_SHORT, _PAUSE_S = 2048, 0.005
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
 
@@ -107,8 +102,8 @@ class Agent:
         self.channel: JobChannel | None = None
         self.coordinator: Coordinator | None = None
         self.child: Child | None = None
-        self.streams: list[OutputStream] = []
-        self._files: dict[int, int] = {}  # the child's own, by its file descriptors
+        self.output = Output(self._selection, self.name)
+        self._files = self.output.files  # the child's own, by its file descriptors
         self._parent = os.getppid()
         self._problem = ""  # why this rank cannot begin
         self._is_stopping = False  # the launcher has requested a stop
@@ -161,7 +156,6 @@ class Agent:
         except UserError as problem:
             self._problem = str(problem)
         allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
-        self._open_streams()
         if self.program.kind != COMMAND and not self._problem:
             self.child = Child.of_script(self.program, self._files)
             self._close_files()
@@ -179,17 +173,11 @@ class Agent:
             self.child = self._command()
         self.child.others = others
 
-    def _open_streams(self) -> None:
-        """Let the script write to this process, if `mpiddp launch` has requested it."""
-        for number in STREAMS if self._selection else ():
-            reader, self._files[number] = new_stream(number)
-            self.streams.append(OutputStream(number, reader, self.name))
-
     def _close_files(self) -> None:
         """The child has them."""
         for file in self._files.values():
             os.close(file)
-        self._files = {}
+        self._files.clear()
 
     def _command(self) -> Child:
         """Start the command on all ranks, or on none."""
@@ -207,16 +195,11 @@ class Agent:
         channel.on_news = self._obey
         self.channel = channel
         self._send("started", host=world.hostname, pid=os.getpid())
-        for stream in self.streams:
-            if is_shown(self._selection, world.rank, stream.number):
-                facts = {"stream": stream.number, "host": world.hostname}
-                connection = connect_to_launcher(launcher, world, "output", **facts).socket
-                notice_silence(connection, is_read_slowly=True)
-                stream.show(connection)
-        if self.streams and (folder := os.environ.get(LOG_DIR)):
+        self.output.connect(launcher, world)
+        if self._selection and (folder := os.environ.get(LOG_DIR)):
             with named_by("--log-dir", has_run=is_restart(os.environ)):
                 files, path = open_logs(Path(folder).absolute(), world.rank)
-            self._write_to(files)
+            self.output.write_to(files)
             self._send("log", path=str(path))
         if world.rank == 0:
             connection = connect_to_launcher(launcher, world, INPUT).socket
@@ -320,22 +303,21 @@ class Agent:
         """Act on what happens next."""
         child, channel = self.child, self.channel
         poll = select.poll()
-        for stream in self.streams:
-            stream.register(poll)
+        self.output.register(poll)
         if child is not None and child.control is not None:
             poll.register(child.control, select.POLLIN)
         if self._wakeup is not None:
             poll.register(self._wakeup, select.POLLIN)
         if channel is not None and not channel.is_lost:
             poll.register(channel.connection, select.POLLIN)
-        times = [self._ends_at, NEVER if child is None else child.kills_at]
-        times += [stream.flushes_at for stream in self.streams]
-        wait_s = min(1.0, max(0.0, min(times) - time.monotonic()))
+        kills_at = NEVER if child is None else child.kills_at
+        next_at = min(self._ends_at, kills_at, self.output.flushes_at)
+        wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
-        longest = max((stream.act(ready) for stream in self.streams), default=0)
+        self.output.act(ready)
         if child is not None:
             if child.control is not None and child.control.fileno() in ready:
-                self._write_to(child.hear())
+                self.output.write_to(child.hear())
             child.act()
         if channel is not None and (channel.has_early or channel.connection.fileno() in ready):
             for facts in channel.receive():
@@ -344,13 +326,6 @@ class Agent:
             for number in os.read(self._wakeup, 4096):
                 self._on_signal(number)
         self._see_failure()
-        if 0 < longest < _SHORT:
-            time.sleep(_PAUSE_S)
-
-    def _write_to(self, files: Sequence[int]) -> None:
-        """Write the output to these files, of stdout and stderr."""
-        for stream, file in zip(self.streams, files, strict=False):
-            stream.write_to(file)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""
@@ -417,7 +392,7 @@ class Agent:
     def _note_end(self, child: Child) -> Ending:
         """The script has ended: report how, and end what it has left."""
         while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
-            self._write_to(child.hear())
+            self.output.write_to(child.hear())
         ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
         if child.left:
@@ -465,9 +440,8 @@ class Agent:
         if child.left and late_s < _END_S + _KILLED_S:
             return False
         if late_s >= _END_S + _KILLED_S:  # what is left cannot be killed
-            for stream in self.streams:
-                stream.end()
-        return all(stream.is_done for stream in self.streams) or late_s >= _AWAY_S
+            self.output.end()
+        return self.output.is_done or late_s >= _AWAY_S
 
     def _clean_up(self) -> None:
         """End the script of a rank that could not begin."""

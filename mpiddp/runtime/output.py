@@ -1,4 +1,4 @@
-"""One stream of a script: its agent reads it, writes it to a file, and sends whole lines to the launcher.
+"""The streams of a script: its agent reads them, writes them to files, and sends whole lines to the launcher.
 
 The agent never reads ahead of a slow launcher, so a stopped terminal stops the script as a full pipe does,
 and nothing is lost. Without a launcher, the script has the streams of the MPI.
@@ -14,18 +14,89 @@ import socket
 import termios
 import time
 import tty
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS
+from mpiddp.protocol.messages import (
+    FRAME,
+    LONGEST_LINE,
+    OPEN_S,
+    STREAMS,
+    is_shown,
+    notice_silence,
+)
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
 _MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
+# A script that prints many short lines would wake the agent for each.
+_SHORT, _PAUSE_S = 2048, 0.005
 _MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
 
 
-def new_stream(number: int) -> tuple[int, int]:
+class Output:
+    """The streams of a rank's child, if the launcher has requested them. Else they are those of the MPI.
+
+    Args:
+        selection: whose streams the launcher shows, "" without a launcher.
+        rank: this rank and its host.
+
+    Attributes:
+        files: the child's ends of its streams, by its file descriptors.
+    """
+
+    def __init__(self, selection: str, rank: str) -> None:
+        self._selection = selection
+        self.files: dict[int, int] = {}
+        self._streams: list[_Stream] = []
+        for number in STREAMS if selection else ():
+            reader, self.files[number] = _new_stream(number)
+            self._streams.append(_Stream(number, reader, rank))
+
+    def connect(self, launcher: Server, world: World) -> None:
+        """Show the streams that the launcher has selected."""
+        for stream in self._streams:
+            if is_shown(self._selection, world.rank, stream.number):
+                facts = {"stream": stream.number, "host": world.hostname}
+                connection = connect_to_launcher(launcher, world, "output", **facts).socket
+                notice_silence(connection, is_read_slowly=True)
+                stream.show(connection)
+
+    def write_to(self, files: Sequence[int]) -> None:
+        """Write the streams to these files, beginning with what was read so far."""
+        for stream, file in zip(self._streams, files, strict=False):
+            stream.write_to(file)
+
+    @property
+    def flushes_at(self) -> float:
+        """When an open line is sent, in time.monotonic()'s seconds."""
+        return min((stream.flushes_at for stream in self._streams), default=float("inf"))
+
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` report what `act` needs."""
+        for stream in self._streams:
+            stream.register(poll)
+
+    def act(self, ready: Mapping[int, int]) -> None:
+        """Read and send what the events of poll(2) allow."""
+        longest = max((stream.act(ready) for stream in self._streams), default=0)
+        if 0 < longest < _SHORT:
+            time.sleep(_PAUSE_S)
+
+    def end(self) -> None:
+        """Read no more."""
+        for stream in self._streams:
+            stream.end()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the streams are at their end, and all has been sent."""
+        return all(stream.is_done for stream in self._streams)
+
+
+def _new_stream(number: int) -> tuple[int, int]:
     """The two ends of a new stream. stdout stays a terminal if it is one, since Python buffers a pipe."""
     if number == 1 and os.isatty(number):
         with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
@@ -49,7 +120,7 @@ def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
     return [os.open(path, flags, 0o666) for path in paths], paths[-1]
 
 
-class OutputStream:
+class _Stream:
     """A stream of the script.
 
     Args:

@@ -33,7 +33,6 @@ from mpiddp.world import World
 class Alone(Agent):
     def _begin(self):
         adopt_orphans()
-        self._open_streams()
         self._connect(self._launcher)
         control = socket.socketpair()
         script = FIRST.format(number=control[1].fileno(), rank=rank) + sys.argv[3]
