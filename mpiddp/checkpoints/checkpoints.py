@@ -335,12 +335,11 @@ class Checkpoints:
 
     def _start(self, run: Run, step: int) -> None:
         session = current()
-        output = session.output if session.run is self._records else None
         with run.writing_together():
             if run.is_writer:
                 self._dir.metrics.touch()
-            if output is not None and output.log_dir is None:
-                session.send("log", path=str(output.log_to(self._dir.logs.absolute())))
+            if session.run is self._records:
+                session.log_to(self._dir.logs.absolute())
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
         session.send("run_dir", path=str(self._dir.path.absolute()))

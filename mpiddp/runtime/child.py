@@ -1,4 +1,4 @@
-"""Start the script or the command of a rank, and end it with all that it has started.
+"""The process of a rank's script or command: start it, hear it, and end it with all that it has started.
 
 The child leads a process group of its own: a signal to the rank's group reaches the agent alone, which
 passes it on once. The agent adopts the orphans of its child, so it finds every process that the child has
@@ -8,24 +8,64 @@ started. If the agent itself is killed, the kernel kills the child.
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import linecache
 import os
+import re
+import select
 import signal
-import struct
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from mpiddp.hosts.processes import descendants, signal_all, signal_at_parents_end
-from mpiddp.runtime.job.stop import PASSED
+from mpiddp.errors import STOPPED
+from mpiddp.hosts.processes import (
+    OomKills,
+    descendants,
+    group_of,
+    kills_in,
+    signal_all,
+    signal_at_parents_end,
+)
+from mpiddp.paths import cause_of, check_program
+from mpiddp.protocol.channel import Lines
+from mpiddp.protocol.messages import LINE_LIMIT, STREAMS, recorded_error
+from mpiddp.protocol.variables import ERROR_FILE
+from mpiddp.runtime.job.ending import Ending, ending_of_process
+from mpiddp.runtime.program import Program, command_environment
+from mpiddp.text import escaped
 
-_ERROR = struct.Struct("i")
+_START = "from mpiddp.runtime.script import main; main()"
+# The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
+PASSED = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
+    *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
+)
+NEVER = float("inf")
+_STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first line, and the others
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
 
 class Child:
-    """The process of a rank's script, or of its command. `status` is its exit code, -N for signal N.
+    """The process of a rank's script, or of its command.
 
     Args:
         files: by file descriptor of the child, the open file of this process.
+        control: a script's end of the connection to this process.
+
+    Attributes:
+        status: its exit code, -N for signal N; None as long as it runs.
+        control: this process's end of the connection, until the script has closed it.
+        said: what the script has said, by type. "error" says why it fails.
+        kills_at: when `act` sends SIGKILL.
+        others: processes of the agent that are none of this one's.
 
     Raises:
         OSError: it cannot be started.
@@ -36,26 +76,108 @@ class Child:
         argv: Sequence[str],
         env: Mapping[str, str],
         files: Mapping[int, int],
-        *,
-        is_command: bool,
+        control: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
-        self.is_command = is_command
-        self.others: set[int] = set()  # processes of the agent that are none of this one's
+        self.is_command = control is None
         self.status: int | None = None
-        takes_terminal = _is_in_foreground()
-        reader, writer = os.pipe()
-        agent = os.getpid()
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(argv, env, files, agent, writer, takes_terminal=takes_terminal)
-        os.close(writer)
-        error = os.read(reader, _ERROR.size) if is_command else b""
-        os.close(reader)
-        if error:
-            os.waitpid(self.pid, 0)
-            [number] = _ERROR.unpack(error)
-            raise OSError(number, os.strerror(number))
+        self.control: socket.socket | None = None
+        self.said: dict[str, dict[str, Any]] = {}
+        self.kills_at = NEVER
+        self.others: set[int] = set()
+        self._lines = Lines(LINE_LIMIT)
+        self._frames: list[str] = []
+        self._kills_before = _kills_for_memory()
+        takes_terminal = 0 not in files and _is_in_foreground()
+        begin = partial(_begin, os.getpid(), takes_terminal=takes_terminal)
+        self._process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=files.get(0),
+            stdout=files.get(1),
+            stderr=files.get(2),
+            pass_fds=[control[1].fileno()] if control else (),
+            preexec_fn=begin,
+        )
+        self.pid = self._process.pid
+        if control is not None:
+            self.control = control[0]
+            self.control.setblocking(False)
+            control[1].close()
+
+    @classmethod
+    def of_script(cls, program: Program, files: Mapping[int, int]) -> Child:
+        """A script, which waits for `go` once it has imported torch."""
+        ours, theirs = socket.socketpair()
+        argv = [sys.executable, "-c", _START, str(theirs.fileno())]
+        argv += [program.kind, program.name, *program.args]
+        return cls(argv, os.environ, files, (ours, theirs))
+
+    @classmethod
+    def of_command(cls, program: Program, files: Mapping[int, int]) -> Child:
+        """A command.
+
+        Raises:
+            UserError, JobFailed: it cannot be started.
+        """
+        env = command_environment(os.environ)
+        check_program(program.name, env.get("PATH"))
+        try:
+            return cls([program.name, *program.args], env, files)
+        except OSError as error:
+            hint = " A script begins with a line such as #!/bin/sh."
+            hint *= error.errno == errno.ENOEXEC
+            sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
+            raise cause_of(error)(sentence) from None
+
+    def go(self, env: Mapping[str, str], files: Mapping[str, int]) -> None:
+        """Let the script begin: with these variables, and open files."""
+        assert self.control is not None
+        line = json.dumps({"env": env, "files": [*files]}).encode() + b"\n"
+        self.control.setblocking(True)
+        with contextlib.suppress(ConnectionError):  # the script has ended
+            sent = socket.send_fds(self.control, [line], list(files.values()))
+            self.control.sendall(line[sent:])
+        self.control.setblocking(False)
+
+    def hear(self) -> list[int]:
+        """Take what the script says next, and return the files that it has sent."""
+        if self.control is None:
+            return []
+        files: list[int] = []
+        try:
+            chunk, files, _, _ = socket.recv_fds(self.control, 1 << 16, len(STREAMS))
+        except BlockingIOError:
+            return []
+        except OSError:
+            chunk = b""
+        if not chunk:  # it has ended, or has closed all files
+            self.control.close()
+            self.control = None
+        for line in self._lines.split(chunk):
+            if line.startswith(b"{"):
+                facts = json.loads(line)
+                self.said[facts["type"]] = facts
+            else:
+                self._frames.append(line.decode(errors="replace"))
+        return files
+
+    def stack(self) -> str | None:
+        """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.
+
+        The kernel interrupts a script, also while native code holds its interpreter. One that is stopped does
+        not answer. Nothing tells where a stack ends.
+        """
+        if self.is_command:
+            return ""
+        self._frames = []
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGURG)
+        deadline = time.monotonic() + _STACK_S
+        while self.control and not self._frames and time.monotonic() < deadline:
+            if select.select([self.control], [], [], _WRITTEN_S)[0]:
+                time.sleep(_WRITTEN_S)
+                self.hear()
+        return stack_of(self._frames) or None
 
     def pass_on(self, number: int) -> None:
         """Send it a signal: to a script alone, whose workers it ends itself, but to all of a command."""
@@ -65,59 +187,73 @@ class Child:
             elif self.status is None:
                 os.kill(self.pid, number)
 
-    def reap(self) -> None:
-        """Collect the child and the adopted orphans that have ended."""
+    def act(self) -> None:
+        """Collect the child and the adopted orphans that have ended, and kill what is late."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 if pid == self.pid:
-                    self.status = os.waitstatus_to_exitcode(status)
+                    self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= self.kills_at:
+            self.kills_at = time.monotonic() + 1.0
+            signal_all(lambda: self.left, signal.SIGKILL)
+
+    def ending(self, *, is_stopping: bool) -> Ending:
+        """What wait() says, with the script's own reason.
+
+        Args:
+            is_stopping: the launcher has requested a stop.
+        """
+        assert self.status is not None
+        ending = ending_of_process(self.status)
+        has_stopped = ending.code == STOPPED and ("stopped" in self.said or is_stopping)
+        if has_stopped or not ending.is_failure:
+            return ending
+        # A script that has failed may be ended before it has printed all.
+        reason = self.said.get("error", {})
+        if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
+            error, traceback = reason["error"], reason["traceback"]
+            return Ending(reason["code"], error, traceback, reason["is_verdict"])
+        return ending._replace(sentence=recorded_error(os.environ.get(ERROR_FILE, "")))
+
+    @property
+    def lack_of_memory(self) -> dict[str, int | None]:
+        """The kernel's kills in the rank's control group since the child began, if there were any."""
+        now, before = _kills_for_memory(), self._kills_before
+        if now is None or before is None or now.count <= before.count:
+            return {}
+        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
 
     @property
     def left(self) -> dict[int, str]:
         """The child and all that it has started, as far as they still run."""
         return descendants(os.getpid(), but=self.others)
 
-    def signal_all(self, number: int) -> None:
-        signal_all(lambda: self.left, number)
+    def end(self, grace_s: float) -> None:
+        """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`."""
+        if grace_s and self.kills_at == NEVER:
+            signal_all(lambda: self.left, signal.SIGTERM)
+            signal_all(lambda: self.left, signal.SIGCONT)
+        self.kills_at = min(self.kills_at, time.monotonic() + grace_s)
+        self.act()
 
 
-def _become(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    files: Mapping[int, int],
-    agent: int,
-    writer: int,
-    *,
-    takes_terminal: bool,
-) -> NoReturn:
-    """In the forked process: become the program."""
-    try:
-        signal_at_parents_end(signal.SIGKILL)
-        if os.getppid() != agent:
-            os._exit(1)
-        os.setpgid(0, 0)
-        if takes_terminal:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
-            os.tcsetpgrp(0, os.getpid())
-        for number, file in files.items():
-            if number == file:
-                os.set_inheritable(file, True)
-            else:
-                os.dup2(file, number)
-        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the MPI's own connections
-            if int(name) > 2 and int(name) not in files:
-                with contextlib.suppress(OSError):  # that of the folder itself
-                    os.set_inheritable(int(name), False)
-        for each in (*PASSED, signal.SIGPIPE):
-            if signal.getsignal(each) is not signal.SIG_IGN or each == signal.SIGPIPE:
-                signal.signal(each, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.execvpe(argv[0], list(argv), env)
-    except OSError as error:
-        os.write(writer, _ERROR.pack(error.errno or 0))
-    finally:
-        os._exit(127)
+def _kills_for_memory() -> OomKills | None:
+    """The kernel's kills in this process's control group, None where it does not tell."""
+    group = group_of()
+    return None if group is None else kills_in(group)
+
+
+def _begin(agent: int, *, takes_terminal: bool) -> None:
+    """In the forked process, before it becomes the program."""
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+    os.setpgid(0, 0)
+    if takes_terminal:
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        os.tcsetpgrp(0, os.getpid())
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
 
 
 def _is_in_foreground() -> bool:
@@ -126,3 +262,14 @@ def _is_in_foreground() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False
+
+
+def stack_of(frames: Sequence[str]) -> str:
+    """The main thread's stack as the traceback module prints it, from what faulthandler writes."""
+    found = _FRAME.findall("\n".join(frames))
+    lines = [
+        f'  File "{file}", line {number}, in {name}\n    {linecache.getline(file, int(number)).strip()}\n'
+        for file, number, name in reversed(found)
+        if file not in _OF_OURS
+    ]
+    return f"thread MainThread:\n{''.join(lines)}" if lines else ""

@@ -52,7 +52,6 @@ def run_function(session: Session) -> None:
         with reporting_errors(channel):
             with coordinator.all_or_none():
                 facts, body = received_function(channel)
-                check_python(facts, hostname)
                 _show_lines_of(facts["sources"])
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
@@ -113,17 +112,6 @@ def reporting_errors(channel: JobChannel) -> Iterator[None]:
         with contextlib.suppress(JobFailed):
             answer(channel, "exception", _traceback(error), pickled_error(error))
         raise
-
-
-def check_python(facts: Mapping[str, Any], hostname: str) -> None:
-    """Raise UserError if the function's bytecode is that of another Python than this one."""
-    theirs, own = tuple(facts["python"]), sys.version_info[:2]
-    if theirs != own:
-        raise UserError(
-            f"{hostname} runs Python {own[0]}.{own[1]} ({sys.executable}), but mpiddp.spawn was called by "
-            f"Python {theirs[0]}.{theirs[1]}, whose functions it cannot run. Install Python "
-            f"{theirs[0]}.{theirs[1]} there, at the same path."
-        )
 
 
 def unpickled(

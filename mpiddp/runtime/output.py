@@ -1,4 +1,4 @@
-"""One stream of a script: its agent reads it, writes it to a file, and sends whole lines to the launcher.
+"""The streams of a script: its agent reads them, writes them to files, and sends whole lines to the launcher.
 
 The agent never reads ahead of a slow launcher, so a stopped terminal stops the script as a full pipe does,
 and nothing is lost. Without a launcher, the script has the streams of the MPI.
@@ -14,17 +14,89 @@ import socket
 import termios
 import time
 import tty
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS
+from mpiddp.protocol.messages import (
+    FRAME,
+    LONGEST_LINE,
+    OPEN_S,
+    STREAMS,
+    is_shown,
+    notice_silence,
+)
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
 _MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
+# A script that prints many short lines would wake the agent for each.
+_SHORT, _PAUSE_S = 2048, 0.005
 _MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
 
 
-def new_stream(number: int) -> tuple[int, int]:
+class Output:
+    """The streams of a rank's child, if the launcher has requested them. Else they are those of the MPI.
+
+    Args:
+        selection: whose streams the launcher shows, "" without a launcher.
+        rank: this rank and its host.
+
+    Attributes:
+        files: the child's ends of its streams, by its file descriptors.
+    """
+
+    def __init__(self, selection: str, rank: str) -> None:
+        self._selection = selection
+        self.files: dict[int, int] = {}
+        self._streams: list[_Stream] = []
+        for number in STREAMS if selection else ():
+            reader, self.files[number] = _new_stream(number)
+            self._streams.append(_Stream(number, reader, rank))
+
+    def connect(self, launcher: Server, world: World) -> None:
+        """Show the streams that the launcher has selected."""
+        for stream in self._streams:
+            if is_shown(self._selection, world.rank, stream.number):
+                facts = {"stream": stream.number, "host": world.hostname}
+                connection = connect_to_launcher(launcher, world, "output", **facts).socket
+                notice_silence(connection, is_read_slowly=True)
+                stream.show(connection)
+
+    def write_to(self, files: Sequence[int]) -> None:
+        """Write the streams to these files, beginning with what was read so far."""
+        for stream, file in zip(self._streams, files, strict=False):
+            stream.write_to(file)
+
+    @property
+    def flushes_at(self) -> float:
+        """When an open line is sent, in time.monotonic()'s seconds."""
+        return min((stream.flushes_at for stream in self._streams), default=float("inf"))
+
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` report what `act` needs."""
+        for stream in self._streams:
+            stream.register(poll)
+
+    def act(self, ready: Mapping[int, int]) -> None:
+        """Read and send what the events of poll(2) allow."""
+        longest = max((stream.act(ready) for stream in self._streams), default=0)
+        if 0 < longest < _SHORT:
+            time.sleep(_PAUSE_S)
+
+    def end(self) -> None:
+        """Read no more."""
+        for stream in self._streams:
+            stream.end()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the streams are at their end, and all has been sent."""
+        return all(stream.is_done for stream in self._streams)
+
+
+def _new_stream(number: int) -> tuple[int, int]:
     """The two ends of a new stream. stdout stays a terminal if it is one, since Python buffers a pipe."""
     if number == 1 and os.isatty(number):
         with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
@@ -36,7 +108,19 @@ def new_stream(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
-class OutputStream:
+def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
+    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return [os.open(path, flags, 0o666) for path in paths], paths[-1]
+
+
+class _Stream:
     """A stream of the script.
 
     Args:
@@ -51,7 +135,7 @@ class OutputStream:
 
     def __init__(self, number: int, source: int, rank: str) -> None:
         os.set_blocking(source, False)
-        self._number, self._rank = number, rank
+        self.number, self._rank = number, rank
         self.source: int | None = source
         self.connection: socket.socket | None = None
         self._file: int | None = None
@@ -92,7 +176,7 @@ class OutputStream:
             if events & (select.POLLERR | select.POLLHUP):
                 self._lose()
             else:
-                self._send()
+                self._send(self.connection)
         if time.monotonic() >= self.flushes_at:
             self.flush()
         return read
@@ -121,15 +205,14 @@ class OutputStream:
 
     def flush(self) -> None:
         """Send the line that is still open."""
-        if self._line:
-            self._queue(bytes(self._line))
+        if self._line and self.connection is not None:
+            self._unsent += FRAME.pack(len(self._line)) + self._line
             self._line.clear()
+            self._send(self.connection)
 
-    def _send(self) -> None:
-        if self.connection is None:
-            return
+    def _send(self, connection: socket.socket) -> None:
         try:
-            del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
+            del self._unsent[: connection.send(self._unsent[: 4 * _CHUNK])]
         except BlockingIOError:
             pass
         except OSError:
@@ -168,24 +251,20 @@ class OutputStream:
         except OSError as error:  # a full disk may have room again, so the next chunk is tried
             if not self._has_complained:
                 self._has_complained = True
-                name = STREAMS[self._number]
+                name = STREAMS[self.number]
                 gap = f"mpiddp: {self._rank}: its log of {name} has a gap: {error.strerror}.\n"
                 self._forward(gap.encode(errors="backslashreplace"))
 
     def _forward(self, chunk: bytes) -> None:
         if self.connection is None:
             return
-        if not self._line:
-            self._line_since = time.monotonic()
-        end = chunk.rfind(b"\n") + 1
-        self._line += chunk[:end] if end else chunk
-        if end or len(self._line) >= LONGEST_LINE:
+        whole, newline, rest = chunk.rpartition(b"\n")
+        if newline:
+            self._line += whole + newline
             self.flush()
-        if end and end < len(chunk):
-            self._line += chunk[end:]
-            self._line_since = time.monotonic()
-
-    def _queue(self, text: bytes) -> None:
-        if self.connection is not None:
-            self._unsent += FRAME.pack(len(text)) + text
-            self._send()
+        if rest and self.connection is not None:  # sending has not failed
+            if not self._line:
+                self._line_since = time.monotonic()
+            self._line += rest
+            if len(self._line) >= LONGEST_LINE:
+                self.flush()

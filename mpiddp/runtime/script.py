@@ -21,15 +21,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mpiddp.errors import INTERRUPTED, STOPPED
-from mpiddp.runtime.job.connect import Server
+from mpiddp.errors import INTERRUPTED, STOPPED, print_error
+from mpiddp.protocol.variables import CHANNEL, OBSERVER
+from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
 from mpiddp.world import World
@@ -37,8 +38,6 @@ from mpiddp.world import World
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
-START = "from mpiddp.runtime.script import main; main()"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
@@ -47,73 +46,51 @@ _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _END_S = 2.0  # for the agent to end this rank after another has failed
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
-_MOST_FILES = 2  # of `Go`
+_MOST_FILES = 2  # that come with "go"
 _OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
-
-
-class Go(NamedTuple):
-    """What the agent sends once the ranks have met, with the open files that `files` names.
-
-    env: variables to set. server: the address and the key of the job's, None for a job of one rank without
-    one. has_launcher: `mpiddp launch` serves it. files: "store", on which rank 0 serves torch's store;
-    "stdin". threads: for torch, None where OMP_NUM_THREADS was set before. forbids_mpi: this rank's MPI is
-    finalized.
-    """
-
-    rank: int
-    world_size: int
-    hostname: str
-    env: dict[str, str]
-    server: list[str] | None = None
-    has_launcher: bool = False
-    files: Sequence[str] = ()
-    threads: int | None = None
-    forbids_mpi: bool = False
 
 
 def main() -> None:
     """Be the script of a rank. It ends as python would end it."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    session, control = _prepare(number)
+    session = _prepare(number)
     _set_first_path(kind, name)
     with contextlib.suppress(ImportError):  # a script need not use it
         import_torch()
     session.tell_agent({"type": "ready"})
     sys.argv = sys.argv[3:]
     try:
-        go, files = _wait_for_go(control)
-        _begin(session, go, files)
+        _begin(session, *_wait_for_go(session))
         if kind == "function":
             import_module("mpiddp.runtime.function").run_function(session)
         else:
             _run(kind, name)
-        _leave(session, go)
+        _leave(session)
     except SystemExit as error:
         session.error = error
-        if not error.code or (error.code == STOPPED and session.stop.has_stopped):
-            _leave(session, go)
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        if ending.is_failure:
+            session.report(ending)
         else:
-            _say(session, error)
+            _leave(session)
         raise
     except BaseException as error:
         session.error = error
         raise SystemExit(_fail(session, error)) from None
 
 
-def _prepare(number: int) -> tuple[Session, socket.socket]:
-    """End with the agent, print the stack of a crash, and keep the memory of a step."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _prepare(number: int) -> Session:
+    """Print the stack of a crash, and keep the memory of a step."""
     os.set_inheritable(number, False)
-    session, control = current(), socket.socket(fileno=number)
-    session.control = control
+    session = current()
+    session.control = socket.socket(fileno=number)
     faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
     # The agent sends this signal to see where the main thread is, also while native code holds the GIL. Only
     # that thread writes its stack: another one's may change while it is read, and the rank would crash.
     faulthandler.register(signal.SIGURG, file=number, all_threads=False)
     keep_freed_memory(os.environ)
-    atexit.register(_end_by_interrupt, session)  # the first of all, so it runs last
     atexit.register(await_gloo)
-    return session, control
+    return session
 
 
 def await_gloo() -> None:
@@ -124,39 +101,21 @@ def await_gloo() -> None:
     called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
-    while (
-        _GLOO in (threads := _threads()).values() and idle < _IDLE and time.monotonic() < deadline
-    ):
+    while idle < _IDLE and (states := _states_of_gloo()) and time.monotonic() < deadline:
+        idle = 0 if "R" in states else idle + 1
         time.sleep(_GLOO_POLL_S)
-        idle = (
-            0 if any(_runs(thread) for thread in threads if threads[thread] == _GLOO) else idle + 1
-        )
 
 
-def _threads() -> dict[Path, str]:
-    """The names of this process's threads, by their folders in /proc."""
-    found = {}
+def _states_of_gloo() -> list[str]:
+    """What each thread of gloo in this process does: "R" runs or waits for a core, "S" sleeps."""
+    found = []
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            found[thread] = (thread / "comm").read_text().strip()
+            # "tid (name) state …"
+            name, _, rest = (thread / "stat").read_text().rpartition(") ")
+            if name.endswith(f"({_GLOO}"):
+                found.append(rest[0])
     return found
-
-
-def _runs(thread: Path) -> bool:
-    try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:
-        return False
-
-
-def _end_by_interrupt(session: Session) -> None:
-    """An uncaught Ctrl-C ends a script by the signal itself, as under python."""
-    if isinstance(session.error, KeyboardInterrupt) and session.is_of_this_process:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # a script may replace them by anything
-                stream.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _set_first_path(kind: str, name: str) -> None:
@@ -205,30 +164,35 @@ def import_torch() -> None:
             gc.enable()
 
 
-def _wait_for_go(control: socket.socket) -> tuple[Go, dict[str, int]]:
-    """Wait until the ranks have met. Without them, this process ends with its agent."""
+def _wait_for_go(session: Session) -> tuple[dict[str, str], dict[str, int]]:
+    """Wait until the ranks have met. Without them, this process ends with its agent.
+
+    Returns:
+        The variables to set, and open files: "store", on which rank 0 serves torch's store, and "stdin".
+    """
+    assert session.control is not None
     line = b""
     files: list[int] = []
     while not line.endswith(b"\n"):
-        chunk, found, _, _ = socket.recv_fds(control, 1 << 16, _MOST_FILES)
+        chunk, found, _, _ = socket.recv_fds(session.control, 1 << 16, _MOST_FILES)
         if not chunk:
             os._exit(1)
         line, files = line + chunk, files + found
-    go = Go(**json.loads(line))
+    go = json.loads(line)
     for number in files:
         os.set_inheritable(number, False)
-    return go, dict(zip(go.files, files, strict=True))
+    return go["env"], dict(zip(go["files"], files, strict=True))
 
 
-def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
+def _begin(session: Session, env: Mapping[str, str], files: Mapping[str, int]) -> None:
     """Become the script of a rank that has met the others."""
-    os.environ.update(go.env)
+    os.environ.update(env)
     if (stdin := files.get("stdin")) is not None:
         os.dup2(stdin, 0)
         os.close(stdin)
-    if go.server is not None:
-        session.connect(Server(*go.server), go, has_launcher=go.has_launcher)
-    if go.forbids_mpi:
+    if CHANNEL in env:
+        session.connect()
+    if World.from_env().launcher.speaks_mpi:
         from mpiddp.runtime.rendezvous import FinalizedMPI
 
         sys.meta_path.insert(0, FinalizedMPI())
@@ -236,15 +200,15 @@ def _begin(session: Session, go: Go, files: Mapping[str, int]) -> None:
     if "multiprocessing.util" in sys.modules:
         leave_sigterm_to_rank()
     if torch := sys.modules.get("torch"):
-        if go.threads:
-            torch.set_num_threads(go.threads)
-        if go.has_launcher:
-            _report_optimizer_steps(lambda steps: session.reports.optimizer_stepped(steps))
+        if threads := env.get("OMP_NUM_THREADS"):  # only now known
+            torch.set_num_threads(int(threads))
+        if session.has_launcher:
+            _report_optimizer_steps(session.reports.optimizer_stepped)
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 
-            session.torch_store = serve_store(go.env, listener)
-    if observer := os.environ.get("MPIDDP_OBSERVER"):
+            session.torch_store = serve_store(env, listener)
+    if observer := os.environ.get(OBSERVER):
         import_module(observer).observe()
 
 
@@ -292,27 +256,16 @@ def _run(kind: str, name: str) -> None:
     exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), vars(main_module))
 
 
-def _leave(session: Session, go: Go) -> None:
+def _leave(session: Session) -> None:
     """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
     session.tell_agent({"type": "left"})
-    if session.channel is None or session.watch is not None or go.world_size == 1:
+    channel = session.channel
+    if channel is None or session.watch is not None or channel.world_size == 1:
         return
-    from mpiddp.runtime.job.channel import ChannelLost, Silent
-    from mpiddp.runtime.job.coordinator import LEAVE_TIMEOUT_S
+    from mpiddp.runtime.job.coordinator import Coordinator
 
-    session.stop.propose_step(session.channel, 0)
-    if go.rank != 0:
-        session.channel.give("left", None)
-        return
-    with contextlib.suppress(Silent, ChannelLost):
-        session.channel.gather("left", None, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
-
-
-def _say(session: Session, error: BaseException) -> None:
-    """Tell the agent why the script ends."""
-    from mpiddp.runtime.job.ending import ending_of
-
-    session.report(ending_of(error, has_stopped=session.stop.has_stopped))
+    session.stop.propose_step(channel, 0)
+    Coordinator(World.from_env(), channel).leave()
 
 
 def _fail(session: Session, error: BaseException) -> int:
@@ -321,11 +274,8 @@ def _fail(session: Session, error: BaseException) -> int:
     A sentence needs no traceback. The first rank to fail says what is wrong; errors of connections follow
     from it, and would only hide it.
     """
-    from mpiddp.errors import print_error
-    from mpiddp.runtime.job.ending import ending_of
-
     is_first = session.claim_first_failure()
-    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    ending = ending_of(error)
     if isinstance(error, KeyboardInterrupt):
         ending = ending._replace(code=INTERRUPTED)
     session.report(ending)

@@ -44,14 +44,12 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
     with ours:
         with theirs:
             launcher = _start(theirs.fileno(), cwd)
-        receiver = threading.Thread(target=_receive, args=(ours, report), daemon=True)
         with _forwarded_interrupts(launcher, report):
+            copies = _copy_output(launcher)
             with suppress(OSError):  # it has ended, and its last line says why
                 ours.sendall(call)
-            receiver.start()
-            copies = _copy_output(launcher)
+                _receive(ours, report)
             report.exit_code = launcher.wait()
-            receiver.join()
             for thread in copies:
                 thread.join(_LAST_S)
     return report
@@ -100,12 +98,11 @@ def _forwarded_interrupts(launcher: subprocess.Popen[bytes], report: Report) -> 
 
 
 def _receive(connection: socket.socket, report: Report) -> None:
-    with suppress(OSError):  # the launcher has ended
-        for facts, body in messages_over(connection):
-            if facts["type"] == "outcome":
-                report.outcome = facts
-                return
-            report.answers[facts["rank"]] = Answer(facts["form"], facts["text"], body)
+    for facts, body in messages_over(connection):
+        if facts["type"] == "outcome":
+            report.outcome = facts
+            return
+        report.answers[facts["rank"]] = Answer(facts["form"], facts["text"], body)
 
 
 def _copy_output(launcher: subprocess.Popen[bytes]) -> list[threading.Thread]:

@@ -52,7 +52,6 @@ def pickled_call(
             ) from error
     facts = {
         "name": name,
-        "python": sys.version_info[:2],
         "cloudpickle": cloudpickle.__version__,
         "max_result_bytes": max_result_bytes,
         "sources": _sources(function),

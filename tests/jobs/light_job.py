@@ -26,21 +26,20 @@ RANK = """
 import os, socket, sys
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime.agent import Agent
+from mpiddp.runtime.child import Child
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.world import World
 
 class Alone(Agent):
     def _begin(self):
         adopt_orphans()
-        self._open_streams()
         self._connect(self._launcher)
-        self.control, theirs = socket.socketpair()
-        self.control.setblocking(False)
-        number = theirs.fileno()
-        script = FIRST.format(number=number, rank=rank) + sys.argv[3]
+        control = socket.socketpair()
+        script = FIRST.format(number=control[1].fileno(), rank=rank) + sys.argv[3]
         os.environ["RANK"] = str(rank)
-        self._start([sys.executable, "-c", script], os.environ, {0: self._stdin, number: number})
-        theirs.close()
+        command = [sys.executable, "-c", script]
+        self.child = Child(command, os.environ, self._files, control)
+        self._close_files()
 
 FIRST = '''
 import os, signal, socket, subprocess, sys, time

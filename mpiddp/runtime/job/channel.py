@@ -19,7 +19,8 @@ from typing import Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
-from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Member, Server
+from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Server
+from mpiddp.world import World
 
 
 class ChannelLost(JobFailed):
@@ -39,16 +40,15 @@ class AnotherFailed(Exception):
 
 
 class _Answer:
-    """What a thread waits for. Either `message` or `error` is set when it has arrived."""
+    """What a thread waits for: a message, or an error instead of it."""
 
     def __init__(self, *, unless_failed: bool = False) -> None:
-        self.message: tuple[dict[str, Any], bytes] = {}, b""
-        self.error: Exception | None = None
         self.unless_failed = unless_failed
+        self.found: tuple[dict[str, Any], bytes] | Exception = {}, b""
         self.has_arrived = threading.Event()
 
-    def arrive(self, facts: dict[str, Any], value: bytes, error: Exception | None = None) -> None:
-        self.message, self.error = (facts, value), error
+    def arrive(self, found: tuple[dict[str, Any], bytes] | Exception) -> None:
+        self.found = found
         self.has_arrived.set()
 
 
@@ -62,9 +62,9 @@ class JobChannel:
         on_news: gets the messages that nobody waits for.
     """
 
-    def __init__(self, server: Server, connection: Connection, member: Member) -> None:
+    def __init__(self, server: Server, connection: Connection, world: World) -> None:
         self.server = server
-        self.rank, self.world_size = member.rank, member.world_size
+        self.rank, self.world_size = world.rank, world.world_size
         self.group = connection.group
         self.connection = connection.socket
         self._incoming = connection
@@ -84,7 +84,7 @@ class JobChannel:
         self._called: set[str] = set()  # keys of gathers that this process is called to
         self._session = 0  # the process groups that the script has formed one after the other
         self._first_failures: dict[str, int] = {}  # by key of the claim, the rank
-        connection.close_in_forks()
+        os.register_at_fork(after_in_child=self.connection.close)  # it would hide this one's end
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
@@ -215,9 +215,9 @@ class JobChannel:
             for news in self.receive():
                 self.on_news(news)
         answer.has_arrived.wait()
-        if answer.error is not None:
-            raise answer.error
-        return answer.message
+        if isinstance(answer.found, Exception):
+            raise answer.found
+        return answer.found
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.rank} has lost the connection to the other ranks.")
@@ -265,15 +265,13 @@ class JobChannel:
 
     @property
     def has_early(self) -> bool:
-        """Whether messages have arrived with the server's answer, which no poll reports."""
         return bool(self._incoming.early)
 
     def receive(self) -> list[dict[str, Any]]:
         """Receive what arrives next: note what the ranks agree on, and return the other messages."""
-        early, self._incoming.early = self._incoming.early, []
         news = []
         try:
-            for line in early or self._incoming.read():
+            for line in self._incoming.read():
                 facts, value = decode(line)
                 if not self._take(facts, value):
                     news.append(facts)
@@ -289,7 +287,7 @@ class JobChannel:
                 self._first_failures[facts["key"]] = facts["rank"]
                 for waiting in self._answers.values():
                     if waiting.unless_failed and key == self._claim_key:
-                        waiting.arrive({}, b"", AnotherFailed())
+                        waiting.arrive(AnotherFailed())
             elif kind == "failed":
                 self.code_of_failure = facts["code"]
             elif kind == "called":
@@ -300,11 +298,11 @@ class JobChannel:
                 self._given[key] = unlisted(value, self.world_size)
             answer = self._answers.pop(key or kind, None)
         if answer is not None:
-            answer.arrive(facts, value)
+            answer.arrive((facts, value))
         return answer is not None or kind in ("claimed", "failed", "called", "lost", "gathered")
 
     def _lose(self) -> None:
         with self._lock:
             self.is_lost = self._has_ended = True
             for answer in self._answers.values():
-                answer.arrive({}, b"", self.lost())
+                answer.arrive(self.lost())

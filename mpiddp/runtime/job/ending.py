@@ -7,7 +7,7 @@ ranks end.
 from __future__ import annotations
 
 import signal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpiddp.errors import (
     BAD_INPUT,
@@ -19,6 +19,7 @@ from mpiddp.errors import (
     missing_package,
     package_we_lack,
 )
+from mpiddp.protocol.messages import TEXT_LIMIT
 
 
 class Refused(SystemExit):
@@ -57,6 +58,17 @@ class Ending(NamedTuple):
     def is_refusal(self) -> bool:
         """Whether it is bad input, which the rank itself has to print."""
         return self.code == BAD_INPUT and bool(self.sentence)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a message "failed": the beginning of a sentence, and the end of a traceback."""
+        return {
+            "code": self.code,
+            "error": self.sentence[:TEXT_LIMIT],
+            "traceback": self.traceback[-TEXT_LIMIT:],
+            "is_verdict": self.is_verdict,
+            "signal": self.signal,
+        }
 
     def line(self, rank: str) -> str:
         """The line that names `rank`, "" if the rank has printed why, or stops on request."""

@@ -1,4 +1,4 @@
-"""What a script reports to its launcher by itself: its steps, its values, its stacks, its log."""
+"""What a script reports to its launcher by itself: its steps, its values, its stacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import numbers
 import os
-import socket
 import sys
 import threading
 import time
@@ -18,15 +17,13 @@ from mpiddp.protocol.messages import (
     CONFIRM_EVERY,
     MOST_SHOWN,
     SHOWN_BYTES,
-    STREAMS,
     TEXT_LIMIT,
     UNCONFIRMED_LIMIT,
     is_short,
 )
-from mpiddp.protocol.variables import LOG_DIR
 
 PROGRESS_EVERY_S = 0.5
-SUFFIXES = {1: "out", 2: "err"}
+_BY_OPTIMIZER, _BY_CALLS, _BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 
 
 class Reports:
@@ -35,8 +32,7 @@ class Reports:
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
         self.step = 0  # the latest step of this rank
-        self._is_told = False  # the script counts its steps itself
-        self._is_counted = False  # the calls of `should_stop` are the steps
+        self._counter = _BY_OPTIMIZER
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
@@ -44,23 +40,22 @@ class Reports:
 
     def progress(self, step: int) -> None:
         """The script has made this step, by its own count."""
-        self._is_told = True
-        self._report(step)
+        self._count(step, _BY_SCRIPT)
 
     def counted(self, step: int) -> None:
         """The script has called `should_stop` in this step."""
-        self._is_counted = True
-        if not self._is_told:
-            self._report(step)
+        self._count(step, _BY_CALLS)
 
     def optimizer_stepped(self, step: int) -> None:
         """An optimizer of the script has made so many steps."""
-        if not (self._is_told or self._is_counted) and step > self.step:
-            self._report(step)
+        if step > self.step:
+            self._count(step, _BY_OPTIMIZER)
 
-    def _report(self, step: int) -> None:
+    def _count(self, step: int, counter: int) -> None:
         """Report this rank's step, at most twice a second. Most calls send nothing."""
-        self.step = step
+        if counter < self._counter:
+            return
+        self._counter, self.step = counter, step
         now = time.monotonic()
         is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
         if is_due and self._sent - self._confirmed < UNCONFIRMED_LIMIT:
@@ -94,17 +89,16 @@ class Reports:
 
     def send_stacks(self) -> None:
         with contextlib.suppress(OSError):  # no file is left, not even to import
-            self._send("stacks", step=self.step, **look())
+            self._send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
 
 
 def _usage() -> dict[str, float]:
     """What this thread, which makes the steps, and this process have used so far: seconds, and bytes."""
     queued_ns = pages = 0
-    with contextlib.suppress(
-        OSError, ValueError, IndexError
-    ):  # a kernel without it, or no file is left
-        queued_ns = int(_read("/proc/thread-self/schedstat").split()[1])
-        pages = int(_read("/proc/self/statm").split()[1])
+    # A kernel without them, or no file is left.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        queued_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     return {
         "own_s": round((time.thread_time_ns() + queued_ns) / 1e9, 3),
         "cpu_s": round(time.process_time(), 3),
@@ -112,28 +106,18 @@ def _usage() -> dict[str, float]:
     }
 
 
-def _read(path: str) -> bytes:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(file, 256)
-    finally:
-        os.close(file)
+def usage_of(pid: int) -> dict[str, Any]:
+    """The processor time of a process with its descendants, and the state of its main thread.
 
-
-# --- where this process is ---
-
-
-def look() -> dict[str, Any]:
-    """The fields of a message "stacks", but for the step."""
+    "D" while it waits for a disk; "" if the kernel does not tell.
+    """
     from mpiddp.hosts.processes import processor_time
 
-    facts: dict[str, Any] = {
-        "text": _stacks(),
-        "cpu_s": 0.0,
-        "state": state_of(os.getpid()),
-    }
-    with contextlib.suppress(OSError):  # this process has no file left
-        facts["cpu_s"] = processor_time(os.getpid())
+    facts = {"cpu_s": 0.0, "state": ""}
+    with contextlib.suppress(OSError, IndexError):  # it has ended, or this process has no file left
+        facts["cpu_s"] = processor_time(pid)
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
+        facts["state"] = stat.rpartition(b")")[2].split()[0].decode()
     return facts
 
 
@@ -151,53 +135,3 @@ def _stacks() -> str:
     # The end of a long stack is where the thread is.
     first = stacks.pop(main or 0, "")[-TEXT_LIMIT:]
     return "\n".join([first, *stacks.values()])[:TEXT_LIMIT]
-
-
-def state_of(pid: int) -> str:
-    """That of the main thread: "D" while it waits for a disk; "" if the kernel does not tell."""
-    with contextlib.suppress(OSError, IndexError):
-        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
-        return stat.rpartition(b")")[2].split()[0].decode()
-    return ""
-
-
-class Output:
-    """This rank's output, which its agent copies. `log_dir` is the user's folder, None if none is named."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        folder = os.environ.get(LOG_DIR)
-        self.log_dir = Path(folder) if folder else None
-
-    def log_to(self, folder: Path) -> Path:
-        """Write all output, from the rank's first line on, to files in `folder`, and return that of stderr.
-
-        The files are opened here, because the rank can report an error. They grow at a restart.
-        """
-        files, path = open_logs(folder, int(os.environ["RANK"]))
-        try:
-            with contextlib.suppress(ConnectionError):
-                socket.send_fds(self._control, [b'{"type": "log_to"}\n'], files)
-        finally:
-            for file in files:
-                os.close(file)
-        return path
-
-
-def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
-    """The open log files of a rank's streams, and the path of stderr's.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    files: list[int] = []
-    try:
-        for number in STREAMS:
-            path = folder / f"rank_{rank:05d}.{SUFFIXES[number]}"
-            files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
-    except OSError:
-        for file in files:
-            os.close(file)
-        raise
-    return files, path

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpiddp.protocol.channel import SCRIPT
-from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import AnotherScript, Member, Server, connect_to_launcher
+from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_launcher
+from mpiddp.runtime.job.ending import Ending, ending_of
+from mpiddp.runtime.job.reports import Reports
 from mpiddp.runtime.job.stop import StopRequest, stop_on
+from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
-    from mpiddp.runtime.job.ending import Ending
-    from mpiddp.runtime.job.reports import Output, Reports
-
-_TEXT_LIMIT = 16 * 1024  # characters of a text for the launcher
 
 
 class RunFiles(Protocol):
@@ -68,8 +67,8 @@ class Session:
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.stop = StopRequest(self.tell, lambda step: self.reports.counted(step), self.wake)
-        self._reports: Reports | None = None
+        self.reports = Reports(self.send)
+        self.stop = StopRequest(self.tell, self.reports.counted, self.wake)
         self._saves = 0
         self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
@@ -81,31 +80,20 @@ class Session:
         """False in a forked child, which is not a rank."""
         return os.getpid() == self._pid
 
-    @property
-    def reports(self) -> Reports:
-        with self._lock:
-            if self._reports is None:
-                from mpiddp.runtime.job.reports import Reports
+    def connect(self) -> None:
+        """Connect this script to the server of its job, which its rank's variables name.
 
-                self._reports = Reports(self.send)
-            return self._reports
-
-    @property
-    def output(self) -> Output | None:
-        """This rank's output, which its agent copies; None where it goes straight to the MPI."""
-        if self.control is None or not self.has_launcher:
-            return None
-        from mpiddp.runtime.job.reports import Output
-
-        return Output(self.control)
-
-    def connect(self, server: Server, member: Member, *, has_launcher: bool) -> None:
-        """Connect this script to the server of its job."""
-        connection = connect_to_launcher(server, member, "hello", role=SCRIPT)
-        self.channel = JobChannel(server, connection, member)
-        self.has_launcher = has_launcher
+        Raises:
+            AnotherScript: this rank has a script already.
+            JobFailed: the server cannot be reached.
+        """
+        env, world = os.environ, World.from_env()
+        server = Server(env[CHANNEL], env.get(CHANNEL_SECRET, ""))
+        connection = connect_to_launcher(server, world, "hello", role=SCRIPT)
+        self.channel = JobChannel(server, connection, world)
+        self.has_launcher = JOB in env
+        self.stop.is_alone = world.world_size == 1
         self.channel.listen(self._obey, self._look)
-        self.stop.is_alone = member.world_size == 1
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher. The agent ends this process, so "end" is none of its."""
@@ -118,7 +106,7 @@ class Session:
                 self.reports.confirm()
 
     def _look(self) -> None:
-        if self.channel is not None and self.channel.group and self.channel.world_size > 1:
+        if self.channel is not None and not self.stop.is_alone:
             self.stop.agree(self.channel)
 
     def wake(self) -> None:
@@ -143,6 +131,22 @@ class Session:
             with contextlib.suppress(OSError):  # the script has closed it
                 self.control.sendall(json.dumps(facts).encode() + b"\n")
 
+    def log_to(self, folder: Path) -> None:
+        """Write this rank's output, from its first line on, to files in `folder`, if its agent copies it.
+
+        Not if the user has named another folder. The files are opened here, where an error is the rank's own.
+        """
+        if self.control is None or not self.has_launcher or os.environ.get(LOG_DIR):
+            return
+        from mpiddp.runtime.output import open_logs
+
+        files, path = open_logs(folder, int(os.environ["RANK"]))
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self.control, [b'{"type": "log_to"}\n'], files)
+        for file in files:
+            os.close(file)
+        self.send("log", path=str(path))
+
     def report(self, ending: Ending) -> None:
         """Say why this script has failed, to whoever reports its end.
 
@@ -151,15 +155,10 @@ class Session:
         if self.has_said_why and not ending.sentence:
             return
         self.has_said_why = bool(ending.sentence)
-        said = {
-            "error": ending.sentence[:_TEXT_LIMIT],  # the beginning is the useful part
-            "traceback": ending.traceback[-_TEXT_LIMIT:],
-            "is_verdict": ending.is_verdict,
-        }
         if self.control is not None:
-            self.tell_agent({"type": "error", "code": ending.code, **said})
+            self.tell_agent({"type": "error", **ending.facts})
         else:
-            self.send("failed", code=ending.code, **said)
+            self.send("failed", **ending.facts)
 
     def claim_first_failure(self) -> bool:
         """Tell the others at once that this rank fails. Returns whether it is the first."""
@@ -223,14 +222,10 @@ def script_session() -> Session:
         JobFailed: the server of the job cannot be reached.
     """
     session = current()
-    if session.channel is None and CHANNEL in os.environ:
-        from mpiddp.world import World, is_joined
-
-        if is_joined(os.environ):
-            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
-            with contextlib.suppress(AnotherScript):
-                session.connect(server, World.from_env(), has_launcher=JOB in os.environ)
-                atexit.register(_report_end, session)
+    if session.channel is None and CHANNEL in os.environ and is_joined(os.environ):
+        with contextlib.suppress(AnotherScript):
+            session.connect()
+            atexit.register(_report_end, session)
     return session
 
 
@@ -241,8 +236,6 @@ def _report_end(session: Session) -> None:
         if error is None:
             session.send("done")
         else:
-            from mpiddp.runtime.job.ending import ending_of
-
             session.claim_first_failure()
             session.report(ending_of(error, has_stopped=session.stop.has_stopped))
 

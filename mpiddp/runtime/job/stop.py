@@ -19,22 +19,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mpiddp.runtime.job.channel import JobChannel
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
-_THREAD = "SIGTERM of a rank's child"
 AGAIN_S = 5.0  # a child that handles SIGTERM itself has so long for that
-# The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
-PASSED = frozenset(
-    {
-        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
-        *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
-    }
-)
 
 
 class StopRequest:
@@ -55,7 +46,7 @@ class StopRequest:
         self._tell, self._counted, self._wake = tell, counted, wake
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
-        self._answered = 0  # the latest call whose answer `stops_next` has given
+        self._denied = 0  # the latest call at which the ranks do not stop
         self._steps_before = 0  # steps of the run before this process resumed it
         self._key = _KEY  # of the gather of the proposals
         self._proposed: int | None = None
@@ -100,12 +91,8 @@ class StopRequest:
         self.declare_support()
         with self._lock:
             self._calls += 1
-            self._decide_alone(max(self._calls, self._answered + 1))
-            must_wait = self._step is None and self._proposed == self._calls
         self._counted(self._steps_before + self._calls)
-        if must_wait:
-            self._decided.wait()
-        stops = self._step is not None and self._calls >= self._step
+        stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
         return stops
@@ -117,14 +104,21 @@ class StopRequest:
         """
         if self.has_stopped or not self.supports_stop:
             return self.has_stopped
+        return self._stops_at(self._calls + 1)
+
+    def _stops_at(self, call: int) -> bool:
+        """Whether all ranks stop at this call, or before. Waits for the decision if that may be so."""
         with self._lock:
-            self._answered = self._calls + 1
-            self._decide_alone(self._answered)
-            must_wait = self._step is None and self._proposed == self._answered
+            if self.is_alone and self.is_requested and self._step is None:
+                self._decide(max(call, self._denied + 1))
+            must_wait = self._step is None and self._proposed == call
         if must_wait:
             self._decided.wait()
         # A later proposal of this rank is a later step, and the decision is later, too.
-        return self._step is not None and self._answered >= self._step
+        stops = self._step is not None and call >= self._step
+        if not stops:
+            self._denied = call
+        return stops
 
     def stopped(self) -> None:
         """Record that this rank ends early with its work saved, on request or for another reason."""
@@ -153,10 +147,6 @@ class StopRequest:
                 return
             self._proposed = self._calls + ahead
         channel.give(self._key, self._proposed, calls=self.is_requested)
-
-    def _decide_alone(self, step: int) -> None:
-        if self.is_alone and self.is_requested and self._step is None:
-            self._decide(step)
 
     def _decide(self, step: int) -> None:
         self._step = step
@@ -212,9 +202,8 @@ def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) ->
 def leave_sigterm_to_rank() -> None:
     """From now on, processes that multiprocessing forks from this rank leave a stranger's SIGTERM to it.
 
-    A batch system may send one to every process of a job, whose rank still saves, and needs its workers. They
-    leave it only while the rank handles SIGTERM itself, so a SIGTERM to every process ends a script that
-    cannot stop, and its children with it. Processes of os.fork or subprocess are not affected: the program
+    A batch system may send one to every process of a job, whose rank still saves, and needs its workers. Once
+    the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
 
     At its end, this process sends SIGTERM to its daemons until they have ended. multiprocessing sends it once
@@ -240,21 +229,20 @@ def _end_children() -> None:
 
 
 def _obey_parent(_: object) -> None:
-    """In a forked child: ignore a SIGTERM unless the rank sends it, or could not survive it.
+    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended.
 
     A handler that the child itself installs gets every SIGTERM.
     """
-    is_obeying = any(thread.name == _THREAD for thread in threading.enumerate())
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not is_obeying:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
-        threading.Thread(target=_obey, args=(os.getppid(),), name=_THREAD, daemon=True).start()
+        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
 
 
 def _obey(rank: int) -> None:
     while True:
         sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
         has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        if has_own_handler or sender == rank or not _survives_sigterm(rank):
+        if has_own_handler or sender == rank or os.getppid() != rank:
             break
     if not has_own_handler and sender == rank and _is_loader_worker():
         os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
@@ -265,13 +253,3 @@ def _obey(rank: int) -> None:
 def _is_loader_worker() -> bool:
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None
-
-
-def _survives_sigterm(pid: int) -> bool:
-    """Whether the process exists, and handles or blocks SIGTERM: a child of a rank blocks it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    masks = dict(line.split(":\t", 1) for line in lines if line.startswith(("SigBlk", "SigCgt")))
-    return any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks.values())

@@ -46,13 +46,15 @@ import os, sys
 from mpiddp.cli import _print_failure
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.agent import Agent
+from mpiddp.runtime.child import Child
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.world import World
 
 class Alone(Agent):
     def _begin(self):
         self._connect(self._launcher)
-        self._start([sys.executable, "-c", "import os, sys, time\\n" + sys.argv[1]], os.environ, {})
+        command = [sys.executable, "-c", "import os, sys, time\\n" + sys.argv[1]]
+        self.child = Child(command, os.environ, {})
 
 try:
     sys.exit(Alone(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())

@@ -107,7 +107,7 @@ def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path: Path) -> No
 for number in range(400):
     os.write(1, b"%999d\\n" % number)
 for _ in range(2):
-    current().output.log_to(Path({str(tmp_path)!r}))
+    current().log_to(Path({str(tmp_path)!r}))
 while b"missing" not in Path({str(tmp_path / "rank_00000.out")!r}).read_bytes():
     time.sleep(0.01)
 print("late")
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_written_is_named_and_loses_no_shown_line() -> Non
     code = """
 real = os.open
 os.open = lambda path, *rest: real("/dev/full", os.O_WRONLY)
-current().output.log_to(Path("/tmp"))
+current().log_to(Path("/tmp"))
 print("shown")
 """
     out, err = run(code)

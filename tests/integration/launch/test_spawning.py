@@ -42,7 +42,6 @@ from mpiddp.spawning.spawn import (
     launch_options,
 )
 from tests.support.errors import error
-from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 from tests.support.ranks import mpiddp as mpiddp_command
@@ -142,14 +141,6 @@ def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
 # What travels
 
 
-def test_a_lambda_travels_with_its_closure_and_its_arguments() -> None:
-    factor = 3
-    facts, body = travelled(pickled_call(lambda x: factor * x, (14,), MAX_RESULT_BYTES))
-    function, args = run_function.unpickled(facts, body, "node1")
-    assert function(*args) == 42
-    assert facts["name"].endswith("<lambda>")
-
-
 def travelled(call: bytes) -> tuple[dict[str, Any], bytes]:
     facts, body = json.loads(call)
     return facts, b64decode(body)
@@ -205,14 +196,6 @@ def test_without_cloudpickle_the_sentence_has_the_pip_command(
     on_node1 = error("have. Run", "mpiddp.spawn on node1 ", *values)
     with pytest.raises(UserError, match=on_node1):
         run_function.unpickled({"name": "work"}, b"", "node1")
-
-
-def test_another_python_is_refused() -> None:
-    run_function.check_python({"python": list(sys.version_info[:2])}, "node1")
-    own = f"Python 3.{sys.version_info[1]} ({sys.executable})"
-    values = ("node1 ", own, "Python 3.9, ", "Python 3.9 ")
-    with pytest.raises(UserError, match=error("but mpiddp.spawn", *values)):
-        run_function.check_python({"python": [3, 9]}, "node1")
 
 
 def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +273,6 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
         mpiddp.spawn(len, "ab", hosts="localhost:1")
 
 
-@pytest.mark.parametrize("left", [1, 3])
-def test_a_machine_without_files_is_no_bad_input(
-    left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_a_user(monkeypatch)
-    sentence = error("mpiddp.spawn cannot start", "mpiddp.spawn ", "Too many open files")
-    with files_left(left), pytest.raises(mpiddp.JobFailed, match=sentence):
-        mpiddp.spawn(len, "ab", hosts="localhost:1")
-
-
 def test_a_result_whose_module_is_missing_here() -> None:
     body = pickle.dumps(subprocess.run).replace(b"subprocess", b"subprocesz")
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
@@ -331,18 +304,10 @@ def test_a_rank_of_spawn_by_hand() -> None:
 @pytest.mark.parametrize(
     ("keywords", "id", "values"),
     [
-        ({"hostfile": "/no/hosts"}, "Not falling", ["/no/hosts "]),
-        ({"hosts": "node1:x"}, "a positive", ["node1:x"]),
         ({"hosts": []}, "-H lists", ["-H "]),
-        ({"ranks": 0}, "--help", ["argument -n: ", "1 or more", "'0'"]),
         ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
         ({"hosts": "localhost:1", "env": {"A B": "1"}}, "Example: -x", ['"A B"']),
         ({"max_restart": 1}, "--help", ["--max-restart"]),
-        (
-            {"hosts": "localhost:1", "log_ranks": "3"},
-            "is no rank",
-            ["--log-ranks 3: ", "rank 3", "rank 0"],
-        ),
     ],
 )
 def test_bad_options_are_one_sentence(

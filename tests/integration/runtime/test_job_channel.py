@@ -7,7 +7,6 @@ python -m pytest tests/integration/runtime/test_job_channel.py
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import threading
@@ -493,15 +492,3 @@ def test_an_answer_for_all_is_encoded_once() -> None:
     (reply,) = group.receive(99, dict(facts), b"2", 0.0)
     assert list(reply.ranks) == list(range(100))
     assert encode_value("!") not in reply.line
-
-
-def test_a_member_whose_file_is_another_one_reads_nothing_of_it(job: Job) -> None:
-    """As after `os.closerange`, when the script opens a connection of its own."""
-    member = job.connect(0)
-    file = member.connection.fileno()
-    ours, theirs = socket.socketpair()
-    os.dup2(ours.fileno(), file)
-    theirs.sendall(b"of the script\n")
-    member.receive()
-    assert member.is_lost
-    assert ours.recv(64) == b"of the script\n"

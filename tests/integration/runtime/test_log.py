@@ -27,12 +27,6 @@ def test_only_rank_0_prints_and_every_rank_warns(rank: int, printed: str) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "warning: a warning\n")
 
 
-def test_logging_continues_on_a_full_disk() -> None:
-    command = f"{sys.executable} -c '{LOGS_MESSAGES}' 0 >/dev/full"
-    done = subprocess.run(command, shell=True, capture_output=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stderr) == (0, b"warning: a warning\n")
-
-
 def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
     command = f"{sys.executable} -c '{LOGS_MESSAGES}' 0; echo $? >{tmp_path}/code"
     with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as shell:
@@ -41,12 +35,11 @@ def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
     assert (tmp_path / "code").read_text() == "0\n"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
-def test_a_message_may_contain_any_character(encoding: str) -> None:
+def test_a_message_may_contain_any_character() -> None:
     """A path may be any bytes; Python then has surrogates for those that are not UTF-8."""
     code = LOGS_MESSAGES.replace("a line", "a \\udcff… line")
+    env = clean_env({"PYTHONIOENCODING": "ascii:strict"})
     command = [sys.executable, "-c", code, "0"]
-    env = clean_env({"PYTHONIOENCODING": encoding})
     done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.startswith(b"a \\udcff")
 

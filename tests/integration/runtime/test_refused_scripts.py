@@ -1,4 +1,4 @@
-"""Scripts that cannot be run are refused, and a missing module is the script's own error.
+"""The files of a script that all hosts need alike, and who prints a refusal first.
 
 Tests mpiddp/runtime/program.py.
 python -m pytest tests/integration/runtime/test_refused_scripts.py
@@ -12,27 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from mpiddp import errors
-from mpiddp.errors import UserError, print_from_one_rank
+from mpiddp.errors import print_from_one_rank
 from mpiddp.runtime.program import Program
-from tests.support.errors import error
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "id", "values"),
-    [
-        ("script", "nosuch.py", "not found", ["nosuch.py ", "{cwd})"]),
-        ("script", ".", "folder, not", [". ", "mpiddp run -m MODULE"]),
-        ("script", "/dev/null", "no regular", ["/dev/null "]),
-        ("module", "no.such", "the installed", ["module no.such ", "{cwd} "]),
-        ("module", "", "the installed", ["{cwd} "]),
-    ],
-)
-def test_a_program_that_cannot_be_run_is_refused(
-    kind: str, name: str, id: str, values: list[str]
-) -> None:
-    shown = [value.format(cwd=Path.cwd()) for value in values]
-    with pytest.raises(UserError, match=error(id, *shown)):
-        Program(kind, name).check()
 
 
 def test_the_files_of_a_script_are_those_that_it_imports(tmp_path: Path) -> None:
