@@ -31,9 +31,6 @@ _WRONG = {
     *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM, errno.EROFS),
 }
 
-_FIRST_LINE = 4096  # bytes that show what a file is
-
-
 # Open files whose locks say that this process is alive, by the folders that it owns.
 _LOCKS: dict[Path, int] = {}
 
@@ -159,16 +156,3 @@ def check_program(name: str, path: str | None) -> None:
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
     hint = " It may not be executed: chmod +x would allow it." if is_file else ""
     raise UserError(f"{escaped(name)} is not a program.{hint}")
-
-
-def is_python(path: Path) -> bool:
-    """Whether a file may be a Python script, by its beginning: no binary, no script of another interpreter.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        first_line = file.readline(_FIRST_LINE)
-    if first_line.startswith(b"#!"):
-        return b"python" in first_line
-    return b"\0" not in first_line

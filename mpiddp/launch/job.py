@@ -64,11 +64,10 @@ class _Job:
         self._console = open_console(Path(options.job.command[0]).name)
         self._named = plan.named  # the latest list of hosts without an error
         began_at = time.monotonic() - (time.time() - started_at)
-        stop_after_s = options.stop_after_s
-        self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
+        self._stop_at = began_at + (options.stop_after_s or float("inf"))
         self._run_id = os.urandom(8).hex()
         self._known = NOTHING_ANNOUNCED  # by the attempts so far
-        self._past = Past(avoided=plan.avoided, enough=len(plan.hosts.usable))
+        self._past = Past(enough=len(plan.hosts.usable))
         self._restarts = 0
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
@@ -85,7 +84,34 @@ class _Job:
 
     def _attempt(self) -> Outcome:
         """Run the latest plan."""
-        plan = self._plan
+        plan, options = self._plan, self._options
+        try:
+            with ExitStack() as stack:
+                search = None
+                if self._may_grow:
+                    search = HostSearch(options, plan, self._past.doubts)
+                    stack.enter_context(closing(search))
+                terms = Terms(
+                    *(options, self._stop_at, self._exchange, search, self._console),
+                    *(self._settings(), self._known.resume_args),
+                )
+                outcome = run_attempt(terms, plan.starter, plan.request, self._signals)
+        except (UserError, JobFailed) as error:
+            if not self._restarts:
+                raise
+            outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
+        self._known = self._known.after(outcome.announcement)
+        # The job stopped to grow, and had saved its steps.
+        saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
+        if saved and outcome.code == INTERRUPTED:
+            outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
+        self._remember(outcome)
+        if outcome.made_steps:
+            self._grown_from = None
+        return outcome
+
+    def _settings(self) -> dict[str, str]:
+        """The variables that tell the ranks which attempt this is, and what those before have announced."""
         known = self._known
         settings = {
             RUN_ID: self._run_id,
@@ -93,36 +119,11 @@ class _Job:
             MAX_RESTARTS: str(self._options.max_restarts),
         }
         if known.global_batch_size is not None:
-            batch = {
-                "global_batch_size": known.global_batch_size,
-                "world_size": known.world_size,
-            }
-            settings[ANNOUNCED] = json.dumps(batch)
+            of_batch = ("global_batch_size", "world_size")
+            settings[ANNOUNCED] = json.dumps({name: getattr(known, name) for name in of_batch})
         if known.run_dir:
             settings[RUN_DIR] = known.run_dir
-        request = plan.request._replace(job=(*plan.request.job, *known.resume_args))
-        try:
-            with ExitStack() as stack:
-                search = None
-                if self._may_grow:
-                    search = stack.enter_context(closing(HostSearch(self._options, plan)))
-                terms = Terms(
-                    *(self._options, self._stop_at, self._exchange, search, self._console), settings
-                )
-                outcome = run_attempt(terms, plan.starter, request, self._signals)
-        except (UserError, JobFailed) as error:
-            if not self._restarts:
-                raise
-            outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self._known = known.after(outcome.announcement)
-        saved = self._grown_from is not None and self._may_grow and not outcome.made_steps
-        # The job stopped to grow, and had saved its steps.
-        if saved and outcome.code == INTERRUPTED:
-            outcome = outcome._replace(code=STOPPED, sentence="stopped on request.")
-        self._remember(outcome)
-        if outcome.made_steps:
-            self._grown_from = None
-        return outcome
+        return settings
 
     def _remember(self, outcome: Outcome) -> None:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
@@ -131,19 +132,18 @@ class _Job:
             at_fault = key_of(outcome.host_at_fault, named)
         if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
             remember(
-                *(self._options, named),
+                *(self._options.hostfile, named),
                 used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
                 failed={at_fault: outcome.sentence} if at_fault else {},
                 slow={key_of(name, named): part for name, part in outcome.slow_hosts.items()},
             )
-        before, self._at_fault = self._at_fault, at_fault
-        avoided = dict(plan.avoided)
-        if at_fault and at_fault == before:
-            avoided[at_fault] = f"{at_fault} has ended two attempts in a row"
-        max_ranks = self._known.max_ranks
+        doubts = dict(self._past.doubts)
+        if at_fault and at_fault == self._at_fault:
+            doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+        self._at_fault = at_fault
         # Hosts on which mpirun could not even start prove nothing.
         proven = plan.hosts.hosts if outcome.has_started else self._past.proven
-        self._past = self._past._replace(avoided=avoided, proven=proven, max_ranks=max_ranks)
+        self._past = Past(doubts, proven, self._past.enough, self._known.max_ranks)
 
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -178,13 +178,11 @@ class _Job:
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""
-        interrupted = INTERRUPTED_BEFORE
-        if outcome.code == STOPPED:
-            interrupted = Outcome(STOPPED, "stopped on request.")
-        else:
+        has_saved, before = outcome.code == STOPPED, self._plan
+        if not has_saved:
             outcome.log()
             self._may_grow = False
-        before = self._plan
+        interrupted = _STOPPED if has_saved else INTERRUPTED_BEFORE
         planned = self._planned(interrupted)
         if planned is interrupted:
             return interrupted
@@ -199,10 +197,23 @@ class _Job:
         return self._begin_again(planned)
 
     def _planned(self, interrupted: Outcome) -> Plan | Outcome:
-        """A new plan, or why there is none. `interrupted`: if the user stops the job meanwhile."""
+        """The plan for the hosts that are listed and usable now, or why there is none.
+
+        A list that is in error is ignored; the latest valid one stays in force.
+
+        Args:
+            interrupted: the outcome if the user stops the job meanwhile.
+        """
         try:
             with interrupting(self._signals):
-                planned: Plan | Outcome = self._next_plan()
+                forget_addresses()
+                try:
+                    self._named = read_hosts(self._options, os.environ, is_first=False)
+                except (UserError, JobFailed) as error:
+                    log.error(f"{error} The hosts of before are used until the list is right.")
+                planned: Plan | Outcome = make_plan(
+                    self._options, os.environ, self._named, self._past
+                )
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:
@@ -215,25 +226,12 @@ class _Job:
         self._restarts += 1
         request, known = plan.request, self._known
         log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
-        global_batch_size = known.global_batch_size
-        if global_batch_size is not None and request.world_size != known.world_size:
+        if known.global_batch_size is not None and request.world_size != known.world_size:
             log.info(
                 f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
-                f"stays at {global_batch_size}."
+                f"stays at {known.global_batch_size}."
             )
         return plan
-
-    def _next_plan(self) -> Plan:
-        """The plan for the hosts that are listed and usable now.
-
-        A list that is in error is ignored; the latest valid one stays in force.
-        """
-        forget_addresses()
-        try:
-            self._named = read_hosts(self._options, os.environ, is_first=False)
-        except (UserError, JobFailed) as error:
-            log.error(f"{error} The hosts of before are used until the list is right.")
-        return make_plan(self._options, os.environ, self._named, self._past)
 
     def _must_stop(self) -> bool:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
@@ -242,3 +240,4 @@ class _Job:
 
 
 INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")
+_STOPPED = Outcome(STOPPED, "stopped on request.")

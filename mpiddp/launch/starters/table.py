@@ -91,7 +91,11 @@ def find_starter(
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
-    return identify(Path(found).absolute(), env)
+    starter = identify(Path(found).absolute(), env)
+    if starter.libmpi is None or starter.program.parent == python.parent:
+        return starter._replace(libmpi=None)  # mpi4py finds a library beside Python by itself
+    named = None if explicit else env.get("MPI4PY_LIBMPI")
+    return starter._replace(libmpi=Path(named)) if named else starter
 
 
 def identify(program: Path, env: Mapping[str, str]) -> RankStarter:

@@ -1,12 +1,11 @@
 """What the launcher keeps of the ranks' announcements, and the address that srun's ranks get.
 
-Tests mpiddp/launch/ranks.py, job.py and variables.py.
+Tests mpiddp/launch/ranks.py, variables.py and starters/table.py.
 python -m pytest tests/unit/launch/test_announcements.py
 """
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch.options import parse_options
 from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.starters.command import JobNetwork, RankStarter
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.starters.table import STARTERS, find_starter
 from mpiddp.launch.variables import variables_of_ranks
 from mpiddp.protocol.server import Message
+from tests.support.an_mpirun import an_mpirun
 
 (SRUN,) = (kind for kind in STARTERS if kind.has_scheduler)
 OPEN_MPI = next(kind for kind in STARTERS if kind.library)
@@ -52,26 +51,30 @@ def test_a_folder_and_an_announcement_come_in_either_order() -> None:
 def test_only_srun_has_to_be_told_the_address_of_rank_0(
     kind: Any, names: tuple[str, ...], env: dict[str, str], address: str | None
 ) -> None:
-    options = parse_options(["-H", "localhost", "--", "ls"])
     network = JobNetwork(Interface("eth0", "10.0.0.5", "10.0.0.0/24"), ("eth0",))
     placed = Hosts("", tuple(Host(name, ranks=1) for name in names))
     starter = RankStarter(kind, "1", Path("/mpi/bin/starter"))
-    found = variables_of_ranks(options, starter, placed, network, env)
+    found = variables_of_ranks({}, {"UNSET": None}, starter, placed, network, env)
     assert found.get("MASTER_ADDR") == address
     assert found["MPIDDP_NETWORKS"] == "eth0"
-    assert "MPIDDP_INTERFACE" not in found
-    without = variables_of_ranks(options, starter, placed, JobNetwork(), env)
+    assert "UNSET" not in found
+    without = variables_of_ranks({}, {}, starter, placed, JobNetwork(), env)
     assert without.get("MASTER_ADDR") == env.get("MASTER_ADDR")
 
 
-def test_mpi4py_gets_the_library_of_the_mpirun_in_use() -> None:
-    options = parse_options(["-H", "localhost", "--", "ls"])
-    placed = Hosts("", (Host(socket.gethostname(), ranks=1),))
-    library = Path("/mpi/lib/libmpi.so.40")
-    starter = RankStarter(OPEN_MPI, "5.0.11", Path("/mpi/bin/mpirun"), library)
+def test_mpi4py_gets_the_library_of_the_mpirun_in_use(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libmpi.so.40"
+    for folder in ("lib", "bin"):
+        (tmp_path / folder).mkdir()
+    library.touch()
+    mpirun = an_mpirun(tmp_path / "bin")
+    env = {"PATH": f"{tmp_path}/bin:/bin", "MPI4PY_LIBMPI": "/my/libmpi.so"}
+    python = Path("/venv/bin/python")
 
-    def found(env: dict[str, str]) -> str | None:
-        return variables_of_ranks(options, starter, placed, JobNetwork(), env).get("MPI4PY_LIBMPI")
+    def found(explicit: str | None, env: dict[str, str], python: Path = python) -> str:
+        return str(find_starter("mpirun", explicit, python, env).libmpi)
 
-    assert found({}) == str(library)
-    assert found({"MPI4PY_LIBMPI": "/my/libmpi.so"}) == "/my/libmpi.so"
+    assert found(None, env) == "/my/libmpi.so"
+    assert found(mpirun, env) == found(None, {"PATH": env["PATH"]}) == str(library)
+    # mpi4py finds a library beside Python by itself.
+    assert found(None, env, tmp_path / "bin" / "python") == "None"

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import socket
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +17,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.history import Event, File
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
 from mpiddp.launch.choose import Past, key_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
-from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
@@ -145,50 +142,35 @@ def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
 # --- what earlier jobs have shown ---
 
 
-@pytest.fixture(name="listed")
-def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchOptions, Hosts]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("")
-    where = parse_options(["--hostfile", str(hostfile), "--", "ls"])
-    return where, Hosts(str(hostfile), (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
+LISTED = Hosts("hosts", (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
 
 
-def events(where: LaunchOptions) -> list[Event]:
-    return list(File.of(where.hostfile).read().events)
-
-
-def test_a_job_on_this_machine_has_no_memory(listed: tuple[LaunchOptions, Hosts]) -> None:
-    where, _ = listed
+def test_a_job_on_this_machine_has_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.touch()
     alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    remember(where, alone, used=["localhost"], failed={"localhost": "x"})
-    assert events(where) == []
-    assert of_earlier_jobs(where, alone) == Past()
+    remember(str(file), alone, used=["localhost"], failed={"localhost": "x"})
+    assert list(tmp_path.iterdir()) == [file]
+    assert of_earlier_jobs(str(file), alone) == Past()
 
 
-def test_flaky_hosts_are_named(
-    listed: tuple[LaunchOptions, Hosts], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where, hosts = listed
-    assert of_earlier_jobs(where, hosts) == Past()
+def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hosts"
+    file.touch()
+    assert of_earlier_jobs(str(file), LISTED) == Past()
+    used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
         monkeypatch.setattr(choose, "_JOB", job)
-        remember(
-            where, hosts, used=["a.invalid", "b.invalid"], failed={"b.invalid": "it was lost."}
-        )
-    past = of_earlier_jobs(where, hosts)
-    assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
-    assert past.flaky["b.invalid"].startswith("b.invalid ")
-    assert events(where)[-1].at <= time.time() + 0.001  # it is rounded to milliseconds
+        remember(str(file), LISTED, used=used, failed=failed)
+    (doubt,) = of_earlier_jobs(str(file), LISTED).doubts.items()
+    assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
 
 @pytest.mark.parametrize(
     ("name", "key"), [("B.invalid", "b.invalid"), (HERE, "localhost"), ("c", "c")]
 )
-def test_the_key_of_a_host_that_mpirun_got(
-    listed: tuple[LaunchOptions, Hosts], name: str, key: str
-) -> None:
-    assert key_of(name, listed[1]) == key
+def test_the_key_of_a_host_that_mpirun_got(name: str, key: str) -> None:
+    assert key_of(name, LISTED) == key
 
 
 def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:

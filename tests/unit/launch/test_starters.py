@@ -13,11 +13,9 @@ import pytest
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
 from mpiddp.launch.starters.command import Command, RankStarter, Request
-from mpiddp.launch.starters.environment import (
-    forwarded,
-)
 from mpiddp.launch.starters.openmpi import can_shield
 from mpiddp.launch.starters.table import STARTERS, _find_library
+from mpiddp.launch.variables import forwarded
 
 # What their --version prints.
 VERSIONS = {

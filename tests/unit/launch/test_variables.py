@@ -1,6 +1,6 @@
 """The variables of the ranks: which of this shell's reach other hosts, and those of -x and --env-file.
 
-Tests mpiddp/launch/starters/environment.py. The promises have the command line for each MPI.
+Tests mpiddp/launch/variables.py. The promises have the command line for each MPI.
 python -m pytest tests/unit/launch/test_variables.py
 """
 
@@ -15,8 +15,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.starters.environment import (
-    fill_in_hint,
+from mpiddp.launch.variables import (
     forwarded,
     is_secret,
     parse_env_file,
@@ -129,5 +128,3 @@ def test_a_printed_command_has_no_values() -> None:
         *("-x", "HF_TOKEN=…", "-xMY_KEY=…", "-x=A=…", "-vxPLAIN=…", "-x", "TOKEN", "-x", "V=…"),
         *("--hostfile", "f"),
     ]
-    assert fill_in_hint(["B", "A"]).endswith("Fill in: A, B")
-    assert fill_in_hint([]) == ""
