@@ -98,19 +98,26 @@ def choose(named: Hosts, complaints: Mapping[Host, str], wanted: Wanted, past: P
 # --- the memory of earlier jobs ---
 
 
-def of_earlier_jobs(hostfile: str | None, named: Hosts) -> Past:
+def memory_of(hostfile: str | None, named: Hosts) -> File | None:
+    """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
+    if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
+        return None
+    from mpiddp.hosts.history import File  # only jobs over several hosts pay for it
+
+    return File.of(hostfile)
+
+
+def of_earlier_jobs(memory: File | None, named: Hosts) -> Past:
     """What the history says of the hosts."""
-    file = _history_file(hostfile, named)
-    if file is None:
+    if memory is None:
         return Past()
-    history = file.read()
+    history = memory.read()
     doubts = {host: history.record(host.key).doubt for host in named.usable}
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
 def remember(
-    hostfile: str | None,
-    named: Hosts,
+    memory: File | None,
     *,
     used: Collection[str] = (),
     failed: Doubts = _NO_DOUBTS,
@@ -122,24 +129,13 @@ def remember(
         failed: the hosts that did not answer, or that ended the attempt, and why.
         slow: the hosts of stragglers, and their part of the others' speed.
     """
-    file = _history_file(hostfile, named)
-    if file is not None:
+    if memory is not None:
         from mpiddp.hosts.history import Event
 
-        file.append(Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
-
-
-def _history_file(hostfile: str | None, named: Hosts) -> File | None:
-    """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
-    if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
-        return None
-    from mpiddp.hosts.history import File  # only jobs over several hosts pay for it
-
-    return File.of(hostfile)
+        memory.append(Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
 
 
 def key_of(name: str, named: Hosts) -> str:
     """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
-    if is_this_host(name):
-        return next((host.key for host in named.hosts if is_this_host(host.name)), name.lower())
-    return name.lower()
+    here = (host.key for host in named.hosts if is_this_host(name) and is_this_host(host.name))
+    return next(here, name.lower())

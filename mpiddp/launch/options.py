@@ -328,18 +328,14 @@ def _add(group: Any, name: str, option_strings: Sequence[str], **more: Any) -> N
 
 # What users of other launchers type, and what does the same here (docs/migration.md).
 _ELSEWHERE = {
-    "--nnodes": "The list of hosts says it: -H node1:8,node2:8",
-    "--node-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-": "Leave it out: rank 0 binds a free port and announces it over MPI.",
+    "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
+    "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
+    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it over MPI.",
     "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one.",
     "--num-processes": "Write: -n N",
-    "--num-machines": "The list of hosts says it: -H node1:8,node2:8",
-    "--machine-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--gpus": "The slots of a host are its GPUs: -H node1:8",
-    "--num-gpus": "The slots of a host are its GPUs: -H node1:8",
+    "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",
     "--env": "Write: -x NAME=VALUE",
-    "--tee": "Write: --log-dir DIR --log-ranks 0,5",
-    "--redirects": "Write: --log-dir DIR --log-ranks 0,5",
+    "--tee|--redirects": "Write: --log-dir DIR --log-ranks 0,5",
     "--map-by": "Ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
     "--bind-to": "Write: --bind core",
     "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
@@ -362,10 +358,8 @@ class _Parser(OneSentenceParser):
 def instead_of(flag: str) -> str:
     """What does here what the flag does in another launcher; "" if that is unknown."""
     name = flag.replace("_", "-")
-    for known, text in _ELSEWHERE.items():
-        if name == known or (known.endswith("-") and name.startswith(known)):
-            return text
-    return ""
+    known = (text for pattern, text in _ELSEWHERE.items() if re.fullmatch(pattern, name))
+    return next(known, "")
 
 
 _EXAMPLES = """\
@@ -446,8 +440,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, backend, variables, prefix, **given)
 
 
-# Options that people write behind the script by mistake; the first two of them are meant to start nothing.
-_MISPLACED = ("--dry-run", "--help", "-h", "--hostfile", "-H", "-n")
+# Options that people write behind the script by mistake.
+_STARTS_NOTHING = ("--dry-run", "--help", "-h")
+_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
 _OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
@@ -456,18 +451,15 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
     if job.is_command or job.is_module:
         return
     script, *arguments = job.command
-    found = [each for each in arguments if each.partition("=")[0] in _MISPLACED]
-    if not found:
-        return
-    text = Path(script).read_text(errors="replace")
-    for flag in (each.partition("=")[0] for each in found):
-        is_help = flag in ("--help", "-h")
-        if re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text.replace("_", "-")) or (
-            is_help and _OWN_PARSER.search(text)
-        ):
+    flags = [each.partition("=")[0] for each in arguments]
+    flags = [flag for flag in flags if flag in _MISPLACED]
+    text = Path(script).read_text(errors="replace").replace("_", "-") if flags else ""
+    for flag in flags:
+        is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
+        if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
             continue
         sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
-        if flag in ("--dry-run", "--help", "-h"):
+        if flag in _STARTS_NOTHING:
             raise UserError(f"{sentence} Write it before the script: {verb} {flag} {script}")
         log.info(f"{sentence} An option of {verb} comes before the script.")
 

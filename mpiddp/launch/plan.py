@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
@@ -21,7 +21,7 @@ from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.launch import log
-from mpiddp.launch.choose import Past, choose, of_earlier_jobs, remember, wanted_hosts
+from mpiddp.launch.choose import Past, choose, memory_of, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import place, ranks_by_host, with_slots
@@ -32,6 +32,9 @@ from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks, with_v
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
 
+if TYPE_CHECKING:
+    from mpiddp.hosts.history import File
+
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -41,7 +44,7 @@ class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it.
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
-    infos: what the preflight has found on these.
+    infos: what the preflight has found on these. memory: the history of the named hosts.
     """
 
     starter: RankStarter
@@ -49,6 +52,7 @@ class Plan(NamedTuple):
     named: Hosts
     hosts: Hosts
     infos: Mapping[Host, HostInfo]
+    memory: File | None
 
 
 def make_plan(
@@ -78,11 +82,11 @@ def make_plan(
         if len(named.hosts) > 1 and not kind.has_scheduler:
             log.info(f"{named.transport.name} reaches the other hosts")
 
-    past = past or of_earlier_jobs(options.hostfile, named)
+    memory = memory_of(options.hostfile, named)
+    past = past or of_earlier_jobs(memory, named)
     checked = run_preflight(options, named, starter, env, past.proven)
     if checked.silent:
-        silent = {host.key: why for host, why in checked.silent.items()}
-        remember(options.hostfile, named, failed=silent)
+        remember(memory, failed={host.key: why for host, why in checked.silent.items()})
     chosen = choose(named, checked.complaints, wanted, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
     placed = place(
@@ -113,7 +117,7 @@ def make_plan(
         mpi_args=options.mpi_args,
         is_command=options.job.is_command,
     )
-    return Plan(starter, request, named, chosen, infos)
+    return Plan(starter, request, named, chosen, infos, memory)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:

@@ -30,6 +30,7 @@ from mpiddp.text import all_of, counted, duration, listed, names_by_value
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
 _BEGIN = '{"has_folder"'  # of the probe's line
+_NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
@@ -112,7 +113,9 @@ def _answers(
             work_s=facts.LONGEST_S,
             transport=transport,
         )
-        waiting = [host for host in waiting if _may_answer_later(answers[host])]
+        waiting = [host for host in waiting if not _has_answered(answers[host])]
+        # Only people change a host's key.
+        waiting = [host for host in waiting if _NEW_KEY not in answers[host].stderr]
         left_s = wait_s - (time.monotonic() - began)
         if not waiting or left_s <= 0:
             break
@@ -138,11 +141,6 @@ def probe_program(needs: Needs) -> str:
 
 def _has_answered(answer: Answer) -> bool:
     return _BEGIN in answer.stdout or answer.exit_code == NO_PROGRAM or _has_failed_there(answer)
-
-
-def _may_answer_later(answer: Answer) -> bool:
-    """Only people change a host's key."""
-    return not _has_answered(answer) and "Host key verification failed" not in answer.stderr
 
 
 def _has_failed_there(answer: Answer) -> bool:

@@ -232,17 +232,6 @@ def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -
     assert (starter.name, starter.kind.daemon) == (name, daemon)
 
 
-NAMES = "Open MPI, Intel MPI or MPICH"
-
-
-def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
-    program = fake_mpirun(tmp_path, "")
-    program.write_text("#!/bin/sh\nexec yes not an mpirun\n")
-    values = (f"{program} --version ", '"not an mpirun"', NAMES, ": --mpirun PATH ")
-    with pytest.raises(UserError, match=f"^{error('--version prints', *values)}$"):
-        identify(program, os.environ)
-
-
 def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "VERSION_S", 0.1)
     program = fake_mpirun(tmp_path, "")

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.history import File
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
-from mpiddp.launch.choose import Past, key_of, of_earlier_jobs, remember
+from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
 from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
@@ -149,20 +150,20 @@ def test_a_job_on_this_machine_has_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.touch()
     alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    remember(str(file), alone, used=["localhost"], failed={"localhost": "x"})
-    assert list(tmp_path.iterdir()) == [file]
-    assert of_earlier_jobs(str(file), alone) == Past()
+    assert memory_of(str(file), alone) is None
+    assert memory_of(str(file), LISTED) is not None
+    remember(None, used=["localhost"], failed={"localhost": "x"})
+    assert of_earlier_jobs(None, alone) == Past()
 
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "hosts"
-    file.touch()
-    assert of_earlier_jobs(str(file), LISTED) == Past()
+    file = File(tmp_path / "history")
+    assert of_earlier_jobs(file, LISTED) == Past()
     used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
         monkeypatch.setattr(choose, "_JOB", job)
-        remember(str(file), LISTED, used=used, failed=failed)
-    (doubt,) = of_earlier_jobs(str(file), LISTED).doubts.items()
+        remember(file, used=used, failed=failed)
+    (doubt,) = of_earlier_jobs(file, LISTED).doubts.items()
     assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
 
