@@ -22,7 +22,6 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
 from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
-from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -100,34 +99,6 @@ def test_gpus_of_a_hostfile_reach_the_ranks_of_each_host(plan: Plan, tmp_path: P
     values = (f"{hostfile}:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " a.invalid")
     with pytest.raises(UserError, match=f"^{error('both choose', *values)}$"):
         plan("--hostfile", str(hostfile), "-x", "CUDA_VISIBLE_DEVICES=0")
-
-
-@pytest.mark.parametrize(
-    ("env", "exports", "host", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "localhost", "0"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", "0"),
-        ({}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", None),
-    ],
-)
-def test_a_choice_of_gpus_stays_on_its_host(
-    env: dict[str, str], exports: dict[str, str | None], host: str, expected: str | None
-) -> None:
-    assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
-
-
-def test_the_table_of_gpus() -> None:
-    here, far = Host("localhost"), Host("far.invalid")
-    own = {"CUDA_VISIBLE_DEVICES": "2"}
-    assert json.loads(gpu_table([here, far], own, {})) == [own, {}]
-    assert gpu_table([here, far], own, {"CUDA_VISIBLE_DEVICES": "2"}) == ""
-    assert gpu_table([here, far], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""
-    assert gpu_table([Host("far.invalid", gpus=(1,))], {"CUDA_VISIBLE_DEVICES": "-1"}, {}) == ""
-    (chosen,) = json.loads(gpu_table([Host("far.invalid", gpus=(1,))], own, {}))
-    assert chosen["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:

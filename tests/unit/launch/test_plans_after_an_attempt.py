@@ -26,8 +26,9 @@ from mpiddp.launch.events import SignalQueue, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Stop
+from mpiddp.protocol.server import Message
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -141,6 +142,16 @@ def test_a_request_before_a_growth_ends_the_job(
 
 
 def test_the_first_announcement_of_each_kind_counts() -> None:
+    batch = {"resume_args": ["--resume"], "global_batch_size": 12, "max_ranks": None}
+    announce, folder = (
+        Message(0, "announce", batch, 1.0),
+        Message(0, "run_dir", {"path": "/x"}, 1.0),
+    )
+    for order in ((announce, folder), (folder, announce)):
+        ranks = Ranks(("a", "b"))
+        for message in order:
+            ranks.note(message)
+        assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
     first = NOTHING_ANNOUNCED.after(Announcement(("--resume",), 12, None, "", 2))
     later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
     assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)

@@ -9,18 +9,26 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.starters.command import JobNetwork, RankStarter
+from mpiddp.launch.starters.table import STARTERS, find_starter
 from mpiddp.launch.variables import (
+    env_on_host,
     forwarded,
     is_secret,
     parse_env_file,
     parse_exports,
+    variables_of_ranks,
     without_values,
 )
+from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
 PASSED = (
@@ -102,3 +110,66 @@ def test_a_printed_command_has_no_values() -> None:
         *("-x", "HF_TOKEN=…", "-xMY_KEY=…", "-x=A=…", "-vxPLAIN=…", "-x", "TOKEN", "-x", "V=…"),
         *("--hostfile", "f"),
     ]
+
+
+(SRUN,) = (kind for kind in STARTERS if kind.has_scheduler)
+OPEN_MPI = next(kind for kind in STARTERS if kind.library)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "env", "address"),
+    [
+        (SRUN, ("localhost", "far.invalid"), {}, "10.0.0.5"),
+        (SRUN, ("localhost", "far.invalid"), {"MASTER_ADDR": "10.0.0.9"}, "10.0.0.9"),
+        (SRUN, ("far.invalid", "localhost"), {}, None),  # rank 0 is elsewhere
+        (SRUN, ("localhost",), {}, None),
+        (OPEN_MPI, ("localhost", "far.invalid"), {}, None),
+    ],
+)
+def test_only_srun_has_to_be_told_the_address_of_rank_0(
+    kind: Any, names: tuple[str, ...], env: dict[str, str], address: str | None
+) -> None:
+    network = JobNetwork(Interface("eth0", "10.0.0.5", "10.0.0.0/24"), ("eth0",))
+    placed = Hosts("", tuple(Host(name, ranks=1) for name in names))
+    starter = RankStarter(kind, "1", Path("/mpi/bin/starter"))
+    found = variables_of_ranks({}, {"UNSET": None}, starter, placed, network, env)
+    assert found.get("MASTER_ADDR") == address
+    assert found["MPIDDP_NETWORKS"] == "eth0"
+    assert "UNSET" not in found
+    without = variables_of_ranks({}, {}, starter, placed, JobNetwork(), env)
+    assert without.get("MASTER_ADDR") == env.get("MASTER_ADDR")
+
+
+def test_mpi4py_gets_the_library_of_the_mpirun_in_use(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libmpi.so.40"
+    for folder in ("lib", "bin"):
+        (tmp_path / folder).mkdir()
+    library.touch()
+    mpirun = an_mpirun(tmp_path / "bin")
+    env = {"PATH": f"{tmp_path}/bin:/bin", "MPI4PY_LIBMPI": "/my/libmpi.so"}
+    python = Path("/venv/bin/python")
+
+    def found(explicit: str | None, env: dict[str, str], python: Path = python) -> str:
+        return str(find_starter("mpirun", explicit, python, env).libmpi)
+
+    assert found(None, env) == "/my/libmpi.so"
+    assert found(mpirun, env) == found(None, {"PATH": env["PATH"]}) == str(library)
+    # mpi4py finds a library beside Python by itself.
+    assert found(None, env, tmp_path / "bin" / "python") == "None"
+
+
+@pytest.mark.parametrize(
+    ("env", "exports", "host", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "localhost", "0"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", "0"),
+        ({}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", None),
+    ],
+)
+def test_a_choice_of_gpus_stays_on_its_host(
+    env: dict[str, str], exports: dict[str, str | None], host: str, expected: str | None
+) -> None:
+    assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
