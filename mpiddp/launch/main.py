@@ -47,9 +47,10 @@ def main(argv: list[str]) -> int:
 
     if options.dry_run:
         plan = make_plan(options, os.environ)
-        secrets = filter(is_secret, plan.request.variables)
-        print(plan.starter.compose(plan.request).explained({*options.variables, *secrets}))
-        _say_left_out(name for name, value in options.variables.items() if value is not None)
+        command = plan.starter.compose(plan.request)
+        hidden = {each for each in command.settings if each in options.variables or is_secret(each)}
+        print(command.explained(hidden))
+        _say_left_out(hidden)
         return 0
     if options.push:
         _push(read_hosts(options, os.environ), working_folder(os.environ), options)

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
-from mpiddp.launch.variables import Exports, parse_exports, read_env_file
+from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.paths import named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.protocol.variables import (
@@ -144,7 +144,7 @@ class LaunchOptions:
 
     job: RankProgram = field(default_factory=RankProgram)
     backend: str | None = None
-    variables: Exports = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
     hostfile: str | None = _option(
@@ -433,7 +433,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if values.hostfile is not None and values.host_list is not None:
         raise UserError("--hostfile and -H both name the hosts. Give one.")
     given["mpi_args"] = parse_mpi_args(values.mpi_args)
-    variables: dict[str, str | None] = {}
+    variables: dict[str, str] = {}
     for path in values.env_files:
         variables |= read_env_file(path, os.environ)
     variables |= parse_exports(values.exports, os.environ)  # these take precedence

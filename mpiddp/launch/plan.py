@@ -28,7 +28,7 @@ from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.preflight import Checked, HostInfo, Needs, preflight, strangers
 from mpiddp.launch.starters.command import RankStarter, Request, StarterKind
 from mpiddp.launch.starters.table import find_starter
-from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks, with_values
+from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
 
@@ -208,7 +208,7 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
-        uses_gpus=not hides_all_gpus(with_values(env, options.variables)),
+        uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
     wait_s = 0.0 if proven else options.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]

@@ -41,12 +41,9 @@ SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_BYTES = 1 << 20
 
-# The variables that the user names for the ranks; None is the launcher's own value.
-Exports = Mapping[str, str | None]
-
 
 def variables_of_ranks(
-    exports: Exports,
+    exports: Mapping[str, str],
     settings: Mapping[str, str | None],
     starter: RankStarter,
     placed: Hosts,
@@ -56,6 +53,7 @@ def variables_of_ranks(
     """All variables that the ranks get.
 
     Args:
+        exports: those that the user names.
         settings: what the launcher's options set, which takes precedence. None is not set.
         env: of the launcher.
     """
@@ -74,21 +72,19 @@ def variables_of_ranks(
         GPUS: None if has_scheduler else gpu_table(placed.hosts, env, exports) or None,
         **settings,
     }
-    given = with_values(forwarded(env, exports) | defaults, exports)
-    return given | {name: value for name, value in own.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**forwarded(env), **defaults, **exports, **given}
 
 
-def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of `env` for the ranks, sorted by name: those that `exports` names, and the allowed ones.
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `env` that every job gets, sorted by name.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    named = set(exports)
     return {
         name: env[name]
         for name in sorted(env)
-        if name in named
-        or (_is_allowed(name) and not is_secret(name) and not is_of_one_host(name, env[name]))
+        if _is_allowed(name) and not is_secret(name) and not is_of_one_host(name, env[name])
     }
 
 
@@ -104,13 +100,9 @@ def is_secret(name: str) -> bool:
 # --- that the user names ---
 
 
-def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> Exports:
-    """The variables of the options `-x VAR` (None: its value here) and `-x VAR=VALUE`. A later one counts.
-
-    Raises:
-        UserError: an invalid variable name, or a variable without a value that is not set here.
-    """
-    variables: dict[str, str | None] = {}
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the options `-x VAR`, whose value is that in `env`, and `-x VAR=VALUE`."""
+    variables = {}
     for export in exports:
         name, has_value, value = export.partition("=")
         if not _NAME.fullmatch(name):
@@ -120,17 +112,12 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> Exports:
             )
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
-        variables[name] = value if has_value else None
+        variables[name] = value if has_value else env[name]
     return variables
 
 
-def read_env_file(path: str, env: Mapping[str, str]) -> Exports:
-    """The variables of a file of --env-file.
-
-    Raises:
-        UserError: the file cannot be read, a line is not in its format, or a name alone is not in `env`.
-        JobFailed: a file server failed.
-    """
+def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a file of --env-file, see `parse_env_file`."""
     with named_by("--env-file"), Path(path).open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -140,9 +127,7 @@ def read_env_file(path: str, env: Mapping[str, str]) -> Exports:
     return dict(parse_env_file(data, path, env))
 
 
-def parse_env_file(
-    data: bytes, source: str, env: Mapping[str, str]
-) -> Iterator[tuple[str, str | None]]:
+def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The variables in a file's bytes: lines NAME=VALUE, NAME for the value in `env`, and # comments.
 
     A value is taken as it is, without the quotes around all of it. No error shows a part of one.
@@ -160,12 +145,7 @@ def parse_env_file(
             raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
             value = value[1:-1]
-        yield name, value if has_value else None
-
-
-def with_values(env: Mapping[str, str], exports: Exports) -> dict[str, str]:
-    """`env`, with the values that the user gives for the ranks."""
-    return {**env, **{name: value for name, value in exports.items() if value is not None}}
+        yield name, value if has_value else env[name]
 
 
 def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str]:
@@ -186,7 +166,7 @@ def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str
 # --- the GPUs of each host ---
 
 
-def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
+def check_gpu_choice(hosts: Hosts, exports: Mapping[str, str]) -> None:
     """Raise UserError if both the hostfile and -x choose GPUs."""
     chosen = sorted(exports.keys() & set(VISIBLE))
     for host in hosts.hosts:
@@ -197,17 +177,14 @@ def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
             )
 
 
-def env_on_host(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+def env_on_host(name: str, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
     """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
     is_here = is_this_host(name)
-    return {
-        each: value
-        for each, value in with_values(env, exports).items()
-        if is_here or each in exports or not is_of_one_host(each, value)
-    }
+    own = {each: value for each, value in env.items() if is_here or not is_of_one_host(each, value)}
+    return {**own, **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Exports) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
     """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
 
     Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.

@@ -48,7 +48,6 @@ SECRETS = (
 def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret() -> None:
     env = dict.fromkeys((*PASSED, *NOT_PASSED, *SECRETS), "1")
     assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
-    assert forwarded(env, ["HF_TOKEN"])["HF_TOKEN"] == "1"
     assert all(map(is_secret, SECRETS))
 
 
@@ -64,7 +63,7 @@ HERE
 """
 
 
-def parse(text: str) -> dict[str, str | None]:
+def parse(text: str) -> dict[str, str]:
     return dict(parse_env_file(text.encode(), "f", {"HERE": "x"}))
 
 
@@ -76,7 +75,7 @@ def test_the_format_of_the_file() -> None:
         "SINGLE": r"as $written \n # ${HOME}",
         "DOUBLE": "it's",
         "URL": "postgres://u:p@h/db?a=b&c=$d",
-        "HERE": None,
+        "HERE": "x",
     }
     assert parse("\ufeffA=1\r\nB='2'\r\n") == {"A": "1", "B": "2"}  # as Windows writes it
 
@@ -100,7 +99,7 @@ def test_a_pipe_is_read_once_and_options_take_precedence(tmp_path: Path) -> None
 
 
 def test_a_variable_of_x() -> None:
-    assert parse_exports(["A", "B=1=2", "B=3", "C="], {"A": "x"}) == {"A": None, "B": "3", "C": ""}
+    assert parse_exports(["A", "B=1=2", "B=3", "C="], {"A": "x"}) == {"A": "x", "B": "3", "C": ""}
 
 
 def test_a_printed_command_has_no_values() -> None:
@@ -165,11 +164,9 @@ def test_mpi4py_gets_the_library_of_the_mpirun_in_use(tmp_path: Path) -> None:
         ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
         ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
         ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", "0"),
-        ({}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", None),
     ],
 )
 def test_a_choice_of_gpus_stays_on_its_host(
-    env: dict[str, str], exports: dict[str, str | None], host: str, expected: str | None
+    env: dict[str, str], exports: dict[str, str], host: str, expected: str | None
 ) -> None:
     assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
