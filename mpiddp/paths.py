@@ -19,16 +19,9 @@ from mpiddp.text import escaped
 
 # The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
 _WRONG = {
-    *(
-        errno.E2BIG,
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-    ),
-    *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+    *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR),
+    *(errno.EPERM, errno.EROFS),
 }
 
 # Open files whose locks say that this process is alive, by the folders that it owns.
@@ -42,10 +35,8 @@ def new_private_folder(parent: Path) -> Path:
         OSError: it cannot be made.
     """
     for lock in parent.glob("mpiddp-*/owner.lock"):
-        with (
-            contextlib.suppress(OSError),
-            lock.open("rb+") as file,
-        ):  # its owner is alive, or another user
+        # An error: its owner is alive, or another user.
+        with contextlib.suppress(OSError), lock.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     folder = parent / f"mpiddp-{os.urandom(8).hex()}"

@@ -121,23 +121,21 @@ class _Job:
 
     def learn_from(self, outcome: Outcome) -> None:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
-        plan, named, failed = self.plan, self.plan.named, dict[str, str]()
-        if outcome.host_at_fault:
-            failed[key_of(outcome.host_at_fault, named)] = outcome.sentence
+        plan, named = self.plan, self.plan.named
+        at_fault = key_of(outcome.host_at_fault, named) if outcome.host_at_fault else ""
         if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
             remember(
                 plan.memory,
                 used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
-                failed=failed,
+                failed={at_fault: outcome.sentence} if at_fault else {},
                 slow={key_of(name, named): part for name, part in outcome.slow_hosts.items()},
             )
-        again = {
-            host: f"{host} has ended two attempts in a row" for host in {*failed} & {self.at_fault}
-        }
-        self.at_fault = "".join(failed)
+        doubts = dict(self.past.doubts)
+        if at_fault and at_fault == self.at_fault:
+            doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+        self.at_fault = at_fault
         # Hosts on which mpirun could not even start prove nothing.
         proven = plan.hosts.hosts if outcome.has_started else self.past.proven
-        doubts = {**self.past.doubts, **again}
         self.past = Past(doubts, proven, self.past.enough, self.known.max_ranks)
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
