@@ -114,7 +114,7 @@ def _option(flags: str, text: str, default: Any = None, group: str = "", **more:
 
     Args:
         flags: the spellings, those of other launchers in parentheses, and at last what the help calls the
-            value; a switch has none.
+            value, or the "{values}" to choose from; a switch has none.
         text: its help.
         default: () for an option that may be repeated.
         group: of the help, which begins with this option.
@@ -125,6 +125,8 @@ def _option(flags: str, text: str, default: Any = None, group: str = "", **more:
         is_off = default is True
         names, more["action"] = [*names, last], "store_false" if is_off else "store_true"
         default = is_off
+    elif last.startswith("{"):
+        more["choices"] = last.strip("{}").split(",")
     else:
         more = {"metavar": last, "type": _PARSERS.get(last), **more}
         if default == ():
@@ -168,7 +170,6 @@ class LaunchOptions:
         "--bind {none,numa,core,gpu}",
         "bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
         "none",
-        choices=("none", "numa", "core", "gpu"),
     )
     mpirun: str | None = _option(
         "--mpirun PATH", "mpirun of the MPI to use (its library is used too)", group=HOW
@@ -180,9 +181,7 @@ class LaunchOptions:
         "--interface NAME", "network interface for the job: a name, an address or a network"
     )
     exports: tuple[str, ...] = _option(
-        "-x VAR[=VALUE]",
-        "pass this environment variable to the ranks (repeatable)",
-        (),
+        "-x VAR[=VALUE]", "pass this environment variable to the ranks (repeatable)", ()
     )
     env_files: tuple[str, ...] = _option(
         "--env-file FILE",
