@@ -29,11 +29,7 @@ _LOCKS: dict[Path, int] = {}
 
 
 def new_private_folder(parent: Path) -> Path:
-    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed."""
     for lock in parent.glob("mpiddp-*/owner.lock"):
         # An error: its owner is alive, or another user.
         with contextlib.suppress(OSError), lock.open("rb+") as file:
@@ -83,12 +79,7 @@ def read_error(file: str, error: OSError) -> UserError | JobFailed:
 def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
     """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
 
-    Args:
-        has_run: see `cause_of`.
-
-    Raises:
-        UserError: the path is wrong.
-        JobFailed: a machine failed.
+    UserError and JobFailed are raised as by `cause_of`.
     """
     try:
         yield
@@ -133,12 +124,7 @@ def flush(path: Path) -> None:
 
 
 def check_program(name: str, path: str | None) -> None:
-    """Check that `name` is a program: by its path, or on the search path `path`.
-
-    Raises:
-        UserError: it is none.
-        JobFailed: a machine failed.
-    """
+    """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
     if shutil.which(name, path=path) is not None:
         return
     if os.sep not in name:

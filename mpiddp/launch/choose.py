@@ -98,26 +98,24 @@ def choose(named: Hosts, complaints: Mapping[Host, str], wanted: Wanted, past: P
 # --- the memory of earlier jobs ---
 
 
-def memory_of(hostfile: str | None, named: Hosts) -> File | None:
-    """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
-    if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
+def memory_of(hostfile: str | None) -> File | None:
+    """The history of the hosts of several machines; None in a drill, whose faults are no host's."""
+    if DRILL in os.environ:
         return None
     from mpiddp.hosts.history import File  # only jobs over several hosts pay for it
 
     return File.of(hostfile)
 
 
-def of_earlier_jobs(memory: File | None, named: Hosts) -> Past:
+def of_earlier_jobs(memory: File, named: Hosts) -> Past:
     """What the history says of the hosts."""
-    if memory is None:
-        return Past()
     history = memory.read()
     doubts = {host: history.record(host.key).doubt for host in named.usable}
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
 def remember(
-    memory: File | None,
+    memory: File,
     *,
     used: Collection[str] = (),
     failed: Doubts = _NO_DOUBTS,
@@ -129,10 +127,9 @@ def remember(
         failed: the hosts that did not answer, or that ended the attempt, and why.
         slow: the hosts of stragglers, and their part of the others' speed.
     """
-    if memory is not None:
-        from mpiddp.hosts.history import Event
+    from mpiddp.hosts.history import Event
 
-        memory.append(Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
+    memory.append(Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
 
 
 def key_of(name: str, named: Hosts) -> str:

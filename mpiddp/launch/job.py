@@ -123,7 +123,8 @@ class _Job:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
         plan, named = self.plan, self.plan.named
         at_fault = key_of(outcome.host_at_fault, named) if outcome.host_at_fault else ""
-        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+        # Else its user or its input ended it.
+        if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
             remember(
                 plan.memory,
                 used=[key_of(host.name, named) for host in plan.request.hosts.hosts],

@@ -413,11 +413,7 @@ class _Help(argparse.Action):
 
 
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
-    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too.
-
-    Raises:
-        UserError: an invalid option or number, or a script that does not exist.
-    """
+    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     values = option_parser().parse_args(argv)
     job = _job(values)
     refuse_misplaced(job, verb)

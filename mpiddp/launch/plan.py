@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it.
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
-    infos: what the preflight has found on these. memory: the history of the named hosts.
+    infos: what the preflight has found on these. memory: the history of the named hosts; None for this one.
     """
 
     starter: RankStarter
@@ -82,10 +82,11 @@ def make_plan(
         if len(named.hosts) > 1 and not kind.has_scheduler:
             log.info(f"{named.transport.name} reaches the other hosts")
 
-    memory = memory_of(options.hostfile, named)
-    past = past or of_earlier_jobs(memory, named)
+    is_local = all(is_this_host(host.name) for host in named.usable)
+    memory = None if is_local else memory_of(options.hostfile)
+    past = past or (of_earlier_jobs(memory, named) if memory else Past())
     checked = run_preflight(options, named, starter, env, past.proven)
-    if checked.silent:
+    if memory and checked.silent:
         remember(memory, failed={host.key: why for host, why in checked.silent.items()})
     chosen = choose(named, checked.complaints, wanted, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}

@@ -73,9 +73,6 @@ def find_starter(
     Args:
         name: "mpirun", or a scheduler's own starter such as "srun".
         explicit: the path of --mpirun.
-
-    Raises:
-        UserError: there is none, or it is of no known kind.
     """
     path = env.get("PATH")
     if explicit is not None:
@@ -99,11 +96,7 @@ def find_starter(
 
 
 def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
-    """Run `program --version` (a few milliseconds) and find its library beside it.
-
-    Raises:
-        UserError: it cannot run, or its kind is unknown.
-    """
+    """Run `program --version` (a few milliseconds) and find its library beside it."""
     answer = program_version(str(program), env)
     if answer is None:
         raise UserError(

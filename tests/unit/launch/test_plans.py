@@ -22,6 +22,8 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
 from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import make_plan
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -117,14 +119,23 @@ def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
 LISTED = Hosts("hosts", (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
 
 
-def test_a_job_on_this_machine_has_no_memory(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.touch()
-    alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    assert memory_of(str(file), alone) is None
-    assert memory_of(str(file), LISTED) is not None
-    remember(None, used=["localhost"], failed={"localhost": "x"})
-    assert of_earlier_jobs(None, alone) == Past()
+@pytest.mark.parametrize(("others", "has_one"), [("b.invalid:0", False), ("b.invalid:1", True)])
+def test_a_job_on_this_machine_has_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str, has_one: bool
+) -> None:
+    where = [
+        "--mpirun",
+        an_mpirun(tmp_path),
+        "-H",
+        f"localhost:1,{others}",
+        "--no-check",
+        "-n",
+        "1",
+    ]
+    plan = make_plan(parse_options([*where, "--", "true"]), os.environ)
+    assert (plan.memory is not None) == has_one
+    monkeypatch.setenv("MPIDDP_DRILL", "1")
+    assert memory_of(None) is None
 
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
