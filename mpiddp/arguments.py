@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from mpiddp.errors import UserError
@@ -96,15 +95,8 @@ INTERNAL_VERBS = {
 RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
 
-@dataclass(frozen=True)
-class JobHints:
-    """What the options of a rank verb mean for the launcher."""
-
-    backend: str  # "nccl", "gloo", or "auto" for nccl on GPUs
-    shows_all_ranks: bool  # unless the user has named the ranks to show
-
-
-# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns JobHints
+# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns the
+# backend ("auto" is nccl on GPUs), and whether all ranks are shown unless the user names some.
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shlex
@@ -20,14 +19,11 @@ from mpiddp.errors import (
     UserError,
     missing_package,
     package_we_lack,
-    print_error,
     print_from_one_rank,
     silence_stdout,
 )
 from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is full
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,23 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_rank and sys.stdout is not None:  # None if it was closed
                 sys.stdout.flush()  # here, where its error can still be handled
     except (UserError, JobFailed) as error:
-        _print_failure(error, is_rank=is_rank)
+        # One rank of a job prints it; other verbs ignore a launcher's variables.
+        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
+        print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT if isinstance(error, UserError) else FAILED
-    except BrokenPipeError:
-        if is_rank:
-            raise
-        silence_stdout()
-        return FAILED
-    except OSError as error:
-        # Not of a file that was opened by its name: of stdout.
-        if is_rank or error.filename is not None or error.errno not in _NO_ROOM:
-            raise
-        silence_stdout()
-        print_error(f"mpiddp {verb}: its output cannot be written ({error.strerror}).")
-        return FAILED
-    except KeyboardInterrupt:
+    except (BrokenPipeError, KeyboardInterrupt) as error:
         if is_rank:  # a script ends as it would under python
             raise
+        if isinstance(error, BrokenPipeError):
+            silence_stdout()
+            return FAILED
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -84,8 +73,8 @@ def _call(verb: str, args: list[str]) -> int:
         hint = _hint(verb, args) or f" Expected one of: {', '.join(VERBS)}."
         raise UserError(f'mpiddp: unknown command "{verb}".{hint}')
     _check_working_folder()
+    module, _, function = modules[verb].partition(":")
     try:
-        module, _, function = modules[verb].partition(":")
         main = getattr(import_module(module), function or "main")
         if verb == "train" and not {"-h", "--help"} & {*args}:
             from mpiddp.runtime.script import run_trainer
@@ -116,12 +105,6 @@ def _check_working_folder() -> None:
         raise UserError(
             "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR"
         ) from None
-
-
-def _print_failure(error: UserError | JobFailed, *, is_rank: bool) -> None:
-    """Print why a verb failed. One rank of a job prints it; other verbs ignore a launcher's variables."""
-    rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
-    print_from_one_rank(str(error), rank, local_rank)
 
 
 def _usage() -> str:

@@ -19,36 +19,20 @@ from mpiddp.text import escaped
 
 # The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
 _WRONG = {
-    *(
-        errno.E2BIG,
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-    ),
-    *(errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+    *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR),
+    *(errno.EPERM, errno.EROFS),
 }
-
-_FIRST_LINE = 4096  # bytes that show what a file is
-
 
 # Open files whose locks say that this process is alive, by the folders that it owns.
 _LOCKS: dict[Path, int] = {}
 
 
 def new_private_folder(parent: Path) -> Path:
-    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed."""
     for lock in parent.glob("mpiddp-*/owner.lock"):
-        with (
-            contextlib.suppress(OSError),
-            lock.open("rb+") as file,
-        ):  # its owner is alive, or another user
+        # An error: its owner is alive, or another user.
+        with contextlib.suppress(OSError), lock.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     folder = parent / f"mpiddp-{os.urandom(8).hex()}"
@@ -95,12 +79,7 @@ def read_error(file: str, error: OSError) -> UserError | JobFailed:
 def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
     """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
 
-    Args:
-        has_run: see `cause_of`.
-
-    Raises:
-        UserError: the path is wrong.
-        JobFailed: a machine failed.
+    UserError and JobFailed are raised as by `cause_of`.
     """
     try:
         yield
@@ -145,12 +124,7 @@ def flush(path: Path) -> None:
 
 
 def check_program(name: str, path: str | None) -> None:
-    """Check that `name` is a program: by its path, or on the search path `path`.
-
-    Raises:
-        UserError: it is none.
-        JobFailed: a machine failed.
-    """
+    """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
     if shutil.which(name, path=path) is not None:
         return
     if os.sep not in name:
@@ -159,16 +133,3 @@ def check_program(name: str, path: str | None) -> None:
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
     hint = " It may not be executed: chmod +x would allow it." if is_file else ""
     raise UserError(f"{escaped(name)} is not a program.{hint}")
-
-
-def is_python(path: Path) -> bool:
-    """Whether a file may be a Python script, by its beginning: no binary, no script of another interpreter.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        first_line = file.readline(_FIRST_LINE)
-    if first_line.startswith(b"#!"):
-        return b"python" in first_line
-    return b"\0" not in first_line

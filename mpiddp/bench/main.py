@@ -29,7 +29,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import HOW, WHERE, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.plan import make_plan
-from mpiddp.launch.starters.environment import without_values
+from mpiddp.launch.variables import without_values
 from mpiddp.paths import named_by
 from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
@@ -150,8 +150,7 @@ def _parser(
         conflict_handler="resolve",  # --timeout is the job's here
     )
     if row.takes_hosts:
-        for group in (WHERE, HOW):
-            add_launch_options(parser, group)
+        add_launch_options(parser, WHERE, HOW)
     where = [each for each in parser._actions if each.dest != "help"]
     add = parser.add_argument_group("the benchmark")
     add_options(add, module.Options)

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from mpiddp.arguments import whole
@@ -23,7 +23,7 @@ from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Drill, Rehearsal
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.launch.options import LaunchOptions, option_parser, parse_values
+from mpiddp.launch.options import option_parser, options_of_launch
 from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted, did_you_mean
 
@@ -116,9 +116,10 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     """The options of the drill, and the command that it runs."""
-    parser = option_parser("none")
-    taken = {each.name for each in fields(LaunchOptions)}
-    of_launch = [each for each in parser._actions if each.dest in taken]
+    parser = option_parser()
+    of_launch = options_of_launch(parser)
+    for each in of_launch:
+        each.help = argparse.SUPPRESS
     parser.prog, parser.usage = "mpiddp drill", "%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Run a script undisturbed, then once with each fault and a resume, and compare. "
@@ -140,7 +141,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     )
     add("--work", metavar="DIR", help=work)
     add("--json", action="store_true", help="print the results as JSON")
-    values = parse_values(parser, argv)
+    values = parser.parse_args(argv)
     return values, read_command(values, of_launch)
 
 

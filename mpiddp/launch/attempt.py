@@ -107,7 +107,7 @@ class Terms:
         exchange: of the function that every rank runs, if the job is no script.
         search: for hosts that can join; None without `--grow`.
         console: for viewers, see `mpiddp top`.
-        settings: more variables for the ranks.
+        settings: more variables for the ranks. arguments: more of them for the job.
     """
 
     options: LaunchOptions
@@ -116,6 +116,7 @@ class Terms:
     search: HostSearch | None = None
     console: Console = field(default_factory=Console)
     settings: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -184,15 +185,14 @@ def run_attempt(
         stack.enter_context(closing(server))
         terms.exchange.begin(server)
         own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
-        variables = {**request.variables, **terms.settings, **own}
-        request = request._replace(variables=variables, scratch=str(folder))
+        given = (terms.arguments, {**terms.settings, **own}, str(folder))
         output = JobOutput(
             options.log_ranks,
             ranks.world_size,
             has_prefix=options.has_prefix(ranks.world_size),
             shows_end=options.verbose,
         )
-        mpirun = MpirunProcess(starter, starter.compose(request), output)
+        mpirun = MpirunProcess(starter, starter.compose(request, *given), output)
         attempt = Attempt(terms, ranks, server, mpirun, output, signals)
         attempt.run()
         found = verdict(attempt.history)

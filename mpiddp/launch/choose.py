@@ -18,124 +18,110 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.options import LaunchOptions
 from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed
 
 if TYPE_CHECKING:
-    from mpiddp.launch.preflight import HostInfo
+    pass
 
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
+_NO_DOUBTS: Doubts = MappingProxyType({})
 _JOB = os.urandom(4).hex()  # this launch
 
 
 class Past(NamedTuple):
     """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
 
-    flaky: those that have failed in several of the last jobs, or were slow. They are named, and take part.
-    avoided: those that the job does without where it can.
+    doubts: of earlier jobs, which are only said; later those of this job, which does without such hosts where
+        it can.
     proven: the hosts of the latest attempt, which have run the job; none before the first.
     enough: the number of hosts of the first attempt; None before it.
     max_ranks: the most ranks that the job has announced.
     """
 
-    flaky: Doubts = MappingProxyType({})
-    avoided: Doubts = MappingProxyType({})
+    doubts: Doubts = _NO_DOUBTS
     proven: tuple[Host, ...] = ()
     enough: int | None = None
     max_ranks: int | None = None
 
 
-class Checked(NamedTuple):
-    """What a preflight has found; nothing if none was run.
+class Wanted(NamedTuple):
+    """The number of hosts that the job takes, and the fewest with which it starts."""
 
-    infos: what each host has. complaints: why some hosts cannot be used.
-    silent: of the complaints, those about hosts that have not answered.
-    """
-
-    infos: Mapping[Host, HostInfo] = MappingProxyType({})
-    complaints: Mapping[Host, str] = MappingProxyType({})
-    silent: Mapping[Host, str] = MappingProxyType({})
-
-    @property
-    def faultless(self) -> dict[Host, HostInfo]:
-        """The infos of the hosts without a complaint."""
-        return {host: info for host, info in self.infos.items() if host not in self.complaints}
+    hosts: int
+    least: int
 
 
-def choose(
-    named: Hosts, checked: Checked, options: LaunchOptions, past: Past
-) -> tuple[Hosts, bool]:
-    """The hosts that the job takes, and whether hosts are missing, so that fewer ranks may start.
-
-    The last `--spares` hosts are spares. One takes the place of each host with a complaint; without enough of
-    them, such hosts are left out, within --min-hosts. So is a host that the job avoids.
-    """
-    wanted = wanted_hosts(options, named)
-    least = options.min_hosts or min(wanted, past.enough or wanted)
-    complaints = dict(checked.complaints)
-    left = [host for host in named.usable if host not in complaints]
-    if complaints and len(left) < least:
-        raise UserError("\n".join(dict.fromkeys(complaints.values())))
-    for host in [host for host in left if past.avoided and host.key in past.avoided]:
-        if len(left) > least:
-            left.remove(host)
-            complaints[host] = f"{past.avoided[host.key]}."
-    for complaint in complaints.values():
-        log.info(f"leaving out a host: {complaint}")
-    spares = left[wanted:]
-    if spares:
-        log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
-    doubts = past.avoided or past.flaky
-    known = [doubts[host.key] for host in left[:wanted] if doubts and host.key in doubts]
-    if known:
-        log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
-    chosen = _without(named, {*complaints, *spares})
-    return chosen, len(chosen.usable) < max(wanted, past.enough or 0)
-
-
-def wanted_hosts(options: LaunchOptions, hosts: Hosts) -> int:
-    """The number of hosts that the job has if enough of them can be used."""
+def wanted_hosts(
+    hosts: Hosts, spares: int, min_hosts: int | None, enough: int | None = None
+) -> Wanted:
+    """The numbers by --spares and --min-hosts. `enough` is that of the first attempt, None before it."""
     usable = len(hosts.usable)
-    wanted = usable - options.spares
+    wanted = usable - spares
     if wanted < 1:
         raise UserError(
-            f"--spares {options.spares} leaves no host for the ranks: {hosts.source} has "
+            f"--spares {spares} leaves no host for the ranks: {hosts.source} has "
             f"{counted(usable, 'host')}."
         )
-    if wanted < (options.min_hosts or 1):
-        beside = f" beside {counted(options.spares, 'spare')}" if options.spares else ""
+    if wanted < (min_hosts or 1):
+        beside = f" beside {counted(spares, 'spare')}" if spares else ""
         raise UserError(
-            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {options.min_hosts}."
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {min_hosts}."
         )
-    return wanted
+    return Wanted(wanted, min_hosts or min(wanted, enough or wanted))
 
 
-def _without(hosts: Hosts, others: Collection[Host]) -> Hosts:
-    return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in others))
+def choose(named: Hosts, complaints: Mapping[Host, str], wanted: Wanted, past: Past) -> Hosts:
+    """The hosts that the job takes.
+
+    The last hosts are spares. One takes the place of each host with a complaint; without enough of them, such
+    hosts are left out, as long as `wanted.least` remain. So is a host that this job doubts.
+    """
+    reasons = dict(complaints)
+    left = [host for host in named.usable if host not in reasons]
+    if reasons and len(left) < wanted.least:
+        raise UserError("\n".join(dict.fromkeys(reasons.values())))
+    for host in left[:] if past.enough else ():
+        if host.key in past.doubts and len(left) > wanted.least:
+            left.remove(host)
+            reasons[host] = f"{past.doubts[host.key]}."
+    for reason in reasons.values():
+        log.info(f"leaving out a host: {reason}")
+    taken, spares = left[: wanted.hosts], left[wanted.hosts :]
+    if spares:
+        log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
+    if known := [past.doubts[host.key] for host in taken if host.key in past.doubts]:
+        log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
+    left_out = {*reasons, *spares}
+    return replace(named, hosts=tuple(host for host in named.hosts if host not in left_out))
 
 
 # --- the memory of earlier jobs ---
 
 
-def of_earlier_jobs(options: LaunchOptions, named: Hosts) -> Past:
-    """What the history says of the hosts."""
-    path = _history_file(options, named)
-    if path is None:
-        return Past()
-    from mpiddp.hosts import history  # only jobs over several hosts pay for it
+def memory_of(hostfile: str | None) -> Path | None:
+    """The history of the hosts of several machines; None in a drill, whose faults are no host's."""
+    if DRILL in os.environ:
+        return None
+    from mpiddp.hosts.history import file_of  # only jobs over several hosts pay for it
 
-    events = history.read(path)
+    return file_of(hostfile)
+
+
+def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
+    """What the history says of the hosts."""
+    from mpiddp.hosts import history
+
+    events = history.read(memory)
     doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
 def remember(
-    options: LaunchOptions,
-    named: Hosts,
+    memory: Path,
     *,
     used: Collection[str] = (),
-    failed: Doubts = MappingProxyType({}),
+    failed: Doubts = _NO_DOUBTS,
     slow: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Write down what a preflight or an attempt has shown. Hosts are named by their keys.
@@ -144,24 +130,12 @@ def remember(
         failed: the hosts that did not answer, or that ended the attempt, and why.
         slow: the hosts of stragglers, and their part of the others' speed.
     """
-    path = _history_file(options, named)
-    if path is not None:
-        from mpiddp.hosts.history import Event, append
+    from mpiddp.hosts.history import Event, append
 
-        append(path, Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
-
-
-def _history_file(options: LaunchOptions, named: Hosts) -> Path | None:
-    """The history of these hosts; None on this machine alone, and in a drill, whose faults are no host's."""
-    if DRILL in os.environ or all(is_this_host(host.name) for host in named.usable):
-        return None
-    from mpiddp.hosts.history import file_of
-
-    return file_of(options.hostfile)
+    append(memory, Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
 
 
 def key_of(name: str, named: Hosts) -> str:
     """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
-    if is_this_host(name):
-        return next((host.key for host in named.hosts if is_this_host(host.name)), name.lower())
-    return name.lower()
+    here = (host.key for host in named.hosts if is_this_host(name) and is_this_host(host.name))
+    return next(here, name.lower())

@@ -10,14 +10,14 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, read_hosts, run_preflight, without_strangers
+from mpiddp.launch.plan import Plan, read_hosts, run_preflight
 from mpiddp.text import all_of
 
 _LONGEST = 1 << 16  # bytes of a sentence
@@ -26,9 +26,10 @@ _LONGEST = 1 << 16  # bytes of a sentence
 class HostSearch:
     """The looks during one attempt. Its file descriptor is readable when `found` has news."""
 
-    def __init__(self, options: LaunchOptions, plan: Plan) -> None:
+    def __init__(self, options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> None:
         self._options = options
         self._plan = plan
+        self._avoided = avoided
         self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._is_over = threading.Event()
 
@@ -51,46 +52,39 @@ class HostSearch:
     def _search(self) -> None:
         with self._sender, contextlib.suppress(OSError):  # the attempt is over
             while not self._is_over.wait(self._options.grow_s):
-                if found := look(self._options, self._plan):
+                if found := look(self._options, self._plan, self._avoided):
                     self._sender.send(found.encode()[:_LONGEST])
 
 
-def look(options: LaunchOptions, plan: Plan) -> str:
+def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
     """Look once, for hosts that `plan` could do with: "node1 can join", or "".
 
     A list of hosts in error, as while it is edited, and a machine that fails, are for the next look.
+
+    Args:
+        avoided: the keys of hosts that the job does without.
     """
+    if options.n is not None and plan.request.world_size >= options.n:
+        return ""
+    used = {host.key: host for host in plan.hosts.hosts}
     try:
-        hosts = _candidates(options, plan)
-        usable = _usable(hosts, options, plan) if hosts else []
+        listed = read_hosts(options, os.environ, is_first=False).usable
+        has_place = len(listed) - options.spares > len(plan.hosts.usable)
+        new = [host for host in listed if has_place and host.key not in {*used, *avoided}]
+        larger = [host for host in listed if _is_larger(host, used.get(host.key))]
+        usable = _usable([*new, *larger], options, plan) if new or larger else []
     except (UserError, JobFailed):
         return ""
-    if not usable:
-        return ""
-    used = {host.key for host in plan.hosts.hosts}
-    if new := [host.name for host in usable if host.key not in used]:
-        return f"{all_of(new)} can join"
+    if joining := [host.name for host in usable if host.key not in used]:
+        return f"{all_of(joining)} can join"
     has = "has" if len(usable) == 1 else "have"
-    return f"{all_of([host.name for host in usable])} {has} more slots"
+    return f"{all_of([host.name for host in usable])} {has} more slots" if usable else ""
 
 
-def _candidates(options: LaunchOptions, plan: Plan) -> list[Host]:
-    """The hosts of the list as it is now that could add ranks."""
-    if options.n is not None and plan.request.world_size >= options.n:
-        return []
-    listed = read_hosts(options, os.environ, is_first=False)
-    used = {host.key: host for host in plan.hosts.hosts}
-    places = len(listed.usable) - options.spares - len(plan.hosts.usable)
-    known = {*used, *plan.avoided}
-    new = [host for host in listed.usable if host.key not in known]
-    larger = [
-        host for host in listed.usable if host.key in used and _is_larger(host, used[host.key])
-    ]
-    return [*(new if places > 0 else []), *larger]
-
-
-def _is_larger(host: Host, before: Host) -> bool:
-    return None not in (host.slots, before.slots) and (host.slots or 0) > (before.slots or 0)
+def _is_larger(host: Host, before: Host | None) -> bool:
+    if before is None or before.slots is None or host.slots is None:
+        return False
+    return host.slots > before.slots
 
 
 def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[Host]:
@@ -100,6 +94,5 @@ def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[H
     others = [host for host in plan.hosts.usable if host.key not in asked]
     together = replace(plan.named, hosts=(*others, *hosts))
     proven = plan.hosts.hosts
-    found = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
-    checked = without_strangers(found, proven, plan.starter)
+    checked = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
     return [host for host in hosts if host not in checked.complaints]

@@ -22,7 +22,7 @@ from mpiddp.launch.exchange import Exchange, messages_over
 from mpiddp.launch.job import run
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
-from mpiddp.launch.starters.environment import parse_exports
+from mpiddp.launch.variables import parse_exports
 from mpiddp.protocol.channel import encode
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job

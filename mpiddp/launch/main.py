@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
@@ -18,6 +18,8 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.output import open_closed_streams
+from mpiddp.launch.starters.command import LEFT_OUT
+from mpiddp.launch.variables import is_secret, without_values
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.world import World, leave_enclosing_job
 
@@ -42,30 +44,33 @@ def main(argv: list[str]) -> int:
         _refuse_inside_a_rank(options, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan, read_hosts, working_folder
-    from mpiddp.launch.starters.environment import fill_in_hint, without_values
 
-    if options.push and not options.dry_run:
-        _push(read_hosts(options, os.environ), working_folder(os.environ), options)
     if options.dry_run:
         plan = make_plan(options, os.environ)
-        print(plan.starter.compose(plan.request).explained(options.variables))
-        given = [name for name, value in options.variables.items() if value is not None]
-        if hint := fill_in_hint(given):
-            log.info(hint)
+        command = plan.starter.compose(plan.request)
+        hidden = {each for each in command.settings if each in options.variables or is_secret(each)}
+        print(command.explained(hidden))
+        _say_left_out(hidden)
         return 0
+    if options.push:
+        _push(read_hosts(options, os.environ), working_folder(os.environ), options)
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)
     outcome.log()
     if outcome.resumes:
-        job = argv[len(argv) - len(options.job.command) :]
-        own = without_values(argv[: len(argv) - len(job)], options.exports)
+        own, job = argv[: -len(options.job.command)], argv[-len(options.job.command) :]
         program = os.environ.get(PROGRAM, "mpiddp")
-        again = [program, "launch", *own, *job, *outcome.announcement.resume_args]
-        log.info(f"to resume: {shlex.join(again)}")
-        if hint := fill_in_hint(each.partition("=")[0] for each in options.exports if "=" in each):
-            log.info(hint)
+        again = [program, "launch", *without_values(own, options.exports), *job]
+        log.info(f"to resume: {shlex.join([*again, *outcome.announcement.resume_args])}")
+        _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
     return outcome.code
+
+
+def _say_left_out(names: Iterable[str]) -> None:
+    """Name the variables whose values a printed command lacks."""
+    if missing := ", ".join(sorted(names)):
+        log.info(f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}")
 
 
 def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:

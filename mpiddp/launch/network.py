@@ -5,16 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address, ip_network
-from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
+from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.command import JobNetwork
-
-if TYPE_CHECKING:
-    from mpiddp.launch.preflight import HostInfo
 
 
 def requested_networks(requested: str) -> tuple[str, ...]:

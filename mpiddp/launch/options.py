@@ -13,59 +13,66 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, JobHints, OneSentenceParser, duration, whole
+from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
-from mpiddp.launch.starters.environment import Exports, parse_exports, read_env_file
-from mpiddp.paths import is_python, named_by
+from mpiddp.launch.variables import parse_exports, read_env_file
+from mpiddp.paths import named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
-from mpiddp.protocol.variables import LOG_RANKS, PREFIX
+from mpiddp.protocol.variables import (
+    BIND,
+    INTERFACE,
+    LOG_DIR,
+    LOG_RANKS,
+    PREFIX,
+    REPORT,
+    TIMEOUT,
+    VERBOSE,
+)
 from mpiddp.text import listed, parse_whole, shown
 
-EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
-_PYTHON_FILES = (".py", ".pyw")
+WHERE = "where (default: the scheduler's allocation, or this machine)"
+HOW = "how"
+_HIDDEN = argparse.SUPPRESS
 
 
 class RankProgram(NamedTuple):
     """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
 
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     is_module: bool = False
     is_command: bool = False
 
     @property
-    def rank_verb(self) -> str | None:
-        """The verb, if the job is one of mpiddp's own verbs that join a job by themselves."""
+    def rank_verb(self) -> str:
+        """The verb of mpiddp itself by which each rank joins the job; "" for any other program."""
         is_ours = self.is_module and self.command[0] == "mpiddp"
-        verb = self.command[1] if is_ours and len(self.command) > 1 else None
-        return verb if verb in RANK_VERBS else None
+        verb = self.command[1] if is_ours and len(self.command) > 1 else ""
+        return verb if verb in RANK_VERBS else ""
 
-    def check_options(self) -> JobHints | None:
-        """What the job's options mean for the launcher; None for any job but mpiddp's own.
+    def checked_options(self) -> tuple[str | None, bool]:
+        """Check the options of such a verb: its backend, and whether the output of all ranks is shown.
 
         The ranks themselves would report a wrong option only after they have joined.
         """
-        module = OPTION_CHECKS.get(self.rank_verb or "")
-        if module is None:
-            return None
-        hints: JobHints = import_module(module).check_options(list(self.command[2:]))
-        return hints
+        if self.rank_verb not in OPTION_CHECKS:
+            return None, False
+        module = import_module(OPTION_CHECKS[self.rank_verb])
+        backend, shows_all = module.check_options(list(self.command[2:]))
+        return backend, shows_all
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
-        if (self.rank_verb or "").startswith("run"):
+        if self.rank_verb.startswith("run"):
             return (str(python), "-m", *self.command)
         kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
         return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
-
-
-NO_PROGRAM = RankProgram(())
 
 
 def _number_per_node(text: str) -> int | None:
@@ -102,13 +109,15 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _option(flags: str, text: str, default: Any = None, **more: Any) -> Any:
+def _option(flags: str, text: str, default: Any = None, group: str = "", **more: Any) -> Any:
     """A field of LaunchOptions that an option sets.
 
     Args:
-        flags: the spellings, and at last what the help calls the value; a switch has none.
+        flags: the spellings, those of other launchers in parentheses, and at last what the help calls the
+            value, or the "{values}" to choose from; a switch has none.
         text: its help.
         default: () for an option that may be repeated.
+        group: of the help, which begins with this option.
         more: for argparse.
     """
     *names, last = flags.split()
@@ -116,11 +125,14 @@ def _option(flags: str, text: str, default: Any = None, **more: Any) -> Any:
         is_off = default is True
         names, more["action"] = [*names, last], "store_false" if is_off else "store_true"
         default = is_off
+    elif last.startswith("{"):
+        more["choices"] = last.strip("{}").split(",")
     else:
         more = {"metavar": last, "type": _PARSERS.get(last), **more}
         if default == ():
             more["action"] = "append"
-    return field(default=default, metadata={"flags": names, "more": {"help": text, **more}})
+    more |= {"help": text, "option_strings": names}
+    return field(default=default, metadata={"group": group, "argument": more})
 
 
 @dataclass(frozen=True)
@@ -132,20 +144,20 @@ class LaunchOptions:
     prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
     """
 
-    job: RankProgram = NO_PROGRAM
+    job: RankProgram = field(default_factory=RankProgram)
     backend: str | None = None
-    variables: Exports = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
     hostfile: str | None = _option(
-        "--hostfile --machinefile FILE", "file of hosts and slots, one host per line"
+        "--hostfile (--machinefile) FILE", "file of hosts and slots, one host per line", group=WHERE
     )
     host_list: str | None = _option(
-        "-H --host --hosts HOSTS", "hosts and slots on the command line: node1:2,node2:4"
+        "-H (--host) (--hosts) HOSTS", "hosts and slots on the command line: node1:2,node2:4"
     )
-    n: int | None = _option("-n -np N", "number of ranks (default: all slots)")
+    n: int | None = _option("-n (-np) N", "number of ranks (default: all slots)")
     npernode: int | None = _option(
-        "--npernode --nproc-per-node K",
+        "--npernode (--nproc-per-node) K",
         "number of ranks on each host (default: all slots)",
         type=_number_per_node,
     )
@@ -158,10 +170,9 @@ class LaunchOptions:
         "--bind {none,numa,core,gpu}",
         "bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
         "none",
-        choices=("none", "numa", "core", "gpu"),
     )
     mpirun: str | None = _option(
-        "--mpirun PATH", "mpirun of the MPI to use (its library is used too)"
+        "--mpirun PATH", "mpirun of the MPI to use (its library is used too)", group=HOW
     )
     master_addr: str | None = _option(
         "--master-addr ADDR", "rank 0's address, as the other ranks reach it"
@@ -170,9 +181,7 @@ class LaunchOptions:
         "--interface NAME", "network interface for the job: a name, an address or a network"
     )
     exports: tuple[str, ...] = _option(
-        "-x VAR[=VALUE]",
-        "pass this environment variable to the ranks (repeatable)",
-        (),
+        "-x VAR[=VALUE]", "pass this environment variable to the ranks (repeatable)", ()
     )
     env_files: tuple[str, ...] = _option(
         "--env-file FILE",
@@ -196,6 +205,7 @@ class LaunchOptions:
         "--max-restarts K",
         "restart a failed job up to K times, from its newest checkpoint (default: 0)",
         0,
+        "when something fails",
     )
     min_hosts: int | None = _option(
         "--min-hosts H", "leave out hosts that fail the preflight, as long as H hosts remain"
@@ -214,6 +224,7 @@ class LaunchOptions:
         "--stop-after TIME",
         "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
         "code is 75",
+        group="when to stop",
     )
     grace_s: float = _option(
         "--grace TIME",
@@ -229,6 +240,7 @@ class LaunchOptions:
         "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank "
         "0, stderr of all ranks)",
         DEFAULT_RANKS,
+        "output",
     )
     log_dir: str | None = _option(
         "--log-dir DIR",
@@ -250,6 +262,23 @@ class LaunchOptions:
     def names_ranks(self) -> bool:
         return (self.n, self.npernode) != (None, None)
 
+    def settings(self, networks: Sequence[str]) -> dict[str, str | None]:
+        """The variables of the ranks that the options set, None for those that are not given.
+
+        Args:
+            networks: those of --interface, or that the launcher has found.
+        """
+        is_verbose = "1" if self.verbose else None
+        return {
+            INTERFACE: ",".join(networks) if self.interface else None,
+            TIMEOUT: f"{self.timeout_s:.12g}" if self.timeout_s else None,
+            BIND: "gpu" if self.bind == "gpu" else None,
+            REPORT: is_verbose,
+            VERBOSE: is_verbose,
+            LOG_DIR: self.log_dir,
+            "MASTER_ADDR": self.master_addr,
+        }
+
     def has_prefix(self, world_size: int) -> bool:
         return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
 
@@ -265,76 +294,53 @@ class LaunchOptions:
             )
 
 
-WHERE = "where (default: the scheduler's allocation, or this machine)"
-HOW = "how"
 _FIELDS = {each.name: each.metadata for each in fields(LaunchOptions) if each.metadata}
-# The groups of the help, by the first option of each.
-_FIRST = {
-    "hostfile": WHERE,
-    "mpirun": HOW,
-    "max_restarts": "when something fails",
-    "stop_after_s": "when to stop",
-    "log_ranks": "output",
-}
-
-
-def _groups() -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in _FIELDS:
-        groups.setdefault(_FIRST.get(name) or [*groups][-1], []).append(name)
-    return groups
-
-
-GROUPS = _groups()
 _COMMON = (
     *("hostfile", "host_list", "n", "interface", "exports", "env_files"),
     *("max_restarts", "min_hosts", "log_dir", "dry_run"),
 )
-# What other launchers call an option. argparse would list them beside its own name.
-_SPELLINGS = ("--machinefile", "--host", "--hosts", "-np", "--nproc-per-node")
 
 
-def _add(group: Any, names: Iterable[str], *, is_listed: bool = True) -> None:
-    """Add these options to a group of the help."""
-    for name in names:
-        flags, argument = _FIELDS[name]["flags"], dict(_FIELDS[name]["more"])
-        if not is_listed:
-            argument["help"] = _HIDDEN
-        default = getattr(LaunchOptions, name)
-        if name == "log_ranks":
-            default = os.environ.get(LOG_RANKS) or default
-        own = [flag for flag in flags if flag not in _SPELLINGS]
-        default = [] if default == () else default
-        option = group.add_argument(*own, dest=name, default=default, **argument)
-        group._option_string_actions.update(dict.fromkeys(flags, option))
+def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
+    """Add the options of these groups of the help, by default of all."""
+    group: Any = None
+    for name, metadata in _FIELDS.items():
+        if metadata["group"]:
+            group = parser.add_argument_group(metadata["group"])
+        if not groups or group.title in groups:
+            _add(group, name, **metadata["argument"])
+
+
+def _add(group: Any, name: str, option_strings: Sequence[str], **more: Any) -> None:
+    """Add an option, with all of its spellings. argparse would list each of them in the help."""
+    default = getattr(LaunchOptions, name)
+    if name == "log_ranks":
+        default = os.environ.get(LOG_RANKS) or default
+    listed = [flag for flag in option_strings if not flag.startswith("(")]
+    action = group.add_argument(
+        *listed, dest=name, default=[] if default == () else default, **more
+    )
+    every = [flag.strip("()") for flag in option_strings]
+    every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
+    group._option_string_actions.update(dict.fromkeys(every, action))
 
 
 # What users of other launchers type, and what does the same here (docs/migration.md).
 _ELSEWHERE = {
-    "--nnodes": "The list of hosts says it: -H node1:8,node2:8",
-    "--node-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-": "Leave it out: rank 0 binds a free port and announces it over MPI.",
+    "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
+    "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
+    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it over MPI.",
     "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one.",
     "--num-processes": "Write: -n N",
-    "--num-machines": "The list of hosts says it: -H node1:8,node2:8",
-    "--machine-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--gpus": "The slots of a host are its GPUs: -H node1:8",
-    "--num-gpus": "The slots of a host are its GPUs: -H node1:8",
+    "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",
     "--env": "Write: -x NAME=VALUE",
-    "--tee": "Write: --log-dir DIR --log-ranks 0,5",
-    "--redirects": "Write: --log-dir DIR --log-ranks 0,5",
+    "--tee|--redirects": "Write: --log-dir DIR --log-ranks 0,5",
     "--map-by": "Ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
     "--bind-to": "Write: --bind core",
     "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
     "--mca": "Write: --mpi-args='--mca NAME VALUE'",
     "--no-python": "Write -- before the command.",
     "--local": "Write: -H localhost",
-    "--prefix": "Set the variable: MPIDDP_PREFIX=never",
-    "--report": "Write: -v",
-    "--min-ranks": "Write: --min-hosts H",
-    "--save-grace": "Write: --grace TIME",
-    "--share-gpus": "Hide the GPUs from a script that uses gloo: -x CUDA_VISIBLE_DEVICES=",
-    "--avoid-flaky": "mpiddp hosts history lists such hosts. Write: --exclude HOST",
 }
 
 
@@ -351,13 +357,10 @@ class _Parser(OneSentenceParser):
 def instead_of(flag: str) -> str:
     """What does here what the flag does in another launcher; "" if that is unknown."""
     name = flag.replace("_", "-")
-    for known, text in _ELSEWHERE.items():
-        if name == known or (known.endswith("-") and name.startswith(known)):
-            return text
-    return ""
+    known = (text for pattern, text in _ELSEWHERE.items() if re.fullmatch(pattern, name))
+    return next(known, "")
 
 
-_HIDDEN = argparse.SUPPRESS
 _EXAMPLES = """\
 Start a script, or any command, on every slot of a hostfile, with one mpirun.
 
@@ -370,8 +373,8 @@ Options of mpiddp launch come before the script. What follows the script is the 
 """
 
 
-def option_parser(listed: str = "all") -> argparse.ArgumentParser:
-    """The parser, for `parse_values`. Its help lists all options, the "common" ones, or "none"."""
+def option_parser() -> argparse.ArgumentParser:
+    """The parser. `module` or `script` of its values holds the job's command line."""
     parser = _Parser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -384,14 +387,7 @@ def option_parser(listed: str = "all") -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show the most used options")
     parser.add_argument("--help-all", action=_Help, nargs=0, help="show every option")
-    for title, names in GROUPS.items():
-        if listed == "all":
-            _add(parser.add_argument_group(title), names)
-        else:
-            rest = names if listed == "none" else [each for each in names if each not in _COMMON]
-            _add(parser, rest, is_listed=False)
-    if listed == "common":
-        _add(parser.add_argument_group("the most used options"), _COMMON)
+    add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
     )
@@ -400,58 +396,31 @@ def option_parser(listed: str = "all") -> argparse.ArgumentParser:
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, group: str) -> None:
-    """Add the options of a group, WHERE or HOW, for every verb that starts ranks."""
-    _add(parser.add_argument_group(group), GROUPS[group])
+def options_of_launch(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The options of `parser` that are fields of LaunchOptions."""
+    return [action for action in parser._actions if action.dest in _FIELDS]
 
 
 class _Help(argparse.Action):
     """Print the help of the parser, or its short form, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        is_short = rest[-1] in ("-h", "--help") and parser.prog == "mpiddp launch"
-        (option_parser("common") if is_short else parser).print_help()
+        if rest[-1] != "--help-all":
+            for action in options_of_launch(parser):
+                action.help = action.help if action.dest in _COMMON else _HIDDEN
+        parser.print_help()
         raise SystemExit(0)
 
 
-def parse_values(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The options. `module` or `script` holds the job's command line; the other is None or empty."""
-    values = parser.parse_args(_dashed(parser, argv))
-    if values.module is not None:  # argparse gives no option a "--", nor what follows it
-        values.module, values.script = [*values.module, *values.script], []
-    return values
-
-
-def _dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments with `--max_restarts` as `--max-restarts`, as far as the launcher's options go."""
-    arguments = list(argv)
-    index = 0
-    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
-        flag, equals, value = arguments[index].partition("=")
-        if flag.startswith("--"):
-            flag = flag.replace("_", "-")
-            arguments[index] = flag + equals + value
-        if flag == "-m":
-            break
-        action = parser._option_string_actions.get(flag)
-        takes_value = action is not None and action.nargs is None and not equals
-        index += 2 if takes_value else 1
-    return arguments
-
-
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
-    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too.
-
-    Raises:
-        UserError: an invalid option or number, or a script that does not exist.
-    """
-    values = parse_values(option_parser(), argv)
-    given = {name: getattr(values, name) for names in GROUPS.values() for name in names}
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
+    values = option_parser().parse_args(argv)
     job = _job(values)
     refuse_misplaced(job, verb)
-    hints = job.check_options()
-    if hints is not None and hints.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
+    given = {name: getattr(values, name) for name in _FIELDS}
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    backend, shows_all = job.checked_options()
+    if shows_all and values.log_ranks == DEFAULT_RANKS:
         given["log_ranks"] = "all"
     prefix = os.environ.get(PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
@@ -459,16 +428,16 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if values.hostfile is not None and values.host_list is not None:
         raise UserError("--hostfile and -H both name the hosts. Give one.")
     given["mpi_args"] = parse_mpi_args(values.mpi_args)
-    variables: dict[str, str | None] = {}
+    variables: dict[str, str] = {}
     for path in values.env_files:
         variables |= read_env_file(path, os.environ)
     variables |= parse_exports(values.exports, os.environ)  # these take precedence
-    backend = hints.backend if hints is not None else None
     return LaunchOptions(job, backend, variables, prefix, **given)
 
 
-# Options that people write behind the script by mistake; the first two of them are meant to start nothing.
-_MISPLACED = ("--dry-run", "--help", "-h", "--hostfile", "-H", "-n")
+# Options that people write behind the script by mistake.
+_STARTS_NOTHING = ("--dry-run", "--help", "-h")
+_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
 _OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
@@ -477,18 +446,15 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
     if job.is_command or job.is_module:
         return
     script, *arguments = job.command
-    found = [each for each in arguments if each.partition("=")[0] in _MISPLACED]
-    if not found:
-        return
-    text = Path(script).read_text(errors="replace")
-    for flag in (each.partition("=")[0] for each in found):
-        is_help = flag in ("--help", "-h")
-        if re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text.replace("_", "-")) or (
-            is_help and _OWN_PARSER.search(text)
-        ):
+    flags = [each.partition("=")[0] for each in arguments]
+    flags = [flag for flag in flags if flag in _MISPLACED]
+    text = Path(script).read_text(errors="replace").replace("_", "-") if flags else ""
+    for flag in flags:
+        is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
+        if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
             continue
         sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
-        if flag in ("--dry-run", "--help", "-h"):
+        if flag in _STARTS_NOTHING:
             raise UserError(f"{sentence} Write it before the script: {verb} {flag} {script}")
         log.info(f"{sentence} An option of {verb} comes before the script.")
 
@@ -512,11 +478,15 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
 
 def _job(values: argparse.Namespace) -> RankProgram:
     is_module = values.module is not None
-    command: list[str] = values.module if is_module else values.script
+    # argparse gives no option a "--", nor what follows it.
+    command: list[str] = [*values.module, *values.script] if is_module else values.script
     is_command = not is_module and command[:1] == ["--"]
     command = command[is_command:]
     if not command:
-        raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE}")
+        raise UserError(
+            "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
+            "mpiddp launch -n 2 -m mpiddp train"
+        )
     if command[0].startswith("-") and not is_command:
         here = instead_of(command[0].partition("=")[0]) or "See: mpiddp launch --help-all"
         raise UserError(f"{command[0]} is not an option of mpiddp launch. {here}")
@@ -532,7 +502,7 @@ def _check_script(command: Sequence[str]) -> None:
     script = Path(command[0])
     how = f"To start any program: mpiddp launch … -- {script}"
     if script.is_file():
-        if script.suffix not in _PYTHON_FILES and not is_python(script):
+        if not _may_be_python(script):
             raise UserError(f"{script} is not a Python script. {how}")
         return
     if script.exists():
@@ -541,3 +511,12 @@ def _check_script(command: Sequence[str]) -> None:
     if re.fullmatch(r"python[0-9.]*", script.name) and command[1:2]:
         hint = f" mpiddp starts Python itself. Leave it out: mpiddp launch … {command[1]}"
     raise UserError(f"{script} not found (looked in {Path.cwd()}).{hint}")
+
+
+def _may_be_python(script: Path) -> bool:
+    """Whether a file is no binary, and no script of another interpreter."""
+    if script.suffix in (".py", ".pyw"):
+        return True
+    with script.open("rb") as file:
+        first_line = file.readline(4096)
+    return b"python" in first_line if first_line.startswith(b"#!") else b"\0" not in first_line

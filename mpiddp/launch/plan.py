@@ -21,26 +21,19 @@ from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.launch import log
-from mpiddp.launch.choose import (
-    Checked,
-    Doubts,
-    Past,
-    choose,
-    of_earlier_jobs,
-    remember,
-    wanted_hosts,
-)
+from mpiddp.launch.choose import Past, choose, memory_of, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import place, ranks_by_host, with_slots
+from mpiddp.launch.preflight import Checked, HostInfo, Needs, preflight, strangers
 from mpiddp.launch.starters.command import RankStarter, Request, StarterKind
 from mpiddp.launch.starters.table import find_starter
-from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks, with_values
+from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
 
 if TYPE_CHECKING:
-    from mpiddp.launch.preflight import HostInfo
+    from pathlib import Path
 
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
@@ -51,7 +44,7 @@ class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it.
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
-    infos: what the preflight has found on these. avoided: those that the job does without where it can.
+    infos: what the preflight has found on these. memory: the history of the named hosts; None for this one.
     """
 
     starter: RankStarter
@@ -59,7 +52,7 @@ class Plan(NamedTuple):
     named: Hosts
     hosts: Hosts
     infos: Mapping[Host, HostInfo]
-    avoided: Doubts
+    memory: Path | None
 
 
 def make_plan(
@@ -82,45 +75,50 @@ def make_plan(
     starter = find_starter(named.starter, options.mpirun, _python(), env)
     kind, is_first = starter.kind, past is None
     _check(options, named, kind)
+    wanted = wanted_hosts(named, options.spares, options.min_hosts, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(named.hosts) > 1 and not kind.has_scheduler:
             log.info(f"{named.transport.name} reaches the other hosts")
 
-    past = past or of_earlier_jobs(options, named)
-    checked = without_strangers(
-        run_preflight(options, named, starter, env, past.proven), past.proven, starter
+    is_local = all(is_this_host(host.name) for host in named.usable)
+    memory = None if is_local else memory_of(options.hostfile)
+    past = past or (of_earlier_jobs(memory, named) if memory else Past())
+    checked = run_preflight(options, named, starter, env, past.proven)
+    if memory and checked.silent:
+        remember(memory, failed={host.key: why for host, why in checked.silent.items()})
+    chosen = choose(named, checked.complaints, wanted, past)
+    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
+    placed = place(
+        with_slots(chosen, infos, options),
+        kind,
+        options.n,
+        options.npernode,
+        may_be_fewer=len(chosen.usable) < max(wanted.hosts, past.enough or 0),
+        max_ranks=past.max_ranks,
     )
-    if checked.silent:
-        silent = {host.key: why for host, why in checked.silent.items()}
-        remember(options, named, failed=silent)
-    chosen, may_be_fewer = choose(named, checked, options, past)
-    slots = with_slots(chosen, checked.infos, options)
-    placed = place(slots, options, kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer)
     if is_first:
         options.check_log_ranks(placed.world_size)
-    network = find_network(
-        placed, checked.faultless.values(), options.interface, dry_run=options.dry_run
-    )
+    network = find_network(placed, infos.values(), options.interface, dry_run=options.dry_run)
     if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
         for line in ranks_by_host(placed):
             log.info(line)
     if options.verbose and network.interface:
         log.info(f"{network.interface.name} ({network.interface.address}) leads to the other hosts")
+    settings = options.settings(network.networks)
     request = Request(
         hosts=placed,
         job=options.job.rank_command(_python()),
         folder=working_folder(env),
-        variables=variables_of_ranks(options, starter, placed, network, env),
+        variables=variables_of_ranks(options.variables, settings, starter, placed, network, env),
         env=env,
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
         mpi_args=options.mpi_args,
         is_command=options.job.is_command,
     )
-    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
-    return Plan(starter, request, named, chosen, infos, past.avoided)
+    return Plan(starter, request, named, chosen, infos, memory)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -163,21 +161,19 @@ def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
 def _check(options: LaunchOptions, hosts: Hosts, kind: StarterKind) -> None:
     """Raise UserError for options that contradict each other, or that have no effect here."""
     check_gpu_choice(hosts, options.variables)
-    if kind.has_scheduler or not options.check:
-        needing = {
-            "--spares": options.spares,
-            "--wait-for-hosts": options.wait_s and not kind.has_scheduler,  # it waits for nothing
-            "--grow": options.grow_s,
-            "--min-hosts": options.min_hosts and kind.has_scheduler,
-        }
-        how = "Leave out --no-check."
-        if kind.has_scheduler:
-            how = "Start the ranks over ssh instead of srun: --mpirun PATH"
-        for option in (each for each, value in needing.items() if value):
-            raise UserError(
-                f"{option} needs the preflight, which finds the hosts that answer. {how}"
-            )
-    wanted_hosts(options, hosts)  # an error should not wait for the preflight
+    if options.check and not kind.has_scheduler:
+        return
+    needing = {
+        "--spares": options.spares,
+        "--wait-for-hosts": options.wait_s and not kind.has_scheduler,  # it waits for nothing
+        "--grow": options.grow_s,
+        "--min-hosts": options.min_hosts and kind.has_scheduler,
+    }
+    how = "Leave out --no-check."
+    if kind.has_scheduler:
+        how = "Start the ranks over ssh instead of srun: --mpirun PATH"
+    for option in (each for each, value in needing.items() if value):
+        raise UserError(f"{option} needs the preflight, which finds the hosts that answer. {how}")
 
 
 def run_preflight(
@@ -185,7 +181,7 @@ def run_preflight(
     named: Hosts,
     starter: RankStarter,
     env: Mapping[str, str],
-    proven: Collection[Host] = (),
+    proven: Collection[Host] | None = None,
     known: Mapping[Host, HostInfo] = MappingProxyType({}),
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
@@ -194,7 +190,8 @@ def run_preflight(
     pauses of its own.
 
     Args:
-        proven: the hosts that have run the job; none before the first attempt.
+        proven: the hosts that have run the job, none before the first attempt. The others must have the same
+            versions, or those of the first host. None: versions are not compared.
         known: the results of hosts that need no new preflight.
     """
     is_local = all(is_this_host(host.name) for host in named.usable)
@@ -203,10 +200,8 @@ def run_preflight(
         check_program(program, env.get("PATH"))
     if is_local or starter.kind.has_scheduler or options.dry_run or not options.check:
         return Checked()
-    from mpiddp.launch import preflight  # only jobs over several hosts pay for it
-
     interface = options.interface
-    needs = preflight.Needs(
+    needs = Needs(
         python=str(_python()),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
@@ -214,24 +209,17 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
-        uses_gpus=not hides_all_gpus(with_values(env, options.variables)),
+        uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
     wait_s = 0.0 if proven else options.wait_s or 0.0
     asked = [host for host in named.usable if host not in known]
-    found, complaints, silent = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
+    found, complaints, silent = preflight(asked, needs, named.transport, wait_s=wait_s)
     infos = {**known, **found}
-    in_order = {host: infos[host] for host in named.usable if host in infos}
-    return Checked(in_order, complaints, silent)
-
-
-def without_strangers(checked: Checked, proven: Collection[Host], starter: RankStarter) -> Checked:
-    """The same with a complaint about each host whose versions are others than those of `proven`."""
-    if not checked.infos:
-        return checked
-    from mpiddp.launch.preflight import strangers
-
-    found = strangers(checked.faultless, proven, str(starter.program))
-    return checked._replace(complaints={**checked.complaints, **found})
+    infos = {host: infos[host] for host in named.usable if host in infos}
+    if proven is not None:
+        fine = [info for host, info in infos.items() if host not in complaints]
+        complaints = {**complaints, **strangers(fine, proven, str(starter.program))}
+    return Checked(infos, complaints, silent)
 
 
 def _python() -> Path:

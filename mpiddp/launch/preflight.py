@@ -14,7 +14,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from platform import python_version
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple
 
 from mpiddp.hosts import facts, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
@@ -28,8 +29,8 @@ from mpiddp.text import all_of, counted, duration, listed, names_by_value
 
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
-REPEAT_S = 60.0  # between two lines about the same hosts
 _BEGIN = '{"has_folder"'  # of the probe's line
+_NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
@@ -65,48 +66,25 @@ class HostInfo:
     python: str = ""  # its version
 
 
-Complaints = dict[Host, str]  # a sentence for each host that cannot be used
+class Checked(NamedTuple):
+    """What a preflight has found; nothing if none was run.
+
+    infos: what each host has. complaints: why some hosts cannot be used, a sentence for each.
+    silent: of the complaints, those about hosts that have not answered.
+    """
+
+    infos: Mapping[Host, HostInfo] = MappingProxyType({})
+    complaints: Mapping[Host, str] = MappingProxyType({})
+    silent: Mapping[Host, str] = MappingProxyType({})
 
 
 def preflight(
     hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
-) -> tuple[dict[Host, HostInfo], Complaints, Complaints]:
-    """What each host that answers has, why some cannot be used, and of these those that did not answer.
-
-    Each host is asked until it answers once, for at most `wait_s` after the first time. One that lacks the
-    interpreter has answered.
-    """
-    answers: dict[Host, Answer] = {}
-    waiting, said, said_at = list(hosts), 0, 0.0
-    began = time.monotonic()
-    while True:
-        left_s = wait_s - (time.monotonic() - began)
-        answers |= run_on_hosts(
-            waiting,
-            needs.python,
-            probe_program(needs),
-            timeout_s=max(1.0, min(LOGIN_S, left_s)) if answers else LOGIN_S,
-            work_s=facts.LONGEST_S,
-            transport=transport,
-        )
-        waiting = [host for host in waiting if _may_answer_later(answers[host])]
-        now = time.monotonic()
-        left_s = wait_s - (now - began)
-        if not waiting or left_s <= 0:
-            break
-        if len(waiting) != said or now - said_at >= REPEAT_S:
-            said, said_at = len(waiting), now
-            log.info(
-                f"{len(hosts) - said} of {counted(len(hosts), 'host')} answer; waiting for "
-                f"{listed([host.name for host in waiting], most=3)} (up to {duration(max(1.0, left_s))})"
-            )
-        time.sleep(min(PAUSE_S, left_s))
-        names.forget_addresses()
-        names.resolve_all([host.name for host in waiting])
-    if said and not waiting:
-        log.info(f"all {counted(len(hosts), 'host')} answer after {duration(now - began)}")
+) -> Checked:
+    """Ask each host until it answers once, for at most `wait_s` after the first time."""
+    answers = _answers(hosts, needs, transport, wait_s)
     infos: dict[Host, HostInfo] = {}
-    complaints: Complaints = {}
+    complaints: dict[Host, str] = {}
     for host in hosts:
         if info := _read(host, answers[host]):
             infos[host] = info
@@ -118,7 +96,41 @@ def preflight(
     silent = {host: why for host, why in complaints.items() if not _has_answered(answers[host])}
     if transport.hint and silent:
         complaints[[*silent][-1]] += f"\n{transport.hint}"
-    return infos, complaints, silent
+    return Checked(infos, complaints, silent)
+
+
+def _answers(
+    hosts: Sequence[Host], needs: Needs, transport: Transport, wait_s: float
+) -> dict[Host, Answer]:
+    """The answer of each host, or how it failed. One that lacks the interpreter has answered."""
+    began, count = time.monotonic(), counted(len(hosts), "host")
+    answers: dict[Host, Answer] = {}
+    waiting, said = [*hosts], list[Host]()
+    while True:
+        answers |= run_on_hosts(
+            *(waiting, needs.python, probe_program(needs)),
+            timeout_s=LOGIN_S,
+            work_s=facts.LONGEST_S,
+            transport=transport,
+        )
+        waiting = [host for host in waiting if not _has_answered(answers[host])]
+        # Only people change a host's key.
+        waiting = [host for host in waiting if _NEW_KEY not in answers[host].stderr]
+        left_s = wait_s - (time.monotonic() - began)
+        if not waiting or left_s <= 0:
+            break
+        if waiting != said:
+            said, some = waiting, listed([host.name for host in waiting], most=3)
+            log.info(
+                f"{len(hosts) - len(waiting)} of {count} answer; waiting for {some} "
+                f"(up to {duration(max(1.0, left_s))})"
+            )
+        time.sleep(min(PAUSE_S, left_s))
+        names.forget_addresses()
+        names.resolve_all([host.name for host in waiting])
+    if said and not waiting:
+        log.info(f"all {count} answer after {duration(wait_s - left_s)}")
+    return answers
 
 
 def probe_program(needs: Needs) -> str:
@@ -129,11 +141,6 @@ def probe_program(needs: Needs) -> str:
 
 def _has_answered(answer: Answer) -> bool:
     return _BEGIN in answer.stdout or answer.exit_code == NO_PROGRAM or _has_failed_there(answer)
-
-
-def _may_answer_later(answer: Answer) -> bool:
-    """Only people change a host's key."""
-    return not _has_answered(answer) and "Host key verification failed" not in answer.stderr
 
 
 def _has_failed_there(answer: Answer) -> bool:
@@ -151,9 +158,9 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
     return None
 
 
-def _complaint(info: HostInfo, needs: Needs) -> str | None:
-    """The problem of this host alone, as one sentence; None if it has none."""
-    name = info.host.name
+def _complaint(info: HostInfo, needs: Needs) -> str:
+    """The problem of this host alone, as one sentence; "" if it has none."""
+    name, interface = info.host.name, needs.interface
     here, there = (".".join(each.split(".")[:2]) for each in (python_version(), info.python))
     if there and there != here:
         return (
@@ -165,27 +172,22 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
             f"{name}: the working folder {needs.folder} is missing. "
             "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
         )
-    for program, is_there in (
-        (needs.mpirun, info.mpirun is not None),
-        (needs.daemon, info.has_daemon),
-    ):
-        if not is_there:
-            return (
-                f"{name}: {program} is missing or does not run. "
-                "Install the same MPI at the same path on every host."
-            )
+    if info.mpirun is None or not info.has_daemon:
+        return (
+            f"{name}: {needs.daemon if info.mpirun else needs.mpirun} is missing or does not run. "
+            "Install the same MPI at the same path on every host."
+        )
     if not info.has_program:
         where = "missing or not executable" if os.sep in str(needs.program) else "not on PATH"
         return f"{name}: {needs.program} is {where}. Install it on every host."
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
-    interface = needs.interface
     if interface and not any(each.matches(interface) for each in info.interfaces):
         return (
             f'interface "{interface}" is not on {name}, '
             f"which has {all_of([each.name for each in info.interfaces])}."
         )
-    return None
+    return ""
 
 
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
@@ -206,30 +208,27 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
     return login_failed(host, answer.exit_code, answer.stderr, limit_s=LOGIN_S, missing=missing)
 
 
-def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:
-    """A sentence for each host with other versions than those that have run the job, else the first one."""
-    judges = [info for host, info in infos.items() if host in proven] or [*infos.values()][:1]
-    found = {host: disagreements([*judges, info], mpirun) for host, info in infos.items()}
-    return {
-        host: sentences[0]
-        for host, sentences in found.items()
-        if sentences and infos[host] not in judges
-    }
+def strangers(infos: Sequence[HostInfo], proven: Collection[Host], mpirun: str) -> dict[Host, str]:
+    """A sentence for each host with other versions than one that has run the job, else than the first."""
+    judge = [*(info for info in infos if info.host in proven), *infos][:1]
+    found = {info.host: disagreements([*judge, info], mpirun) for info in infos}
+    return {host: sentences[0] for host, sentences in found.items() if sentences}
 
 
 def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
     """The version differences between hosts that can each be used alone. `mpirun` is its path."""
     infos = tuple(infos)
     found = []
-    for package in ("torch", "mpi4py"):
-        versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
+    for what, name, same in (
+        ("torch", "torch", "version"),
+        ("mpi4py", "mpi4py", "version"),
+        ("mpirun", mpirun, "MPI"),
+    ):
+        versions = {info.host.name: getattr(info, what) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
             found.append(
-                f"{package} differs: {by_value(versions)}. Install the same version on every host."
+                f"{name} differs: {by_value(versions)}. Install the same {same} on every host."
             )
-    versions = {info.host.name: info.mpirun or "" for info in infos}
-    if len(set(versions.values())) > 1:
-        found.append(f"{mpirun} differs: {by_value(versions)}. Install the same MPI on every host.")
     return found
 
 

@@ -1,75 +1,172 @@
-"""The variables of the ranks: the user's, the launcher's own, and the GPUs of each host."""
+"""The environment variables of the ranks: an allow-list, those that the user names, and the launcher's own.
+
+Variables are passed by name, so that no value is on a command line, where every user of a host can read it.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host, written
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.starters.command import JobNetwork, RankStarter
-from mpiddp.launch.starters.environment import Exports, forwarded
-from mpiddp.protocol.variables import (
-    BIND,
-    GPUS,
-    INTERFACE,
-    LOG_DIR,
-    NETWORKS,
-    PLACEMENT,
-    REPORT,
-    TIMEOUT,
-    VERBOSE,
+from mpiddp.launch.starters.command import LEFT_OUT, JobNetwork, RankStarter
+from mpiddp.paths import named_by
+from mpiddp.protocol.variables import GPUS, NETWORKS, PLACEMENT
+
+ALLOWED = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "MPI4PY_LIBMPI",
+    # Rank 0 uses these two, and it may run on another host than the launcher.
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
+ALLOWED_BEGINNINGS = (
+    *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
+    *("TORCH_", "PYTORCH_", "OMP_", "HF_", "MPIDDP_"),
+    *("HIP_", "ROCR_", "ZE_", "ONEAPI_"),
+)
+
+# A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
+# password.
+SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE", "SESSION", "DSN")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MAX_BYTES = 1 << 20
 
 
 def variables_of_ranks(
-    options: LaunchOptions,
+    exports: Mapping[str, str],
+    settings: Mapping[str, str | None],
     starter: RankStarter,
     placed: Hosts,
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    """All variables that the ranks get. Those of the launcher's options take precedence."""
+    """All variables that the ranks get.
+
+    Args:
+        exports: those that the user names.
+        settings: what the launcher's options set, which takes precedence. None is not set.
+        env: of the launcher.
+    """
     first, *others = placed.hosts
     has_scheduler = starter.kind.has_scheduler
     defaults = {}
     if has_scheduler and others and is_this_host(first.name) and network.interface:
         # srun does not pass on rank 0's address, and its host's name may resolve to another network.
         defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    # mpi4py finds the library by itself if it is installed beside python.
-    own_folder = Path(sys.executable).absolute().parent
-    if starter.libmpi is not None and starter.program.parent != own_folder:
-        named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
-        defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
-    networks = ",".join(network.networks) or None
-    settings = {
+    if starter.libmpi is not None:
+        defaults["MPI4PY_LIBMPI"] = str(starter.libmpi)
+    own = {
         PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
-        NETWORKS: networks,
-        INTERFACE: networks if options.interface else None,
-        TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else None,
-        BIND: "gpu" if options.bind == "gpu" else None,
-        REPORT: "1" if options.verbose else None,
-        VERBOSE: "1" if options.verbose else None,
-        LOG_DIR: options.log_dir,
-        "MASTER_ADDR": options.master_addr,
+        NETWORKS: ",".join(network.networks) or None,
         # A scheduler chooses the GPUs of each host itself.
-        GPUS: None if has_scheduler else gpu_table(placed.hosts, env, options.variables) or None,
+        GPUS: None if has_scheduler else gpu_table(placed.hosts, env, exports) or None,
+        **settings,
     }
-    inherited = forwarded(env, options.variables) | defaults
-    given = with_values(inherited, options.variables)
-    return given | {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**forwarded(env), **defaults, **exports, **given}
 
 
-def with_values(env: Mapping[str, str], exports: Exports) -> dict[str, str]:
-    """`env`, with the values that the user gives for the ranks."""
-    return {**env, **{name: value for name, value in exports.items() if value is not None}}
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `env` that every job gets, sorted by name.
+
+    Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
+    """
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if _is_allowed(name) and not is_secret(name) and not is_of_one_host(name, env[name])
+    }
 
 
-def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
+def _is_allowed(name: str) -> bool:
+    return name in ALLOWED or name.startswith(ALLOWED_BEGINNINGS)
+
+
+def is_secret(name: str) -> bool:
+    is_partition = name.upper().endswith("_PKEY")  # of InfiniBand: NCCL_IB_PKEY
+    return any(word in name.upper() for word in SECRET_WORDS) and not is_partition
+
+
+# --- that the user names ---
+
+
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the options `-x VAR`, whose value is that in `env`, and `-x VAR=VALUE`."""
+    variables = {}
+    for export in exports:
+        name, has_value, value = export.partition("=")
+        if not _NAME.fullmatch(name):
+            shown = f"{name}={LEFT_OUT}" if has_value else name
+            raise UserError(
+                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+            )
+        if not has_value and name not in env:
+            raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
+        variables[name] = value if has_value else env[name]
+    return variables
+
+
+def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a file of --env-file, see `parse_env_file`."""
+    with named_by("--env-file"), Path(path).open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UserError(
+            f"--env-file {path}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables."
+        )
+    return dict(parse_env_file(data, path, env))
+
+
+def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The variables in a file's bytes: lines NAME=VALUE, NAME for the value in `env`, and # comments.
+
+    A value is taken as it is, without the quotes around all of it. No error shows a part of one.
+    """
+    for number, line in enumerate(data.decode("utf-8-sig", "replace").split("\n"), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, has_value, value = text.removeprefix("export ").partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value or "\ufffd" in value:
+            raise UserError(
+                f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
+            )
+        if not has_value and name not in env:
+            raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
+        if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
+            value = value[1:-1]
+        yield name, value if has_value else env[name]
+
+
+def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str]:
+    """Options that are safe to print: `VAR=…` for an `-x VAR=VALUE`, whatever the variable's name.
+
+    Args:
+        exports: the VAR=VALUE of `arguments`, as the parser has found them.
+    """
+    shown = list(arguments)
+    for export in exports:
+        name, has_value, _ = export.partition("=")
+        for index, argument in enumerate(arguments):
+            if has_value and argument.endswith(export) and argument.startswith(("-", export)):
+                shown[index] = f"{argument.removesuffix(export)}{name}={LEFT_OUT}"
+    return shown
+
+
+# --- the GPUs of each host ---
+
+
+def check_gpu_choice(hosts: Hosts, exports: Mapping[str, str]) -> None:
     """Raise UserError if both the hostfile and -x choose GPUs."""
     chosen = sorted(exports.keys() & set(VISIBLE))
     for host in hosts.hosts:
@@ -80,19 +177,14 @@ def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
             )
 
 
-def env_on_host(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+def env_on_host(name: str, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
     """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
-    variables = with_values(env, exports)
-    if is_this_host(name):
-        return variables
-    return {
-        each: value
-        for each, value in variables.items()
-        if each in exports or not is_of_one_host(each, value)
-    }
+    is_here = is_this_host(name)
+    own = {each: value for each, value in env.items() if is_here or not is_of_one_host(each, value)}
+    return {**own, **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Exports) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
     """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
 
     Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.

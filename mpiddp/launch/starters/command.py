@@ -1,6 +1,5 @@
 """What a starter is given and what it makes of it: Request, Command and Flag, each flag with its reason.
 
-Reasons and files that the command lines of several starters share stand at the end.
 `mpiddp.launch.starters.table` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason
 of every flag.
 """
@@ -10,68 +9,19 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.allocations import leading_schedulers
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
+from mpiddp.text import all_of
 
-
-class StarterKind(NamedTuple):
-    """A kind of program that starts ranks, with all that is particular to it.
-
-    - name: as messages have it. version: the pattern of its --version output.
-    - compose: its command line.
-    - library: the file name of its libmpi, "" if the ranks need none.
-    - daemon: the program that it starts on the other hosts, in the folder of mpirun.
-    - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
-      left of a job, and may let a start wait.
-    - stop_signal: what ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's
-      survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script,
-      cannot be shielded. srun passes SIGTERM on to its tasks.
-    - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
-      starter's own code, or that of a rank that it has ended.
-    - cuts_own_name: it always cuts this machine's name at the first dot.
-    """
-
-    name: str
-    version: re.Pattern[str]
-    compose: Callable[[RankStarter, Request], Command]
-    library: str = ""
-    daemon: str = ""
-    has_scheduler: bool = False
-    stop_signal: signal.Signals = signal.SIGTERM
-    proves_signals: bool = False
-    cuts_own_name: bool = False
-
-
-class RankStarter(NamedTuple):
-    """One installed starter. `program` is absolute. `libmpi` is None if mpi4py has to find the library."""
-
-    kind: StarterKind
-    version: str
-    program: Path
-    libmpi: Path | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind.name} {self.version}"
-
-    @property
-    def daemon(self) -> Path:
-        """The program that it starts on every other host."""
-        return self.program.with_name(self.kind.daemon)
-
-    def compose(self, request: Request) -> Command:
-        """The command that starts `request` on exactly its hosts and in its order."""
-        command = self.kind.compose(self, request)
-        if not request.mpi_args:
-            return command
-        theirs = Flag((*request.mpi_args,), "--mpi-args, as you wrote them")
-        return command._replace(flags=(*command.flags, theirs))
+LEFT_OUT = "…"  # stands for a value in what is printed
+_LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class JobNetwork(NamedTuple):
@@ -94,18 +44,17 @@ class Request(NamedTuple):
     hosts: in the order of the ranks, each with its number, under the names that mpirun gets.
     job: the command of a rank. With `is_command`, its script may run in a container.
     variables: all that the ranks get, by name. env: the user's environment, which mpirun inherits.
-    mpi_args: the user's own arguments for mpirun. scratch: the folder for mpirun's files.
+    mpi_args: the user's own arguments for mpirun.
     """
 
     hosts: Hosts
     job: tuple[str, ...]
     folder: str
-    variables: Mapping[str, str] = MappingProxyType({})
-    env: Mapping[str, str] = MappingProxyType({})
+    variables: Mapping[str, str] = _NOTHING
+    env: Mapping[str, str] = _NOTHING
     network: JobNetwork = JobNetwork()
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()
-    scratch: str = "."
     is_command: bool = False
 
     @property
@@ -117,13 +66,6 @@ class Request(NamedTuple):
         """The name of each rank's host."""
         return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """The variables that mpirun does not inherit from the user."""
-        return {
-            name: value for name, value in self.variables.items() if self.env.get(name) != value
-        }
-
 
 class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
@@ -132,22 +74,26 @@ class Flag(NamedTuple):
     reason: str
 
 
+class Parts(NamedTuple):
+    """What is particular to one MPI: flags, variables for the starter itself, and files by their paths."""
+
+    flags: Sequence[Flag]
+    settings: Mapping[str, str] = _NOTHING
+    files: Mapping[str, str] = _NOTHING
+
+
 class Command(NamedTuple):
     """A command line, the variables to set in its environment, and the files to write for it."""
 
     program: str
     flags: tuple[Flag, ...]
     job: tuple[str, ...]
-    settings: Mapping[str, str] = MappingProxyType({})
-    files: Mapping[str, str] = MappingProxyType({})
+    settings: Mapping[str, str] = _NOTHING
+    files: Mapping[str, str] = _NOTHING
 
     @property
     def argv(self) -> list[str]:
         return [self.program, *(each for flag in self.flags for each in flag.arguments), *self.job]
-
-    def write_files(self) -> None:
-        for path, text in self.files.items():
-            Path(path).write_text(text)
 
     def explained(self, hidden: Collection[str] = ()) -> str:
         """The command ready to paste, followed by every flag with its reason.
@@ -159,7 +105,7 @@ class Command(NamedTuple):
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
         assignments = [
-            f"{name}={LEFT_OUT if name in hidden or is_secret(name) else shlex.quote(value)}"
+            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}"
             for name, value in self.settings.items()
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
@@ -172,6 +118,81 @@ class Command(NamedTuple):
         return "\n".join(lines)
 
 
+class StarterKind(NamedTuple):
+    """A kind of program that starts ranks, with all that is particular to it.
+
+    - name: as messages have it. version: the pattern of its --version output.
+    - compose: its parts of the command line, for a request, the names of the ranks' variables, and the folder
+      for its files.
+    - library: the file name of its libmpi, "" if the ranks need none.
+    - daemon: the program that it starts on the other hosts, in the folder of mpirun.
+    - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
+      left of a job, and may let a start wait.
+    - stop_signal: what ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's
+      survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script,
+      cannot be shielded. srun passes SIGTERM on to its tasks.
+    - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
+      starter's own code, or that of a rank that it has ended.
+    - cuts_own_name: it always cuts this machine's name at the first dot.
+    """
+
+    name: str
+    version: re.Pattern[str]
+    compose: Callable[[Request, Collection[str], str], Parts]
+    library: str = ""
+    daemon: str = ""
+    has_scheduler: bool = False
+    stop_signal: signal.Signals = signal.SIGTERM
+    proves_signals: bool = False
+    cuts_own_name: bool = False
+
+
+class RankStarter(NamedTuple):
+    """One installed starter. `program` is absolute. `libmpi` is None if mpi4py finds the library itself."""
+
+    kind: StarterKind
+    version: str
+    program: Path
+    libmpi: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name} {self.version}"
+
+    @property
+    def daemon(self) -> Path:
+        """The program that it starts on every other host."""
+        return self.program.with_name(self.kind.daemon)
+
+    def compose(
+        self,
+        request: Request,
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] = _NOTHING,
+        scratch: str = ".",
+    ) -> Command:
+        """The command that starts `request` on exactly its hosts and in its order.
+
+        Args:
+            arguments: more of them for the job. variables: more of them for the ranks.
+            scratch: the folder of the command's files.
+        """
+        every = {**request.variables, **variables}
+        # The others are inherited from the user's environment.
+        own = {name: value for name, value in every.items() if request.env.get(name) != value}
+        flags, settings, files = self.kind.compose(request, every, scratch)
+        theirs = Flag(request.mpi_args, "--mpi-args, as you wrote them")
+        return Command(
+            str(self.program),
+            (*flags, theirs) if request.mpi_args else (*flags,),
+            (*request.job, *arguments),
+            {**own, **settings, **own},
+            files,
+        )
+
+
+# --- what the command lines of several starters share ---
+
 BINDINGS = {
     "none": "no binding: MPI would give each rank one core, and data loading needs more",
     "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
@@ -180,37 +201,31 @@ BINDINGS = {
 WDIR = "the same working folder on every host"
 EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
 NETWORK = "the network that connects the hosts; not every network of a host does"
-DETECTION = (
-    "the hosts, and the way to them, are those of this command; mpirun would follow {schedulers}"
-)
-SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
-LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 
 
-def host_file(request: Request, lines: Sequence[str]) -> dict[str, str]:
+def why_pinned(request: Request) -> str:
+    """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
+    schedulers = all_of(leading_schedulers(request.env))
+    why = "the hosts, and the way to them, are those of this command; mpirun would follow"
+    return f"{why} {schedulers}" if schedulers else ""
+
+
+def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:
     """A file of these lines, if they are too long for an argument, with commas between; else none."""
-    if len(",".join(lines)) <= LONGEST_ARGUMENT:
+    if len(",".join(lines)) <= _LONGEST_ARGUMENT:
         return {}
-    return {str(PurePath(request.scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
+    return {str(PurePath(scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
 
 
-def ssh_config(request: Request) -> dict[str, str]:
-    """The file that gives ssh the users and ports. No MPI has a command-line option for them."""
-    special = [host for host in request.hosts.hosts if host.user or host.port]
-    if not special:
-        return {}
-    lines = [line for host in special for line in _ssh_host(host)]
+def ssh_config(request: Request, scratch: str) -> tuple[str, dict[str, str]]:
+    """ssh's arguments for a file with the users and ports, and the file. No MPI has an option for them."""
+    lines = []
+    for host in request.hosts.hosts:
+        keys = {"User": host.user, "Port": host.port}
+        special = [f"  {key} {value}" for key, value in keys.items() if value]
+        lines += [f"Host {host.name}", *special] if special else []
+    if not lines:
+        return "", {}
     lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
-    return {str(PurePath(request.scratch, "mpiddp-ssh_config")): "\n".join(lines) + "\n"}
-
-
-def ssh_arguments(files: Mapping[str, str]) -> str:
-    return f"-F {next(iter(files))}"
-
-
-def _ssh_host(host: Host) -> Iterable[str]:
-    yield f"Host {host.name}"
-    if host.user:
-        yield f"  User {host.user}"
-    if host.port:
-        yield f"  Port {host.port}"
+    path = str(PurePath(scratch, "mpiddp-ssh_config"))
+    return f"-F {path}", {path: "\n".join(lines) + "\n"}

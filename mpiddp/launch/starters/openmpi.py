@@ -5,34 +5,31 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
-from mpiddp.hosts.allocations import SCHEDULERS, leading_schedulers
+from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.launch.starters.command import (
     BINDINGS,
-    DETECTION,
     NETWORK,
-    SSH_CONFIG,
     WDIR,
-    Command,
     Flag,
-    RankStarter,
+    Parts,
     Request,
     host_file,
-    ssh_arguments,
     ssh_config,
+    why_pinned,
 )
-from mpiddp.text import all_of
 
 _SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
-_IGNORES = "{agent} ignores SIGTERM: batch systems send it to every process, and mpirun ends with its {agent}"
 _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder hosts"
 _AS_ROOT = "mpirun refuses to run as root without this flag"
+_NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
+_SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
 _LOGINS_FROM_HERE = (
@@ -46,66 +43,44 @@ _FULL_NAMES = (
     "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
     "the short ones"
 )
-
-
 _PARAMETER_OPTIONS = ("mca", "gmca", "omca", "prtemca", "pmixmca")
-# Components beside those that follow a scheduler of our table. Names that this Open MPI was built without do
-# no harm.
-_ALPS, _PALS = "alps", "pals"
 
 
-def _chooses_tmpdir(request: Request) -> bool:
-    """Whether the user has chosen a folder for session files."""
-    chosen = (*request.env, *_parameters_in(request.mpi_args))
-    return any("tmpdir_base" in name for name in chosen)
-
-
-def open_mpi_4(starter: RankStarter, request: Request) -> Command:
+def open_mpi_4(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[0] for row in SCHEDULERS if row.followed_by and row.followed_by[0]]
-    pins = _pins(request, "--mca", "rsh", [*followers, _ALPS])
-    return _open_mpi(starter, request, "orte", pins, "orte_tmpdir_base")
+    pins = _pins(request, "--mca", "rsh", [*followers, "alps"])
+    return _open_mpi(request, variables, scratch, "orte", pins, "orte_tmpdir_base")
 
 
-def open_mpi_5(starter: RankStarter, request: Request) -> Command:
+def open_mpi_5(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
-    pins = _pins(request, "--prtemca", "ssh", [*followers, _PALS])
+    pins = _pins(request, "--prtemca", "ssh", [*followers, "pals"])
     # Not prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
-    command = _open_mpi(starter, request, "prte", pins, "prte_remote_tmpdir_base")
-    if request.scratch == "." or _chooses_tmpdir(request):
-        return command
+    parts = _open_mpi(request, variables, scratch, "prte", pins, "prte_remote_tmpdir_base")
+    if scratch == "." or _chooses_tmpdir(request):
+        return parts
     # Those that share a folder disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with "The
     # PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
-    own = {"PRTE_MCA_prte_local_tmpdir_base": request.scratch}
-    return command._replace(settings={**command.settings, **own})
+    return parts._replace(settings={"PRTE_MCA_prte_local_tmpdir_base": scratch})
 
 
 def _open_mpi(
-    starter: RankStarter, request: Request, runtime: str, pins: Iterator[Flag], tmpdir: str
-) -> Command:
+    request: Request,
+    variables: Collection[str],
+    scratch: str,
+    runtime: str,
+    pins: Iterator[Flag],
+    tmpdir: str,
+) -> Parts:
     names = request.names_of_ranks
-    listed, files = host_file(request, names), ssh_config(request)
-    where = ("--hostfile", *listed) if listed else ("-H", ",".join(names))
-    flags = [
-        Flag(("-n", str(request.world_size)), "one process per rank"),
-        Flag((*where, "--map-by", "seq"), _IN_ORDER),
-        Flag(("--bind-to", request.bind), BINDINGS[request.bind]),
-        *pins,
-    ]
-    if os.geteuid() == 0:
-        flags.insert(0, Flag(("--allow-run-as-root",), _AS_ROOT))
-    all_hosts, transport = request.hosts.hosts, request.hosts.transport
-    several = len(all_hosts) > 1
+    listed, (ssh, files) = host_file(scratch, names), ssh_config(request, scratch)
+    hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
+    several = len(hosts) > 1
     include = ",".join(request.network.networks) if several else ""
-    has_full_names = any("." in host.name and not _is_address(host.name) for host in all_hosts)
-    own_sessions = not transport.is_ssh and not _chooses_tmpdir(request)
+    has_full_names = any("." in host.name and not _is_address(host.name) for host in hosts)
     # Each parameter of Open MPI, its value, whether this job needs it, and why.
     parameters: list[tuple[str, str, object, str]] = [
-        (
-            "pml",
-            "ob1",
-            True,
-            "skips a 1 s search for fast networks; MPI carries only a few messages",
-        ),
+        ("pml", "ob1", True, _NO_SEARCH),
         ("btl", "self,vader,tcp", True, _BTL),
         ("oob_tcp_keepalive_time", "5", several, _KEEPALIVE),
         ("oob_tcp_keepalive_intvl", "2", several, _KEEPALIVE),
@@ -113,34 +88,45 @@ def _open_mpi(
         ("btl_tcp_if_include", include, include, NETWORK),
         ("oob_tcp_if_include", include, include, NETWORK),
         (f"{runtime}_keep_fqdn_hostnames", "1", has_full_names, _FULL_NAMES),
-        (tmpdir, "/tmp", own_sessions, _SESSIONS),
+        (tmpdir, "/tmp", not is_ssh and not _chooses_tmpdir(request), _SESSIONS),
         ("plm_rsh_agent", *_agent(request)),
-        ("plm_rsh_args", ssh_arguments(files) if files else "", files, SSH_CONFIG),
-        ("plm_rsh_no_tree_spawn", "1", len(all_hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
+        ("plm_rsh_args", ssh, ssh, _SSH_CONFIG),
+        ("plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
     ]
     theirs = _parameters_in(request.mpi_args)
-    for name, value, is_needed, why in parameters:
-        is_set = {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys()
-        if is_needed and not is_set and name not in theirs:
-            flags.append(Flag(("--mca", name, value), why))
-    flags.append(Flag(("--wdir", request.folder), WDIR))
-    flags += [Flag(("-x", name), _EXPORT) for name in sorted(request.variables)]
-    return Command(
-        str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
-    )
+    flags = [
+        *([Flag(("--allow-run-as-root",), _AS_ROOT)] if os.geteuid() == 0 else []),
+        Flag(("-n", str(request.world_size)), "one process per rank"),
+        Flag(
+            (*(("--hostfile", *listed) if listed else ("-H", ",".join(names))), "--map-by", "seq"),
+            _IN_ORDER,
+        ),
+        Flag(("--bind-to", request.bind), BINDINGS[request.bind]),
+        *pins,
+        *(
+            Flag(("--mca", name, value), why)
+            for name, value, is_needed, why in parameters
+            if is_needed and not _is_set(name, request) and name not in theirs
+        ),
+        Flag(("--wdir", request.folder), WDIR),
+        *(Flag(("-x", name), _EXPORT) for name in sorted(variables)),
+    ]
+    return Parts(flags, files={**files, **listed})
 
 
 def _agent(request: Request) -> tuple[str, bool, str]:
     """The program for the other hosts, whether it is another one than Open MPI's own choice, and why."""
     transport, has_others = request.hosts.transport, len(request.hosts.hosts) > 1
-    agent, reasons = " ".join(transport.agent), []
-    if transport.is_ssh:
-        agent = "ssh -x"
-    elif has_others:
+    agent = "ssh -x" if transport.is_ssh else " ".join(transport.agent)
+    reasons = []
+    if has_others and not transport.is_ssh:
         reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")
     if has_others and can_shield():
-        agent = f"{_SHIELD} {agent}"
-        reasons.append(_IGNORES.format(agent=transport.agent[0]))
+        program, agent = transport.agent[0], f"{_SHIELD} {agent}"
+        reasons.append(
+            f"{program} ignores SIGTERM: batch systems send it to every process, and mpirun ends with "
+            f"its {program}"
+        )
     is_chosen = "PRTE_MCA_plm_ssh_agent" in request.env
     return agent, bool(reasons) and not is_chosen, "; ".join(reasons)
 
@@ -155,15 +141,27 @@ def can_shield() -> bool:
 
 
 def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> Iterator[Flag]:
-    """The flags that keep Open MPI's components from following a scheduler's variables."""
-    schedulers = leading_schedulers(request.env)
-    if not schedulers:
-        return
-    why = DETECTION.format(schedulers=all_of(schedulers))
-    ras = f"^{','.join(followers)}"
-    for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
-        if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
-            yield Flag((option, name, value), why)
+    """The flags that keep Open MPI's components from following a scheduler's variables.
+
+    Args:
+        followers: the components that would. Names that this Open MPI was built without do no harm.
+    """
+    if why := why_pinned(request):
+        ras = f"^{','.join(followers)}"
+        for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
+            if not _is_set(name, request):
+                yield Flag((option, name, value), why)
+
+
+def _is_set(parameter: str, request: Request) -> bool:
+    """Whether the user's environment sets a parameter of Open MPI."""
+    return bool({f"OMPI_MCA_{parameter}", f"PRTE_MCA_{parameter}"} & request.env.keys())
+
+
+def _chooses_tmpdir(request: Request) -> bool:
+    """Whether the user has chosen a folder for session files."""
+    chosen = (*request.env, *_parameters_in(request.mpi_args))
+    return any("tmpdir_base" in name for name in chosen)
 
 
 def _parameters_in(arguments: Sequence[str]) -> frozenset[str]:

@@ -73,9 +73,6 @@ def find_starter(
     Args:
         name: "mpirun", or a scheduler's own starter such as "srun".
         explicit: the path of --mpirun.
-
-    Raises:
-        UserError: there is none, or it is of no known kind.
     """
     path = env.get("PATH")
     if explicit is not None:
@@ -91,15 +88,15 @@ def find_starter(
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
-    return identify(Path(found).absolute(), env)
+    starter = identify(Path(found).absolute(), env)
+    if starter.libmpi is None or starter.program.parent == python.parent:
+        return starter._replace(libmpi=None)  # mpi4py finds a library beside Python by itself
+    named = None if explicit else env.get("MPI4PY_LIBMPI")
+    return starter._replace(libmpi=Path(named)) if named else starter
 
 
 def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
-    """Run `program --version` (a few milliseconds) and find its library beside it.
-
-    Raises:
-        UserError: it cannot run, or its kind is unknown.
-    """
+    """Run `program --version` (a few milliseconds) and find its library beside it."""
     answer = program_version(str(program), env)
     if answer is None:
         raise UserError(

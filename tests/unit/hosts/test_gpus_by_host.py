@@ -132,7 +132,7 @@ def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers():
     there["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     env = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
     assert json.loads(gpu_table(NODES, env, {})) == [env, {}, there]
-    exported = gpu_table(NODES, env, {"CUDA_VISIBLE_DEVICES": None})
+    exported = gpu_table(NODES, env, env)
     assert json.loads(exported) == [{}, {}, there]
     assert gpu_table(NODES[:2], {}, {}) == ""
     assert gpu_table(NODES[:2], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # it travels by name

@@ -28,7 +28,6 @@ from mpiddp.hosts.hostfile import (
 )
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
 
@@ -209,22 +208,6 @@ def python(*arguments):
         text=True,
         timeout=PATIENCE_S,
     )
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_one_sentence(unbuffered):
-    Path("hosts").write_text("node1:1\n")
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "mpiddp", "hosts", "convert", "hosts", "--to", "mpich"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-    sentence = "mpiddp hosts: its output cannot be written (No space left on device).\n"
-    assert (done.returncode, done.stderr) == (1, sentence)
 
 
 def test_mpiddp_hosts_imports_only_the_standard_library():

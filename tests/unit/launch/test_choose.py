@@ -12,25 +12,29 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch.choose import Checked, Past, choose, of_earlier_jobs, remember, wanted_hosts
+from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
+from mpiddp.launch.choose import Past, choose, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import THIS_MACHINE, _check, read_hosts, working_folder
+from mpiddp.launch.plan import THIS_MACHINE, _check, exclude, read_hosts, working_folder
 from mpiddp.launch.starters.table import STARTERS
 from tests.support.errors import error
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
 NO_RANK = Host("d", slots=0)
+FIRST = Past()
 
 
-def where(*options: str):  # type: ignore[no-untyped-def]
-    return parse_options([*options, "-m", "train"])
-
-
-def kept(*options: str, hosts: Hosts = ALL, complaints: dict[Host, str] | None = None) -> str:
-    checked = Checked(complaints=complaints or {})
-    found, _ = choose(hosts, checked, where(*options), Past())
+def kept(
+    hosts: Hosts = ALL,
+    complaints: dict[Host, str] | None = None,
+    *,
+    spares: int = 0,
+    min_hosts: int | None = None,
+    past: Past = FIRST,
+) -> str:
+    wanted = wanted_hosts(hosts, spares, min_hosts, past.enough)
+    found = choose(hosts, complaints or {}, wanted, past)
     return "".join(host.name for host in found.hosts)
 
 
@@ -40,48 +44,37 @@ def test_without_a_problem_all_hosts_are_kept() -> None:
 
 
 def test_a_spare_takes_the_place_of_a_host_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    assert kept("--spares", "1", complaints={B: "b is broken."}) == "ac"
-    assert capfd.readouterr().err == "mpiddp: leaving out a host: b is broken.\n"
+    assert kept(complaints={B: "b is broken."}, spares=1) == "ac"
+    assert kept(spares=1) == "ab"
+    assert capfd.readouterr().err == (
+        "mpiddp: leaving out a host: b is broken.\nmpiddp: kept in reserve: c\n"
+    )
 
 
-def test_a_host_that_fails_ends_the_start() -> None:
+def test_a_host_that_fails_ends_the_start_unless_fewer_are_enough() -> None:
     with pytest.raises(UserError) as refused:
         kept(complaints={A: "a is broken.", C: "c is broken."})
     assert str(refused.value) == "a is broken.\nc is broken."
-
-
-@pytest.mark.parametrize(
-    ("options", "complaints", "expected"),
-    [
-        (("--min-hosts", "2"), {A: "x"}, "bc"),
-        (("--min-hosts", "2"), {A: "x", B: "y"}, None),
-    ],
-)
-def test_a_job_may_be_smaller(
-    options: tuple[str, ...], complaints: dict[Host, str], expected: str | None
-) -> None:
-    if expected is not None:
-        assert kept(*options, complaints=complaints) == expected
-        return
+    assert kept(complaints={A: "x"}, min_hosts=2) == "bc"
     with pytest.raises(UserError):
-        kept(*options, complaints=complaints)
+        kept(complaints={A: "x", B: "y"}, min_hosts=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "enough", "expected"),
+    ("min_hosts", "enough", "expected"),
     [
-        ((), 2, "ca"),  # as many as in the first attempt
-        ((), 3, "bca"),
-        (("--min-hosts", "2"), 3, "ca"),
-        (("--min-hosts", "3"), 2, "bca"),
+        (None, 2, "ca"),  # as many as in the first attempt
+        (None, 3, "bca"),
+        (2, 3, "ca"),
+        (3, 2, "bca"),
+        (2, None, "bca"),  # what earlier jobs have shown is only said
     ],
 )
 def test_an_avoided_host_is_left_out_if_the_options_allow(
-    options: tuple[str, ...], enough: int, expected: str, capfd: pytest.CaptureFixture[str]
+    min_hosts: int | None, enough: int | None, expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    past = Past(avoided={"b": "b has failed"}, proven=(A, B, C), enough=enough)
-    found, _ = choose(Hosts("file", (B, C, A)), Checked(), where(*options), past)
-    assert "".join(host.name for host in found.hosts) == expected
+    past = Past({"b": "b has failed"}, (A, B, C), enough)
+    assert kept(Hosts("file", (B, C, A)), min_hosts=min_hosts, past=past) == expected
     said = "b has failed: --exclude HOST does without it."
     said = "leaving out a host: b has failed." if expected == "ca" else said
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
@@ -90,46 +83,38 @@ def test_an_avoided_host_is_left_out_if_the_options_allow(
 def test_a_host_that_held_a_job_up_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "hosts"
-    file.touch()
+    file = tmp_path / "history"
     named = Hosts("list", (Host("gpu16.invalid"), Host("GPU17.invalid"), Host("gpu18.invalid")))
-    options = where("--hostfile", str(file))
-    remember(options, named, used=["gpu16.invalid"], slow={"gpu17.invalid": 0.86})
-    choose(named, Checked(), options, of_earlier_jobs(options, named))
+    remember(file, used=["gpu16.invalid"], slow={"gpu17.invalid": 0.86})
+    kept(named, past=of_earlier_jobs(file, named))
     assert capfd.readouterr().err == (
         "mpiddp: GPU17.invalid is 14 % slower than the others: --exclude HOST does without it.\n"
     )
 
 
-def test_fewer_ranks_may_start_where_a_host_is_missing() -> None:
-    """It is named no more, or failed the preflight, or is a spare that took part in the first attempt."""
-    left, spare = Hosts("file", (A, C)), where("--spares", "1")
-    broken = Checked(complaints={B: "b is broken."})
-    for named, checked, options, past, expected in (
-        (ALL, Checked(), where(), Past(), False),
-        (ALL, broken, where("--min-hosts", "1"), Past(), True),
-        (ALL, broken, spare, Past(), False),
-        (left, Checked(), where(), Past(enough=3), True),
-        (ALL, Checked(), where(), Past(enough=2), False),
-    ):
-        assert choose(named, checked, options, past)[1] is expected
-
-
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("spares", "min_hosts", "sentence"),
     [
-        (("--spares", "3"), error("host for", "--spares 3 ", " file ", "3 hosts")),
-        (("--min-hosts", "4"), error("but --min-hosts", "3 hosts", "--min-hosts is 4.")),
-        (
-            ("--spares", "1", "--min-hosts", "3"),
-            error("but --min-hosts", "2 hosts", " 1 spare", "--min-hosts is 3."),
-        ),
+        (3, None, error("host for", "--spares 3 ", " file ", "3 hosts")),
+        (0, 4, error("but --min-hosts", "3 hosts", "--min-hosts is 4.")),
+        (1, 3, error("but --min-hosts", "2 hosts", " 1 spare", "--min-hosts is 3.")),
     ],
 )
-def test_hosts_that_cannot_be_enough(options: tuple[str, ...], sentence: str) -> None:
+def test_hosts_that_cannot_be_enough(spares: int, min_hosts: int | None, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        wanted_hosts(where(*options), ALL)
+        wanted_hosts(ALL, spares, min_hosts)
     assert re.fullmatch(sentence, str(refused.value))
+
+
+def test_exclude() -> None:
+    hosts = parse_hostfile(b"node1 slots=4\nnode2 slots=2\nnode3 slots=0\n", "hosts.txt")
+    assert [host.name for host in exclude(hosts, "NODE2, node3").hosts] == ["node1"]
+    assert len(exclude(hosts, "node9", may_be_gone=True).hosts) == 3
+    values = ('--exclude: "node9"', "hosts.txt", "node1, node2, node3.")
+    with pytest.raises(UserError, match=error("--exclude", *values)):
+        exclude(hosts, "node1,node9")
+    with pytest.raises(UserError, match=error("no slots", "--exclude node1,node2 ", "hosts.txt")):
+        exclude(hosts, "node1,node2")
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
@@ -137,15 +122,17 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     file.write_text("a.x slots=2\na.y\nb\n")
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
 
+    def read(*options: str, env: dict[str, str] | None = None) -> Hosts:
+        return read_hosts(parse_options([*options, "-m", "train"]), env or {})
+
     def names(*options: str, env: dict[str, str] | None = None) -> list[str]:
-        return [host.name for host in read_hosts(where(*options), env or {}).hosts]
+        return [host.name for host in read(*options, env=env).hosts]
 
     assert names("--hostfile", str(file)) == ["a.x", "a.y", "b"]
     assert names("--hostfile", str(file), "--exclude", "b", env=slurm) == ["a.x", "a.y"]
     assert names("-H", "c:2,d", env=slurm) == ["c", "d"]
     assert names("-H", "localhost", env=slurm) == ["localhost"]
-    assert names() == ["localhost"]
-    assert read_hosts(where(), {}) is THIS_MACHINE
+    assert read() is THIS_MACHINE
 
 
 def test_the_working_folder_has_the_shells_name(

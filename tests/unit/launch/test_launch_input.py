@@ -39,11 +39,30 @@ def placed(
         if host.name in gpus
     }
     slots = with_slots(hosts, infos, replace(options, backend=backend))
-    return place(slots, options, MPIS["openmpi5"].kind)
+    return place(slots, MPIS["openmpi5"].kind, options.n, options.npernode)
 
 
 def ranks(hosts: Hosts) -> list[int]:
     return [host.ranks for host in hosts.hosts]
+
+
+def test_ranks_fill_the_slots_in_order() -> None:
+    hosts = parse_host_list("c.invalid:1,none.invalid:0,a.invalid:3,b.invalid:2")
+    kind = MPIS["mpich"].kind
+    for n, npernode, limits, expected in (
+        (None, None, {}, "c1 a3 b2"),
+        (2, None, {}, "c1 a1"),
+        (None, 1, {}, "c1 a1 b1"),
+        (2, 1, {}, "c1 a1"),
+        (None, None, {"max_ranks": 3}, "c1 a2"),
+        (4, None, {"max_ranks": 5}, "c1 a3"),
+        (9, None, {"may_be_fewer": True}, "c1 a3 b2"),
+        (9, 1, {"may_be_fewer": True}, "c1 a1 b1"),
+    ):
+        found = place(hosts, kind, n, npernode, **limits)
+        assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
+    with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
+        place(hosts, kind, 7)
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -211,17 +230,6 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
     starter = identify(fake_mpirun(tmp_path, answer), os.environ)
     assert (starter.name, starter.kind.daemon) == (name, daemon)
-
-
-NAMES = "Open MPI, Intel MPI or MPICH"
-
-
-def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
-    program = fake_mpirun(tmp_path, "")
-    program.write_text("#!/bin/sh\nexec yes not an mpirun\n")
-    values = (f"{program} --version ", '"not an mpirun"', NAMES, ": --mpirun PATH ")
-    with pytest.raises(UserError, match=f"^{error('--version prints', *values)}$"):
-        identify(program, os.environ)
 
 
 def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

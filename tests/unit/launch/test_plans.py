@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import socket
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.history import Event, file_of, read
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
-from mpiddp.launch.choose import Past, key_of, of_earlier_jobs, remember
+from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
-from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.variables import env_on_host, gpu_table
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import make_plan
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -104,34 +102,6 @@ def test_gpus_of_a_hostfile_reach_the_ranks_of_each_host(plan: Plan, tmp_path: P
         plan("--hostfile", str(hostfile), "-x", "CUDA_VISIBLE_DEVICES=0")
 
 
-@pytest.mark.parametrize(
-    ("env", "exports", "host", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "localhost", "0"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", "0"),
-        ({}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", None),
-    ],
-)
-def test_a_choice_of_gpus_stays_on_its_host(
-    env: dict[str, str], exports: dict[str, str | None], host: str, expected: str | None
-) -> None:
-    assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
-
-
-def test_the_table_of_gpus() -> None:
-    here, far = Host("localhost"), Host("far.invalid")
-    own = {"CUDA_VISIBLE_DEVICES": "2"}
-    assert json.loads(gpu_table([here, far], own, {})) == [own, {}]
-    assert gpu_table([here, far], own, {"CUDA_VISIBLE_DEVICES": "2"}) == ""
-    assert gpu_table([here, far], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""
-    assert gpu_table([Host("far.invalid", gpus=(1,))], {"CUDA_VISIBLE_DEVICES": "-1"}, {}) == ""
-    (chosen,) = json.loads(gpu_table([Host("far.invalid", gpus=(1,))], own, {}))
-    assert chosen["CUDA_VISIBLE_DEVICES"] == "1"
-
-
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.write(write, b"localhost slots=2\n")
@@ -145,50 +115,44 @@ def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
 # --- what earlier jobs have shown ---
 
 
-@pytest.fixture(name="listed")
-def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchOptions, Hosts]:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("")
-    where = parse_options(["--hostfile", str(hostfile), "--", "ls"])
-    return where, Hosts(str(hostfile), (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
+LISTED = Hosts("hosts", (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
 
 
-def events(where: LaunchOptions) -> list[Event]:
-    return read(file_of(where.hostfile))
-
-
-def test_a_job_on_this_machine_has_no_memory(listed: tuple[LaunchOptions, Hosts]) -> None:
-    where, _ = listed
-    alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    remember(where, alone, used=["localhost"], failed={"localhost": "x"})
-    assert events(where) == []
-    assert of_earlier_jobs(where, alone) == Past()
-
-
-def test_flaky_hosts_are_named(
-    listed: tuple[LaunchOptions, Hosts], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("others", "has_one"), [("b.invalid:0", False), ("b.invalid:1", True)])
+def test_a_job_on_this_machine_has_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str, has_one: bool
 ) -> None:
-    where, hosts = listed
-    assert of_earlier_jobs(where, hosts) == Past()
+    where = [
+        "--mpirun",
+        an_mpirun(tmp_path),
+        "-H",
+        f"localhost:1,{others}",
+        "--no-check",
+        "-n",
+        "1",
+    ]
+    plan = make_plan(parse_options([*where, "--", "true"]), os.environ)
+    assert (plan.memory is not None) == has_one
+    monkeypatch.setenv("MPIDDP_DRILL", "1")
+    assert memory_of(None) is None
+
+
+def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "history"
+    assert of_earlier_jobs(file, LISTED) == Past()
+    used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
         monkeypatch.setattr(choose, "_JOB", job)
-        remember(
-            where, hosts, used=["a.invalid", "b.invalid"], failed={"b.invalid": "it was lost."}
-        )
-    past = of_earlier_jobs(where, hosts)
-    assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
-    assert past.flaky["b.invalid"].startswith("b.invalid ")
-    assert events(where)[-1].at <= time.time() + 0.001  # it is rounded to milliseconds
+        remember(file, used=used, failed=failed)
+    (doubt,) = of_earlier_jobs(file, LISTED).doubts.items()
+    assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
 
 @pytest.mark.parametrize(
     ("name", "key"), [("B.invalid", "b.invalid"), (HERE, "localhost"), ("c", "c")]
 )
-def test_the_key_of_a_host_that_mpirun_got(
-    listed: tuple[LaunchOptions, Hosts], name: str, key: str
-) -> None:
-    assert key_of(name, listed[1]) == key
+def test_the_key_of_a_host_that_mpirun_got(name: str, key: str) -> None:
+    assert key_of(name, LISTED) == key
 
 
 def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,14 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
 from mpiddp.launch.attempt import Outcome
+from mpiddp.launch.console import Console
 from mpiddp.launch.events import SignalQueue, queued_signals
+from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Stop
+from mpiddp.protocol.server import Message
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 
@@ -46,15 +48,13 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     Path("program").write_text("#!/bin/sh\n")
     Path("program").chmod(0o755)
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
-    with ExitStack() as stack:
-        signals = stack.enter_context(queued_signals())
+    with queued_signals() as signals:
 
-        def make(*options: str, age_s: float = 0.0) -> Any:
+        def make(*options: str, left_s: float = 3600.0) -> Any:
             parsed = parse_options([*where, *options, "--", "./program"])
+            stop_at = time.monotonic() + left_s
             plan = make_plan(parsed, os.environ)
-            job = jobs_of._Job(parsed, plan, time.time() - age_s, signals, None)
-            stack.enter_context(closing(job._console))
-            return job
+            return jobs_of._Job(parsed, plan, stop_at, signals, Exchange(), Console())
 
         yield make
 
@@ -72,7 +72,7 @@ def list_hosts(text: str) -> None:
     ],
 )  # fmt: skip
 def test_no_attempt_follows(jobs: Jobs, code: int, stop: Stop) -> None:
-    assert jobs("--max-restarts", "3", "--grow", "1h")._plan_next(Outcome(code, stop=stop)) is None
+    assert jobs("--max-restarts", "3", "--grow", "1h").plan_next(Outcome(code, stop=stop)) is None
 
 
 def test_the_pause_before_a_restart_grows_until_a_step_is_made(
@@ -88,9 +88,9 @@ def test_the_pause_before_a_restart_grows_until_a_step_is_made(
     monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(SignalQueue, "has_stop", no_request)
     for _ in range(12):
-        job._plan_next(Outcome(FAILED))
-    job._plan_next(Outcome(FAILED, made_steps=True))
-    job._plan_next(Outcome(FAILED))
+        job.plan_next(Outcome(FAILED))
+    job.plan_next(Outcome(FAILED, made_steps=True))
+    job.plan_next(Outcome(FAILED))
     assert [each for each in pauses if each] == [1, 2, 4, 8, 16, 32, *[60] * 6, 1, 2]
 
 
@@ -100,51 +100,26 @@ def test_hosts_that_cannot_be_planned_are_a_failure_of_their_own(
     """The next restart may succeed, until there is none left."""
     job = jobs("--max-restarts", "2")
     Path("program").unlink()
-    failure = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    failure = job.plan_next(Outcome(FAILED, "rank 0 failed."))
     assert isinstance(failure, Outcome)
     assert (failure.code, failure.stop) == (FAILED, Stop.NONE)
     assert re.fullmatch(GONE, failure.sentence)
     assert "restarting" not in capfd.readouterr().err
     Path("program").symlink_to("/bin/true")
-    assert isinstance(job._plan_next(failure), Plan)
-    assert job._plan_next(failure) is None
-
-
-def test_a_list_in_error_is_ignored(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
-    """The launcher uses the hosts of before until the list is right."""
-    list_hosts("localhost slots=2")
-    job = jobs("--max-restarts", "9", "-n", "2")
-    list_hosts("localhost slots=x")
-    assert job._plan_next(Outcome(FAILED)).request.world_size == 2
-    problem = error("a positive", "hosts.txt:1: ", '"slots=x"')
-    assert re.search(f"mpiddp: {problem}\n", capfd.readouterr().err)
-    list_hosts("localhost slots=4")
-    job._plan_next(Outcome(FAILED))
-    assert "hosts of before" not in capfd.readouterr().err
+    assert isinstance(job.plan_next(failure), Plan)
+    assert job.plan_next(failure) is None
 
 
 # --- growth ---
-
-
-def test_a_job_grows_and_says_what_stays(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
-    job = jobs("--grow", "1h")
-    job._known = Announcement(("--resume",), 12, None, "", 1)
-    list_hosts("localhost slots=3")
-    grown = job._plan_next(TO_GROW)
-    assert grown.request.world_size == 3
-    assert capfd.readouterr().err == (
-        f"mpiddp: restarting on {HERE}.\n"
-        "mpiddp: 3 ranks instead of 1; the global batch stays at 12.\n"
-    )
 
 
 def test_a_growth_that_finds_no_host_is_the_last(
     jobs: Jobs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = jobs("--grow", "1h")
-    assert job._plan_next(TO_GROW).request.world_size == 1
+    assert job.plan_next(TO_GROW).request.world_size == 1
     assert f"mpiddp: the job has not grown. {NO_GROWTH}" in capfd.readouterr().err
-    assert not job._may_grow
+    assert not job.may_grow
 
 
 @pytest.mark.parametrize(
@@ -157,16 +132,26 @@ def test_a_request_before_a_growth_ends_the_job(
     jobs: Jobs, code: int, after: Outcome, by_signal: bool
 ) -> None:
     """It loses no step only if the stop for the growth has saved."""
-    job = jobs("--grow", "1h", "--stop-after", "1h", age_s=0.0 if by_signal else 3601.0)
+    job = jobs("--grow", "1h", left_s=3600.0 if by_signal else 0.0)
     if by_signal:
         os.kill(os.getpid(), signal.SIGINT)
-    assert job._plan_next(Outcome(code, "x.", stop=Stop.TO_GROW)) == after
+    assert job.plan_next(Outcome(code, "x.", stop=Stop.TO_GROW)) == after
 
 
 # --- what one attempt tells the next ---
 
 
 def test_the_first_announcement_of_each_kind_counts() -> None:
+    batch = {"resume_args": ["--resume"], "global_batch_size": 12, "max_ranks": None}
+    announce, folder = (
+        Message(0, "announce", batch, 1.0),
+        Message(0, "run_dir", {"path": "/x"}, 1.0),
+    )
+    for order in ((announce, folder), (folder, announce)):
+        ranks = Ranks(("a", "b"))
+        for message in order:
+            ranks.note(message)
+        assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
     first = NOTHING_ANNOUNCED.after(Announcement(("--resume",), 12, None, "", 2))
     later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
     assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
@@ -178,24 +163,24 @@ def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
     list_hosts("localhost slots=1\nb slots=1")
     job = jobs("--max-restarts", "1", "--exclude", "b")
     list_hosts("localhost slots=2")
-    planned = job._plan_next(Outcome(FAILED))
+    planned = job.plan_next(Outcome(FAILED))
     assert planned.request.world_size == 2
 
 
 def test_hosts_on_which_no_rank_has_started_prove_nothing(jobs: Jobs) -> None:
     job = jobs("--max-restarts", "1")
-    job._remember(Outcome(FAILED))
-    assert job._past.proven == ()
-    job._remember(Outcome(FAILED, has_started=True))
-    assert [host.name for host in job._past.proven] == ["localhost"]
+    job.learn_from(Outcome(FAILED))
+    assert job.past.proven == ()
+    job.learn_from(Outcome(FAILED, has_started=True))
+    assert [host.name for host in job.past.proven] == ["localhost"]
 
 
 def test_the_pause_ends_with_the_time_of_the_job(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1000.0)
-    job = jobs("--max-restarts", "1", "--stop-after", "0.2s")
-    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    job = jobs("--max-restarts", "1", left_s=0.2)
+    ended = job.plan_next(Outcome(FAILED, "rank 0 failed."))
     assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
 
 
@@ -208,5 +193,5 @@ def test_a_request_ends_the_checks_before_a_restart(
 
     job = jobs("--max-restarts", "1")
     monkeypatch.setattr(jobs_of, "make_plan", blocks)
-    ended = job._plan_next(Outcome(FAILED, "rank 0 failed."))
+    ended = job.plan_next(Outcome(FAILED, "rank 0 failed."))
     assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")

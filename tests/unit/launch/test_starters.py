@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
-from mpiddp.launch.starters.command import Command, RankStarter, Request
-from mpiddp.launch.starters.environment import (
-    forwarded,
-)
-from mpiddp.launch.starters.openmpi import can_shield
+from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.table import STARTERS, _find_library
+from mpiddp.launch.variables import forwarded
 
 # What their --version prints.
 VERSIONS = {
@@ -41,10 +37,9 @@ MPIS = {name: starter_of(answer) for name, answer in VERSIONS.items()}
 JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
 
 
-def hosts(*counts: tuple[str, int], transport: Transport = SSH) -> Hosts:
+def hosts(*counts: tuple[str, int]) -> Hosts:
     """Hosts with their numbers of ranks."""
-    placed = tuple(Host(name, ranks=ranks) for name, ranks in counts)
-    return Hosts("hosts.txt", placed, transport=transport)
+    return Hosts("hosts.txt", tuple(Host(name, ranks=ranks) for name, ranks in counts))
 
 
 ENV = {"PATH": "/bin", "TOKEN": "private-value"}
@@ -82,11 +77,6 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
         assert command.settings["SLURM_HOSTFILE"] == "mpiddp-hosts"
 
 
-def test_the_pasted_command_creates_its_files() -> None:
-    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained()
-    assert text.startswith("cat > machines <<'END'\nnode1:2\nEND\nmpirun job\n")
-
-
 def test_the_gpus_of_this_host_are_not_imposed_on_others() -> None:
     """A value that hides all GPUs asks for a job without them, and travels."""
     env = {
@@ -100,55 +90,40 @@ def test_the_gpus_of_this_host_are_not_imposed_on_others() -> None:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     assert forwarded(env).keys() == env.keys() - {"CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
-    assert "CUDA_VISIBLE_DEVICES" in forwarded(env, ["CUDA_VISIBLE_DEVICES"])
-
-
-def inside(variable: str, transport: Transport = SSH) -> Request:
-    granted = hosts(("node1", 2), ("node0", 1), transport=transport)
-    return UNEQUAL._replace(hosts=granted, env={variable: "7"})
-
-
-IN_SLURM = inside("SLURM_JOB_ID")
-IN_GRID_ENGINE = inside("PE_HOSTFILE", QRSH)
-IN_LSF = inside("LSB_JOBID", BLAUNCH)
-SHIELD = "env --ignore-signal=TERM " if can_shield() else ""
-
-
-@pytest.mark.parametrize(
-    ("mpi", "request_", "flags"),
-    [
-        ("openmpi5", IN_SLURM, "--prtemca ras ^flux,slurm,pbs,lsf,gridengine,pals"),
-        ("openmpi5", IN_SLURM, "--prtemca plm ssh --prtemca plm_ssh_disable_qrsh 1"),
-        ("openmpi4", IN_SLURM, "--mca ras ^slurm,tm,lsf,gridengine,alps --mca plm rsh"),
-        ("openmpi4", IN_GRID_ENGINE, "--mca plm_rsh_disable_qrsh 1"),
-        ("openmpi4", IN_GRID_ENGINE, ["--mca", "plm_rsh_agent", f"{SHIELD}qrsh -inherit"]),
-        ("openmpi5", IN_LSF, ["--mca", "plm_rsh_agent", f"{SHIELD}blaunch"]),
-        ("openmpi5", UNEQUAL, ["--mca", "plm_rsh_agent", f"{SHIELD}ssh -x"] if SHIELD else ["-n"]),
-        # MPICH's mpiexec(1), "-launcher" and "-rmk".
-        ("mpich", IN_SLURM, "-launcher ssh -rmk user"),
-        ("mpich", IN_GRID_ENGINE, "-launcher sge -rmk user"),
-        ("mpich", IN_LSF, "-launcher rsh -launcher-exec blaunch -rmk user"),
-        # Intel MPI's developer reference, "Bootstrap Options".
-        ("intelmpi", IN_SLURM, "-bootstrap ssh"),
-        ("intelmpi", IN_GRID_ENGINE, "-bootstrap sge"),
-        ("intelmpi", IN_LSF, "-bootstrap rsh -bootstrap-exec blaunch"),
-    ],
-)
-def test_an_mpi_does_not_follow_a_scheduler(
-    mpi: str, request_: Request, flags: str | list[str]
-) -> None:
-    expected = flags.split() if isinstance(flags, str) else flags
-    command = MPIS[mpi].compose(request_)
-    assert follows(command.argv, *expected)
-    if mpi == "intelmpi" and request_ is not UNEQUAL:
-        # "Job Schedulers Support" in the developer reference.
-        assert command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "off"
 
 
 def test_a_choice_of_the_user_is_kept() -> None:
-    argv = argv_of("openmpi5", IN_SLURM._replace(env={**IN_SLURM.env, "PRTE_MCA_plm": "slurm"}))
+    """The record of command lines has what is chosen without one, in the job of each scheduler."""
+    request = UNEQUAL._replace(env={"SLURM_JOB_ID": "7", "PRTE_MCA_plm": "slurm"})
+    argv = argv_of("openmpi5", request)
     assert not follows(argv, "plm", "ssh")
     assert follows(argv, "--prtemca", "ras")
+    chosen = {"PRTE_MCA_plm_ssh_agent": "rsh", "OMPI_MCA_btl": "self"}
+    argv = argv_of("openmpi5", UNEQUAL._replace(env=chosen))
+    assert not {"plm_rsh_agent", "btl"} & {*argv}
+
+
+def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
+    """Unless the user has chosen one."""
+    name = "PRTE_MCA_prte_local_tmpdir_base"
+    chosen = UNEQUAL._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
+    for mpi, request, scratch, expected in (
+        ("openmpi5", UNEQUAL, "/tmp/x", "/tmp/x"),
+        ("openmpi5", UNEQUAL, ".", None),
+        ("openmpi5", chosen, "/tmp/x", None),
+        ("openmpi4", UNEQUAL, "/tmp/x", None),
+    ):
+        assert MPIS[mpi].compose(request, scratch=scratch).settings.get(name) == expected
+
+
+def test_what_an_attempt_adds() -> None:
+    """Variables that mpirun inherits are not set again."""
+    env = {**ENV, "SAME": "1"}
+    added = {"SAME": "1", "RESTARTS": "2"}
+    command = MPIS["mpich"].compose(UNEQUAL._replace(env=env), ("--resume", "a b"), added)
+    assert command.job == (*JOB, "--resume", "a b")
+    assert follows(command.argv, "-genvlist", "PATH,RESTARTS,SAME,TOKEN,UCX_TLS")
+    assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self"}
 
 
 @pytest.mark.parametrize("folder", ["lib", "lib64", "lib/release", "lib/x86_64-linux-gnu"])
@@ -160,12 +135,6 @@ def test_the_library_of_an_mpi_lies_beside_its_mpirun(tmp_path: Path, folder: st
     library.touch()
     assert _find_library("libmpi.so", program) == library
     assert _find_library("", program) is None  # srun has none
-
-
-def test_srun_gets_the_cores_of_a_task() -> None:
-    request = UNEQUAL._replace(env={"SLURM_CPUS_PER_TASK": "7", "SLURM_NTASKS": "3"})
-    assert "--cpus-per-task=7" in argv_of("slurm", request)
-    assert not any("cpus-per-task" in each for each in argv_of("slurm", UNEQUAL))
 
 
 @pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
