@@ -249,10 +249,11 @@ def _limits(reports: compare.Facts, where: str) -> list[Line]:
 def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     addresses = {name: _address(name, found, networks) for name in found}
+    asked = {host: own for host in connected.by_host if (own := addresses.get(host.name))}
+    ports = connected.ask(asked, limit_s=_NETWORK_S)
     peers = {
-        host: {"name": host.name, "address": address, "port": found[host.name]["port"]}
-        for host in connected.by_host
-        if (address := addresses.get(host.name))
+        host: {"name": host.name, "address": asked[host], "port": port}
+        for host, port in ports.items()
     }
     others = {host: [peers[other] for other in peers if other != host] for host in peers}
     answers = connected.ask(others, limit_s=_NETWORK_S + len(peers))

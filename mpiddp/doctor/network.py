@@ -1,7 +1,7 @@
 """The doctor's program on each host: it says what the host has, and tries TCP to the other hosts.
 
-A host says to strangers no more than that bytes have arrived. The source of this file travels, with that of
-facts.py. It needs Python 3.8 and the standard library.
+A host listens on its address on the job's network alone, and says no more than that bytes have arrived. The
+source of this file travels, with that of facts.py. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Callable
 
 from mpiddp.hosts import facts
 
@@ -24,20 +24,21 @@ _CONNECTIONS = 64  # at once
 
 
 def main(proof: str) -> None:
-    """Answer two questions, what the host has and whom it reaches. Then others may still try this host."""
-    port = listen()
-    answers = (lambda wanted: {**facts.doctor_facts(wanted), "port": port}, reach)
+    """Answer three questions in turn: what the host has, on which port it listens, and whom it reaches.
+
+    Then others may still try this host.
+    """
+    answers: tuple[Callable[[Any], Any], ...] = (facts.doctor_facts, listen, reach)
     for answer, line in zip(answers, sys.stdin.buffer):
         found = answer(json.loads(line))
         print(proof + json.dumps([time.time(), found]), flush=True)
     sys.stdin.read()
 
 
-def listen() -> int:
-    """Listen on all addresses. Returns the port."""
-    has_ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
-    listener = socket.create_server(("", 0), family=family, backlog=512, dualstack_ipv6=has_ipv6)
+def listen(address: str) -> int:
+    """Listen on an address. Returns the port. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=512)
 
     def accept() -> None:
         while True:

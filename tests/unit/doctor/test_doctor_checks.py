@@ -210,7 +210,8 @@ def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
     here = Host("localhost")
     with Connections([here], SSH, program) as connected:
         (found,) = connected.ask({here: wanted}, limit_s=PATIENCE_S).values()
-        peer = {"name": "a", "address": "127.0.0.1", "port": found["port"]}
+        (port,) = connected.ask({here: "127.0.0.1"}, limit_s=PATIENCE_S).values()
+        peer = {"name": "a", "address": "127.0.0.1", "port": port}
         (reached,) = connected.ask({here: [peer]}, limit_s=PATIENCE_S).values()
         assert abs(connected.by_host[here].skew) < PATIENCE_S
     assert (found["gpus"], reached) == ({}, {"a": {"error": "", "large": ""}})

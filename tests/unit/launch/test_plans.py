@@ -118,23 +118,17 @@ def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
 LISTED = Hosts("hosts", (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
 
 
-@pytest.mark.parametrize(("others", "has_one"), [("b.invalid:0", False), ("b.invalid:1", True)])
+@pytest.mark.parametrize(("slots", "has_one"), [(0, False), (1, True)])
 def test_a_job_on_this_machine_has_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str, has_one: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, has_one: bool
 ) -> None:
-    where = [
-        "--mpirun",
-        an_mpirun(tmp_path),
-        "-H",
-        f"localhost:1,{others}",
-        "--no-check",
-        "-n",
-        "1",
-    ]
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"localhost slots=1\nb.invalid slots={slots}\n")
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile), "--no-check", "-n", "1"]
     plan = make_plan(parse_options([*where, "--", "true"]), os.environ)
     assert (plan.memory is not None) == has_one
     monkeypatch.setenv("MPIDDP_DRILL", "1")
-    assert memory_of(None) is None
+    assert memory_of(str(hostfile)) is None
 
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
