@@ -10,18 +10,17 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.console import Console, Listener
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.events import STOP_SIGNALS, SignalQueue, TimedSelector
 from mpiddp.launch.exchange import Exchange
@@ -30,16 +29,15 @@ from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
-from mpiddp.launch.stacks import missing_sentence, places_sentence
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.stdin import Input
-from mpiddp.launch.verdict import FirstFailure, History, Stop, known_cause, verdict
-from mpiddp.launch.watch import Watch
-from mpiddp.protocol.messages import INPUT
-from mpiddp.protocol.server import Message
+from mpiddp.launch.verdict import FirstFailure, History, Stop, verdict
+from mpiddp.launch.watch import Watch, missing_sentence, places_sentence
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import Message, Peer
 from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT
-from mpiddp.protocol.viewers import STACKS
+from mpiddp.protocol.viewers import Console
 
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
@@ -77,7 +75,6 @@ class Event(Enum):
     ALL_JOINED = auto()
     LAST_STEP = auto()  # a rank has made its last step before a stop
     FAILED = auto()  # a rank has failed, or its connection has ended
-    HOST_LOST = auto()  # a rank's host has stopped answering
     ALL_LEFT = auto()  # no rank is connected any more
     STOP = auto()  # the user's first request
     SECOND_STOP = auto()
@@ -169,19 +166,20 @@ def run_attempt(
         UserError: mpirun cannot be started with this request.
         JobFailed: it cannot be started, because a machine failed.
     """
-    options, job = terms.options, os.urandom(8).hex()
+    options, console, job = terms.options, terms.console, os.urandom(8).hex()
     ranks = Ranks(request.names_of_ranks)
     has_scheduler = starter.kind.has_scheduler
     with ExitStack() as stack:
-        selector = stack.enter_context(TimedSelector())
-        stack.enter_context(terms.console.attending(selector))
         folder = stack.enter_context(private_folder(os.environ))
+        selector = stack.enter_context(TimedSelector())
         is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = is_local and not has_scheduler and not request.is_command
         where = folder / "control" if has_path else request.network.control_address
-        server = ControlServer(where, ranks.world_size, selector)
-        stack.enter_context(closing(server))
+        server = stack.enter_context(closing(ControlServer(where, ranks.world_size, selector)))
+        if console.listener is not None:
+            selector.register(console.listener, selectors.EVENT_READ, console.listener)
+        console.attempts += 1
         terms.exchange.begin(server)
         own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
         variables = {**request.variables, **terms.settings, **own}
@@ -195,13 +193,17 @@ def run_attempt(
         mpirun = MpirunProcess(starter, starter.compose(request), output)
         attempt = Attempt(terms, ranks, server, mpirun, output, signals)
         attempt.run()
-        found = verdict(attempt.history)
-        printed: Mapping[int, list[str]] = {}
-        # Else a terminal is stopped, and a second signal ended the wait.
-        if output.is_finished(0.0):
-            printed = output.last_errors
+        # A terminal may be stopped, and a second signal then ended the wait.
+        is_all_shown = output.is_finished(0.0)
+        found = verdict(
+            ranks,
+            mpirun.end,
+            attempt.history,
+            beside_mpirun={rank for rank, host in enumerate(ranks.hosts) if is_this_host(host)},
+            printed=output.last_errors if is_all_shown else {},
+        )
+        if is_all_shown:
             _keep(output.settle(is_said=found.is_complete), options.log_dir)
-        cause, at_fault = known_cause(found, printed)
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
         left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
@@ -213,8 +215,8 @@ def run_attempt(
         ranks.announcement,
         bool(ranks.started),
         bool(ranks.steps),
-        cause,
-        at_fault,
+        found.known_cause,
+        found.host_at_fault,
         attempt.watch.slow_hosts,
     )
 
@@ -248,48 +250,27 @@ class Attempt:
         output: JobOutput,
         signals: SignalQueue,
     ) -> None:
-        self._terms = terms
-        self._options = terms.options
+        self._terms, self._options = terms, terms.options
+        self._server, self._timers = server, server.selector
+        self._mpirun, self._output, self._signals = mpirun, output, signals
         self.ranks = ranks
-        self._server = server
-        self._mpirun = mpirun
-        self._output = output
-        self._signals = signals
-        self._input = Input()
-        self._timers = server.selector
-        self._phase = Phase.STARTING
+        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+        self.history = History()
         self.stop = Stop.NONE
-        # The stop before the job began to end: a request that came after a failure explains nothing.
-        self._judged_stop: Stop | None = None
+        self._input = Input()
+        self._phase = Phase.STARTING
         self._stop_at = terms.stop_at
         self._stop_reason = ""
         self._stopping_since = 0.0
-        self._limit = ""  # the time limit of a stop that the ranks exceeded
-        self._failed_in_stop = False
-        self._ended_because = ""  # the reason, if this launcher has ended the job as failed
-        self._join_timeout_s = 0.0
         self._wanted: Event | None = None  # what the stacks are for that are on their way
-        self._mute: set[int] = (
-            set()
-        )  # the ranks that have been asked for them and have not answered
-        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+        self._mute: set[int] = set()  # the ranks that have not answered the request for them
+        self._viewers: list[Peer] = []  # that wait for stacks
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
+        self._join_timeout_s = 0.0
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self._options.timeout_s or 0))
         if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
-
-    @property
-    def history(self) -> History:
-        return History(
-            self.ranks,
-            self._mpirun.end,
-            self._ended_because,
-            self.stop if self._judged_stop is None else self._judged_stop,
-            self._limit,
-            self._failed_in_stop,
-            {rank for rank, host in enumerate(self.ranks.hosts) if is_this_host(host)},
-        )
 
     # --- the loop ---
 
@@ -325,8 +306,6 @@ class Attempt:
             if data is self._terms.search and self._terms.search is not None:
                 self._found = self._terms.search.found()
                 self.on(Event.HOST_FOUND)
-            elif isinstance(data, Listener):
-                self._accept_viewer(data)
             elif data is not self._signals:
                 for message in self._server.receive(data):
                     self._take(message)
@@ -344,19 +323,25 @@ class Attempt:
             self.on(event)
 
     def _take(self, message: Message) -> None:
-        if message.kind == "output":
-            self._output.add(rank=message.rank, **message.facts)
-        elif message.kind == INPUT:
-            self._input.add(message.facts["connection"])
-        elif message.kind in ("function", "answer"):
-            self._terms.exchange.take(message, self._server)
-        elif message.kind == "full":
-            self._end_job(
-                f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each rank "
-                "(ulimit -n)."
-            )
-        else:
-            self.on_message(message)
+        match message.kind:
+            case "output":
+                self._output.add(rank=message.rank, **message.facts)
+            case "input":
+                self._input.add(message.facts["connection"])
+            case "function" | "answer":
+                self._terms.exchange.take(message, self._server)
+            case "view_job":
+                self._answer([message.facts["viewer"]], self._job_facts)
+            case "view_stacks":
+                self._viewers.append(message.facts["viewer"])
+                self._collect(Event.VIEW_STACKS)
+            case "full":
+                self._end_job(
+                    f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each "
+                    "rank (ulimit -n)."
+                )
+            case _:
+                self.on_message(message)
 
     def _receive_last_messages(self) -> None:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
@@ -416,9 +401,9 @@ class Attempt:
     def request_stop(self, reason: str) -> None:
         """The user requests a stop, unless this has happened before."""
         if self.stop < Stop.BY_USER:
-            if self._phase is Phase.ENDING:
-                self._judged_stop = self.stop
             self.stop, self._stop_reason = Stop.BY_USER, reason
+            # A request after a failure explains nothing.
+            self.history.is_requested = self._phase is not Phase.ENDING
             self.on(Event.STOP)
 
     def on_message(self, message: Message) -> None:
@@ -444,11 +429,9 @@ class Attempt:
                     self.on(Event.ALL_JOINED)
             case "stopped":
                 self.on(Event.LAST_STEP)
-            case "progress":
-                self._server.confirm(message)
             case "failed" | "lost" if message.rank in ranks.failures:
                 self._output.note_failure()
-                self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
+                self.on(Event.FAILED)
         # Of a script, only an early exit is the rank's end.
         ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
         if message.kind in ends:
@@ -495,25 +478,21 @@ class Attempt:
     def _report_stacks(self) -> None:
         self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
         event, self._wanted = self._wanted, None
+        viewers, self._viewers = self._viewers, []
         stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
-        self._terms.console.answer_all({"sentence": places_sentence(self.ranks), "stacks": stacks})
+        self._answer(viewers, {"sentence": places_sentence(self.ranks), "stacks": stacks})
         if event is not None:
             self.on(event)
 
-    def _accept_viewer(self, listener: Listener) -> None:
-        """A viewer wants the state of the job, or the stacks of its ranks."""
-        console = self._terms.console
-        viewer = console.accept(listener, self._timers)
-        if viewer is None:
-            return
-        if listener.kind == STACKS:
-            console.let_wait(viewer)
-            self._collect(Event.VIEW_STACKS)
-            return
+    def _answer(self, viewers: Sequence[Peer], facts: Mapping[str, Any]) -> None:
+        for viewer in viewers:
+            if viewer.is_open:
+                viewer.send(encode("answer", **self._terms.console.facts, **facts))
+
+    @property
+    def _job_facts(self) -> dict[str, Any]:
         facts = job_facts(self.ranks, self._output.latest.copy(), time.monotonic())
-        if straggler := self.watch.straggler:
-            facts["straggler"] = straggler
-        console.answer(viewer, {**facts, "phase": self._phase.name.lower()})
+        return {**facts, "phase": self._phase.name.lower(), "straggler": self.watch.straggler}
 
     # --- starting, joining ---
 
@@ -621,12 +600,11 @@ class Attempt:
         self._timers.after(self._options.grace_s, Event.SEE_GRACE)
 
     def _save(self) -> None:
-        self._phase = Phase.SAVING
-
-    def _save_grown(self) -> None:
-        if self.stop is Stop.TO_GROW:
-            self._begin_grace()  # the others are in the same step
-            self._save()
+        """A rank has made its last step, and the others are in the same one."""
+        if self._phase is Phase.RUNNING and self.stop is Stop.TO_GROW:
+            self._begin_grace()
+        if self.stop:
+            self._phase = Phase.SAVING
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
@@ -647,11 +625,11 @@ class Attempt:
         elif ranks.all_done:  # only their output is left
             self._output.give_up()
         else:
-            self._limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
+            self.history.limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
             if self.stop is Stop.BY_USER:
                 self._end_mpirun()
             else:
-                self._end_job(f"{self._limit}.")
+                self._end_job(f"{self.history.limit}.")
 
     def _see_reader(self) -> None:
         """Give up output that nobody reads, as after `| less`: ranks that print would never end."""
@@ -662,17 +640,14 @@ class Attempt:
 
     # --- ending ---
 
-    def _spread(self) -> None:
-        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
-        self._fail(SPREAD_S)
+    def _fail(self) -> None:
+        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does.
 
-    def _end_soon(self) -> None:
-        """Only this process notices a host that has stopped answering."""
-        self._fail(0.0)
-
-    def _fail(self, spread_s: float) -> None:
-        self._failed_in_stop = self.stop is Stop.BY_USER
+        Only this process notices a host that has stopped answering.
+        """
+        self.history.failed_in_stop = self.stop is Stop.BY_USER
         self._phase = Phase.ENDING
+        spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
         self._timers.after(spread_s, Event.END_RANKS)
         self._timers.after(spread_s + 1.0, Event.END_MPIRUN)
 
@@ -680,7 +655,7 @@ class Attempt:
         self._timers.after(EXIT_S, Event.END_MPIRUN)
 
     def _end_job(self, reason: str) -> None:
-        self._ended_because = reason
+        self.history.ended_because = reason
         self._phase = Phase.ENDING
         self._end_ranks()
         self._timers.after(END_S, Event.END_MPIRUN)
@@ -712,10 +687,9 @@ class Attempt:
         Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __,          __),
         Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
         Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
-        Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
+        Event.LAST_STEP:     (__,          __,          _save,       _save,       __,          __),
         Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
-        Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
-        Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
+        Event.FAILED:        (_fail,       _fail,       _fail,       _fail,       _fail,       __),
         Event.SECOND_STOP:   (_kill_now,) * len(Phase),
         # Timers, and what the stacks that one of them has requested are for:
         Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __,          __),

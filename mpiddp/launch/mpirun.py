@@ -76,15 +76,16 @@ class MpirunProcess:
                 command.argv,
                 env={**with_own_folder(starter.program, os.environ), **command.settings},
                 stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.stdin`
-                stdout=output.pipes[1],
-                stderr=output.pipes[2],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
-            output.discard()
             raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
-        output.begin()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        output.begin(self._process.stdout, self._process.stderr)
 
     @property
     def code(self) -> int | None:

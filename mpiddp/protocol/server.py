@@ -7,11 +7,14 @@ without any other effect. It never waits for a connection: what one does not tak
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
@@ -19,14 +22,23 @@ from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
     VALUE_LIMIT,
+    Lines,
     check_introduction,
     child_key,
     decode,
     encode,
 )
 from mpiddp.protocol.group import KINDS, Group, Reply
-from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, is_valid
-from mpiddp.protocol.peer import Peer
+from mpiddp.protocol.messages import (
+    HANDED_OVER,
+    LINE_LIMIT,
+    MESSAGES,
+    STREAMS,
+    UNPROVED_LINE_LIMIT,
+    VIEWS,
+    is_valid,
+    notice_silence,
+)
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -44,11 +56,86 @@ _WRONG = (
 )
 
 
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
+
+    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of its
+    group. One that does not read waits for few answers, so it never has twice the `limit` to read.
+    `may_view`: it is of this user, and need prove nothing to ask for one of VIEWS.
+    """
+
+    connection: socket.socket
+    selector: selectors.BaseSelector
+    since: float
+    may_view: bool = False
+    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
+    lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
+    rank: int | None = None
+    role: str = RANK
+    group: int = 0
+    limit: int = VALUE_LIMIT  # bytes of a line with a value
+    is_open: bool = True
+    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
+    _unsent_bytes: int = 0
+    _is_written: bool = False  # the selector reports when the connection takes more
+
+    def begin(self) -> None:
+        """Send the challenge. The selector reports what arrives from now on."""
+        self.connection.setblocking(False)
+        notice_silence(self.connection)
+        self.selector.register(self.connection, selectors.EVENT_READ, self)
+        self.send(encode("challenge", challenge=self.challenge))
+
+    def admit(self, rank: int, role: str, group: int, limit: int) -> None:
+        """It has proved who it is, and may send values from now on."""
+        self.rank, self.role, self.group, self.limit = rank, role, group, limit
+        self.lines.limit = limit + LINE_LIMIT
+
+    def send(self, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        self._unsent.append(line)
+        self._unsent_bytes += len(line)
+        if self._unsent_bytes > 2 * self.limit:
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self.connection.send(first)
+                self._unsent_bytes -= sent
+                if sent < len(first):
+                    self._unsent[0] = memoryview(first)[sent:]
+                    break
+                del self._unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            self._unsent.clear()
+            self._unsent_bytes = 0
+        if bool(self._unsent) is not self._is_written:
+            self._is_written = not self._is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
+            self.selector.modify(self.connection, events, self)
+
+    def release(self) -> socket.socket:
+        """Serve this connection no longer, and return it."""
+        self.is_open = False
+        self.selector.unregister(self.connection)
+        return self.connection
+
+
 class Message(NamedTuple):
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER. An
-    "answer" brings facts["body"].
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER or of
+    VIEWS. An "answer" brings facts["body"], and a view facts["viewer"], the peer that waits for it.
     "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
     is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
     message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
@@ -64,7 +151,7 @@ class Message(NamedTuple):
 
 
 class ChannelServer:
-    """The server for `world_size` ranks, on `listener`. Its selector's data are this object and its peers.
+    """The server for `world_size` ranks, on `listener`. Its selector's data are listeners and peers.
 
     Args:
         listener: a socket that listens, and that this object does not close.
@@ -100,7 +187,7 @@ class ChannelServer:
         }
         self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self)
+        selector.register(listener, selectors.EVENT_READ, listener)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -154,12 +241,15 @@ class ChannelServer:
 
     def accept_again(self) -> None:
         """Accept the connections that wait since a message "full"."""
-        self._selector.modify(self._listener, selectors.EVENT_READ, self)
+        self._selector.modify(self._listener, selectors.EVENT_READ, self._listener)
 
     def receive(self, data: object) -> list[Message]:
-        """The new messages for the owner, of a ready socket. `data` is its data in the selector."""
-        if data is self:
-            return self._accept()
+        """The new messages for the owner, of a ready socket. `data` is its data in the selector.
+
+        A listener other than this object's own is one for viewers.
+        """
+        if isinstance(data, socket.socket):
+            return self._accept(data)
         assert isinstance(data, Peer)
         if not data.is_open:  # dropped since the selector returned it
             return []
@@ -194,18 +284,20 @@ class ChannelServer:
 
     # --- connections ---
 
-    def _accept(self) -> list[Message]:
+    def _accept(self, listener: socket.socket) -> list[Message]:
+        may_view = listener is not self._listener
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError as error:
                 if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
                     return []
                 # The selector would report the socket without end. Now it may report only its errors.
-                self._selector.modify(self._listener, selectors.EVENT_WRITE, self)
-                return [Message(-1, "full", {"error": error.strerror}, self._now())]
+                self._selector.modify(listener, selectors.EVENT_WRITE, listener)
+                full = Message(-1, "full", {"error": error.strerror}, self._now())
+                return [] if may_view else [full]
             self._make_room()
-            peer = Peer(connection, self._selector, self._now())
+            peer = Peer(connection, self._selector, self._now(), may_view)
             self._peers.add(peer)
             self._strangers[peer] = None
             peer.begin()
@@ -244,7 +336,10 @@ class ChannelServer:
 
     def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
-        kind, rank = facts["type"], facts["rank"]
+        kind = facts["type"]
+        if kind in VIEWS and peer.may_view:
+            return Message(-1, kind, {"viewer": peer}, self._now())
+        rank = facts["rank"]
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(rank)
         if kind not in ("hello", *HANDED_OVER):
@@ -252,9 +347,8 @@ class ChannelServer:
         role, proof = check_introduction(self._key, peer.challenge, facts)
         if kind != "hello":
             handed = _of_output(facts) if kind == "output" else {}
-            peer.send(
-                encode("received", proof=proof)
-            )  # at once: only the challenge was sent before
+            # At once: only the challenge was sent before.
+            peer.send(encode("received", proof=proof))
             connection = self._forget(peer)
             return Message(rank, kind, {**handed, "connection": connection}, self._now())
         self._admit(peer, rank, role)

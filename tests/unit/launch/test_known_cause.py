@@ -11,7 +11,7 @@ import pytest
 from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
-from mpiddp.launch.verdict import FirstFailure, History, MpirunEnd, explained, known_cause, verdict
+from mpiddp.launch.verdict import FirstFailure, History, MpirunEnd, explained, verdict
 from mpiddp.protocol.server import Message
 
 MPIRUN = -1
@@ -68,9 +68,10 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
     ):
         ranks = Ranks(("a", "b"))
         ranks.note(Message(1, "failed", failure, 1.0))
-        found = verdict(History(ranks, MpirunEnd("mpirun", 1)))
-        sentence, at_fault = known_cause(found, {1: [text.decode().strip()]})
-        assert at_fault == host, row
+        printed = {1: [text.decode().strip()]}
+        found = verdict(ranks, MpirunEnd("mpirun", 1), History(), printed=printed)
+        sentence = found.known_cause
+        assert found.host_at_fault == host, row
         if row:
             assert sentence.startswith(f'"{text.decode().strip()}" has a known cause. ')
             assert " Fix: " in sentence

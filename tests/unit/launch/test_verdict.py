@@ -14,16 +14,14 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.attempt import Attempt, Event, Phase
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import missing_sentence, stuck_sentences
 from mpiddp.launch.verdict import (
     FirstFailure,
     History,
     MpirunEnd,
-    Stop,
     Verdict,
-    known_cause,
     verdict,
 )
+from mpiddp.launch.watch import missing_sentence, stuck_sentences
 from mpiddp.protocol.server import Message
 
 HOSTS = ("a", "b", "b")
@@ -85,15 +83,14 @@ class Case:
     expected: Verdict
     messages: list[Message] = field(default_factory=list)
     mpirun: tuple[int, str | None] = (1, "")
-    stop: dict[str, Any] = field(default_factory=dict)
-    ended_because: str = ""
     was_ended: bool = False
+    history: History = field(default_factory=History)
 
 
 DONE_BY_ALL = from_all("done")
 SAVED = [*from_all("supports_stop"), *from_all("stopped"), *DONE_BY_ALL]
-BY_USER, TO_GROW = {"stop": Stop.BY_USER}, {"stop": Stop.TO_GROW}
-WHILE_SAVING = {"stop": Stop.BY_USER, "failed_in_stop": True}
+BY_USER = History(is_requested=True)
+WHILE_SAVING = History(is_requested=True, failed_in_stop=True)
 
 
 def by_mpirun(sentence: str, code: int = FAILED) -> Verdict:
@@ -106,7 +103,7 @@ def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Ve
 
 CASES = [
     Case("all ranks done", Verdict(DONE), DONE_BY_ALL, (0, "")),
-    Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), BY_USER),
+    Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, "")),
     Case(
         "mpirun crashes while it ends the others",
         of_rank(
@@ -117,32 +114,31 @@ CASES = [
         [failed(1, error="KeyError: 'x'")],
         (-11, None),
     ),
-    Case("stopped to grow", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), TO_GROW),
     Case(
         "stopped, some had finished before",
         Verdict(STOPPED, "stopped on request."),
         [*from_all("supports_stop"), message(1, "stopped"), *DONE_BY_ALL],
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "done before the stop",
         Verdict(DONE),
         [*from_all("supports_stop"), *DONE_BY_ALL],
         (0, ""),
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "a script that cannot stop",
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         DONE_BY_ALL,
         (0, ""),
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "interrupted",
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         [*started(0, 1, 2), lost(0), lost(1)],
-        stop=BY_USER,
+        history=BY_USER,
         was_ended=True,
     ),
     Case(
@@ -150,50 +146,50 @@ CASES = [
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         started(0, 1, 2),
         (-9, ""),
-        stop={"stop": Stop.AT_ONCE},
+        history=BY_USER,
         was_ended=True,
     ),
     Case(
         "too slow to stop",
         Verdict(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
         [*started(0, 1, 2), lost(1)],
-        stop={"stop": Stop.BY_USER, "limit": "rank 1 on b was too slow"},
+        history=History(is_requested=True, limit="rank 1 on b was too slow"),
     ),
     Case(
         "failed while it saved",
         of_rank(1, f"rank 1 on b failed first: OSError: full.{OTHERS}", "OSError: full"),
         [*from_all("supports_stop"), failed(1, "OSError: full"), lost(0)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "refused while it saved",
         of_rank(0, "", "", BAD_INPUT),
         [*from_all("supports_stop"), failed(0, "", code=2, traceback="")],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "lost while it saved",
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), lost(1)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "ended by the request, without a reason of its own",
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), failed(1, "", code=143, traceback="")],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "failed before it could stop",
         Verdict(INTERRUPTED, "interrupted: the job was stopped."),
         [failed(1)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "ended by the launcher",
         Verdict(FAILED, "the job hung and was stopped."),
         [*started(0, 1, 2), lost(0)],
-        ended_because="the job hung and was stopped.",
+        history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
     ),
     Case(
@@ -327,11 +323,6 @@ CASES = [
         [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
     ),
     Case(
-        "a script's error that the command survived for long",
-        of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
-        [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
-    ),
-    Case(
         "a bug after another rank has finished",
         of_rank(0, f"rank 0 on a failed first: KeyError: 3.{OTHERS}", "KeyError: 3"),
         [message(1, "done"), failed(0, "KeyError: 3", at=2.0)],
@@ -361,7 +352,7 @@ CASES = [
             "Then the job hung and was stopped.",
         ),
         [message(2, "exited"), message(1, "exited", 2.0)],
-        ended_because="the job hung and was stopped.",
+        history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
     ),
     Case(
@@ -399,7 +390,7 @@ CASES = [
 def test_the_verdict(case: Case) -> None:
     code, rank_signal = case.mpirun
     end = MpirunEnd("mpirun", code, rank_signal is not None, case.was_ended)
-    found = verdict(History(noted(*case.messages), end, case.ended_because, **case.stop))
+    found = verdict(noted(*case.messages), end, case.history)
     assert end.rank_signal == rank_signal
     assert found[:4] == case.expected[:4]
 
@@ -434,7 +425,7 @@ def test_an_mpirun_that_got_a_signal_is_named(
     code: int, proves: bool, messages: list[Message], local: set[int], sentence: str
 ) -> None:
     end = MpirunEnd("mpirun", code, proves)
-    found = verdict(History(noted(*messages), end, beside_mpirun=local))
+    found = verdict(noted(*messages), end, History(), beside_mpirun=local)
     assert sentence in found.sentence
 
 
@@ -443,11 +434,11 @@ def test_an_mpirun_that_got_a_signal_is_named(
 )
 def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None:
     killed = failed(1, "", code=137, traceback="", signal=9, oom_kills=2, memory_limit=limit)
-    found = verdict(History(noted(killed), MpirunEnd("mpirun", 137, True)))
-    cause, host = known_cause(found, {1: ["ValueError: x"]})
-    assert cause.startswith("the kernel has killed 2 processes of rank 1")
-    assert full in cause
-    assert host == ""
+    end, printed = MpirunEnd("mpirun", 137, True), {1: ["ValueError: x"]}
+    found = verdict(noted(killed), end, History(), printed=printed)
+    assert found.known_cause.startswith("the kernel has killed 2 processes of rank 1")
+    assert full in found.known_cause
+    assert found.host_at_fault == ""
 
 
 @pytest.mark.parametrize(
@@ -469,7 +460,7 @@ def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None
 def test_the_first_failure_is_the_cause_of_the_others(
     messages: list[Message], culprit: int
 ) -> None:
-    first = verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).first
+    first = verdict(noted(*messages), MpirunEnd("mpirun", 1), History()).first
     assert first is not None
     assert first.rank == culprit
 
@@ -491,7 +482,7 @@ def test_the_first_failure_is_the_cause_of_the_others(
 def test_a_host_is_at_fault_where_its_rank_was_lost_first(
     messages: list[Message], host: str
 ) -> None:
-    assert verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).host_at_fault == host
+    assert verdict(noted(*messages), MpirunEnd("mpirun", 1), History()).host_at_fault == host
 
 
 @pytest.mark.parametrize(("joined", "host"), [((0,), "b"), ((1,), ""), ((), ""), ((0, 1, 2), "")])
@@ -499,8 +490,8 @@ def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
     joined: tuple[int, ...], host: str
 ) -> None:
     ranks = noted(*(message(rank, "joining") for rank in joined))
-    history = History(ranks, MpirunEnd("mpirun", 1), ended_because="too late.")
-    assert verdict(history).host_at_fault == host
+    found = verdict(ranks, MpirunEnd("mpirun", 1), History(ended_because="too late."))
+    assert found.host_at_fault == host
 
 
 # --- the stacks ---

@@ -1,6 +1,6 @@
 """When the launcher asks for the stacks of the ranks, when these hang, and who is a straggler.
 
-Tests mpiddp/launch/{watch,stacks}.py.
+Tests mpiddp/launch/watch.py.
 python -m pytest tests/unit/launch/test_watch.py
 """
 
@@ -11,8 +11,7 @@ import random
 import pytest
 
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import place_of, places_sentence
-from mpiddp.launch.watch import Watch
+from mpiddp.launch.watch import Watch, place_of, places_sentence
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
 
