@@ -62,9 +62,8 @@ class Phase(Enum):
     STARTING = 0  # none has started
     JOINING = 1  # some have not joined the job
     RUNNING = 2  # all have joined. With `--grow` they may be asked to stop after their present step
-    STOPPING = 3  # the user has asked them to stop
-    SAVING = 4  # they have made their last step, and save
-    ENDING = 5  # they are being ended
+    STOPPING = 3  # the user has asked them to stop, or to grow they have made their last step
+    ENDING = 4  # they are being ended
 
 
 class Event(Enum):
@@ -283,7 +282,7 @@ class Attempt:
             while self._mpirun.code is None:
                 self._wait()
             self._receive_last_messages()
-            if left := self._mpirun.end_orphans(0.0 if self._is_killed else ORPHANS_S):
+            if left := self._mpirun.end_orphans(0.0 if self.stop is Stop.AT_ONCE else ORPHANS_S):
                 processes = ", ".join(map(str, left))
                 self._log(
                     f"processes {processes} cannot be killed: they are blocked in the kernel.",
@@ -291,11 +290,6 @@ class Attempt:
                 )
             self._receive_last_output()
             self._mpirun.reap_adopted()
-
-    @property
-    def _is_killed(self) -> bool:
-        """Whether a second signal asks for an end at once."""
-        return self.stop is Stop.AT_ONCE
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
@@ -346,7 +340,7 @@ class Attempt:
     def _receive_last_messages(self) -> None:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
         deadline = time.monotonic() + SILENCE_S
-        self._server.end_all(code=1)
+        self._end_ranks()
         while self._server.has_ranks and time.monotonic() < deadline:
             self._wait(max(0.0, deadline - time.monotonic()))
         for message in self._server.drop_silent_hosts():
@@ -361,7 +355,9 @@ class Attempt:
         self._timers.clear_timers()
         ranks, began_at, late = self.ranks, time.monotonic(), ""
         while True:
-            limit_s = KILLED_S if self._is_killed else OUTPUT_S if self.stop else float("inf")
+            limit_s = (
+                KILLED_S if self.stop is Stop.AT_ONCE else OUTPUT_S if self.stop else float("inf")
+            )
             stuck, silent = self._server.connected, ranks.silent_hosts
             open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
             late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
@@ -378,7 +374,7 @@ class Attempt:
         if late:
             self._mpirun.kill_agents()
         self._output.finish()
-        while not self._output.is_finished(0.05) and not self._is_killed:
+        while not self._output.is_finished(0.05) and self.stop is not Stop.AT_ONCE:
             if self.stop and time.monotonic() > began_at + OUTPUT_S:
                 return
             self._wait(0.05)
@@ -468,8 +464,8 @@ class Attempt:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
         is_guess = self._wanted is Event.WATCH_STACKS and self._options.hang_timeout_s is None
         if not is_guess and self._wanted is not Event.VIEW_STACKS:
-            for rank in self._mute & self._server.connected:
-                self._server.interrupt(rank)
+            for rank in self._mute:
+                self._server.send(rank, "stacks")  # its agent interrupts the script
 
     def _report_complete_stacks(self) -> None:
         if self._wanted is not None and not self._mute:
@@ -582,8 +578,7 @@ class Attempt:
             return
         self._ask_to_stop()
         self._begin_grace()
-        if self._phase is not Phase.SAVING:  # to grow
-            self._phase = Phase.STOPPING
+        self._phase = Phase.STOPPING
         self._timers.after(OUTPUT_S, Event.UNREAD)
         if self.ranks.supports_stop:
             self._log(
@@ -599,12 +594,11 @@ class Attempt:
         self._timers.cancel(Event.SEE_GRACE)
         self._timers.after(self._options.grace_s, Event.SEE_GRACE)
 
-    def _save(self) -> None:
+    def _save_to_grow(self) -> None:
         """A rank has made its last step, and the others are in the same one."""
-        if self._phase is Phase.RUNNING and self.stop is Stop.TO_GROW:
+        if self.stop is Stop.TO_GROW:
             self._begin_grace()
-        if self.stop:
-            self._phase = Phase.SAVING
+            self._phase = Phase.STOPPING
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
@@ -661,7 +655,7 @@ class Attempt:
         self._timers.after(END_S, Event.END_MPIRUN)
 
     def _end_ranks(self) -> None:
-        self._server.end_all(code=1)
+        self._server.send_all("end", code=1)
 
     def _end_mpirun(self) -> None:
         self._phase = Phase.ENDING
@@ -681,30 +675,30 @@ class Attempt:
     # What each event does in each phase, and "__" for nothing.
     # fmt: off
     _TABLE: ClassVar[dict[Event, tuple[Action, ...]]] = {
-        #                     STARTING     JOINING      RUNNING      STOPPING     SAVING       ENDING
-        Event.STARTED:       (_join,       __,          __,          __,          __,          __),
-        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __,          __),
-        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __,          __),
-        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
-        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
-        Event.LAST_STEP:     (__,          __,          _save,       _save,       __,          __),
-        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
-        Event.FAILED:        (_fail,       _fail,       _fail,       _fail,       _fail,       __),
+        #                     STARTING     JOINING      RUNNING      STOPPING     ENDING
+        Event.STARTED:       (_join,       __,          __,          __,          __),
+        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __),
+        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __),
+        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __),
+        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    _ask_all,    __),
+        Event.LAST_STEP:     (__,          __,          _save_to_grow, __,        __),
+        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, __),
+        Event.FAILED:        (_fail,       _fail,       _fail,       _fail,       __),
         Event.SECOND_STOP:   (_kill_now,) * len(Phase),
         # Timers, and what the stacks that one of them has requested are for:
-        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __,          __),
-        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __,          __),
-        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __,      __),
-        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __,          __),
-        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
-        Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __,          __),
+        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __),
+        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __),
+        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __),
+        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __),
+        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __),
+        Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __),
         Event.VIEW_STACKS:   (__,) * len(Phase),
-        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
+        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __),
         Event.STACKS_OVER:   (_report_stacks,) * len(Phase),
-        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
-        Event.UNREAD:        (__,          __,          __,          _see_reader, _see_reader, __),
-        Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
+        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  __),
+        Event.UNREAD:        (__,          __,          __,          _see_reader, __),
+        Event.END_RANKS:     (__,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun,) * len(Phase),
-        Event.KILL:          (__,          __,          __,          __,          __,          _kill),
+        Event.KILL:          (__,          __,          __,          __,          _kill),
     }
     # fmt: on

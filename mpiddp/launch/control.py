@@ -57,18 +57,10 @@ class ControlServer(ChannelServer):
         super().close()
         self._socket.close()
 
-    def end_all(self, code: int) -> None:
-        """Tell every connected rank, and its script, to end."""
-        self.send_all("end", code=code)
-
     def request_stacks(self) -> None:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
         for rank in self.connected:
             self.send(rank, "stacks", to_script=rank in self._scripts)
-
-    def interrupt(self, rank: int) -> None:
-        """Request the stacks of a rank whose script does not answer: its agent interrupts it."""
-        self.send(rank, "stacks")
 
     def request_stop(self, rank: int) -> None:
         """Request a stop of the rank, if it is connected."""

@@ -170,7 +170,7 @@ def _judge(
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
         return Verdict(INTERRUPTED, f"interrupted: {what}.")
     if ranks.all_done:
-        return _after_success(mpirun)
+        return Verdict(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
     if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
         return _by_mpirun(mpirun)
@@ -217,20 +217,6 @@ def _has_reason(first: Message, ranks: Ranks) -> bool:
 
 
 # --- by mpirun ---
-
-
-def _after_success(mpirun: MpirunEnd) -> Verdict:
-    """The verdict after every rank has reported success. Only native code still ran then.
-
-    Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
-    """
-    if mpirun.code == DONE or mpirun.was_ended:
-        return Verdict(DONE)
-    if name := mpirun.rank_signal:
-        sentence = f"all ranks finished, but one was killed by {name} while its process ended."
-        return Verdict(FAILED, sentence)
-    sentence = f"all ranks finished, but {_cause(mpirun)} afterwards."
-    return Verdict(DONE, sentence, is_complete=False)
 
 
 def _by_mpirun(mpirun: MpirunEnd) -> Verdict:

@@ -19,7 +19,6 @@ from mpiddp.text import percentile
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
-MOVING_FACTOR = 10  # ranks for which others wait, in several lines: a loop, an evaluation
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
@@ -151,8 +150,7 @@ class Watch:
         quiet_s, is_saving = now - self._quiet_since, bool(self._ranks.saving)
         outside = {rank: place for rank, place in last.items() if not place.waits}
         if any(first.get(rank, Place()).frames != place.frames for rank, place in last.items()):
-            is_long = quiet_s >= MOVING_FACTOR * self._patience_s
-            return is_long and 0 < len(outside) < len(last) and not is_saving
+            return False
         idle_s = _BUSY * (now - before)
         # On a crowded host, a rank that computes has a core for a small part of the time.
         is_idle = [

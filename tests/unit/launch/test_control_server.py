@@ -162,11 +162,9 @@ def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:
     server.server.request_stop(1)
     server.server.request_stop(2)  # it is not connected
     server.server.request_stacks()
-    server.server.interrupt(1)
-    server.server.end_all(code=3)
-    assert [rank.receive() for _ in range(4)] == [
+    server.server.send_all("end", code=3)
+    assert [rank.receive() for _ in range(3)] == [
         {"type": "stop"},
-        {"type": "stacks"},
         {"type": "stacks"},
         {"type": "end", "code": 3},
     ]
@@ -179,7 +177,7 @@ def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client
     assert Client(server).introduce(1, key=key, role=SCRIPT) == {"type": "taken"}
     server.server.request_stop(1)
     server.server.request_stacks()
-    server.server.end_all(code=1)
+    server.server.send_all("end", code=1)
     assert [script.receive()["type"] for _ in range(3)] == ["stop", "stacks", "end"]
     assert [rank.receive()["type"] for _ in range(2)] == ["stopping", "end"]
     script.send("progress", **progress(1))

@@ -193,20 +193,6 @@ CASES = [
         was_ended=True,
     ),
     Case(
-        "a rank failed when all were done",
-        Verdict(
-            FAILED, "all ranks finished, but one was killed by SIGSEGV while its process ended."
-        ),
-        DONE_BY_ALL,
-        (139, "SIGSEGV"),
-    ),
-    Case(
-        "mpirun failed when all were done",
-        by_mpirun("all ranks finished, but mpirun ended with exit code 3 afterwards.", DONE),
-        DONE_BY_ALL,
-        (3, None),
-    ),
-    Case(
         "mpirun was ended when all were done", Verdict(DONE), DONE_BY_ALL, (9, None), was_ended=True
     ),
     Case(
