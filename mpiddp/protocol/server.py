@@ -7,14 +7,11 @@ without any other effect. It never waits for a connection: what one does not tak
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
@@ -22,22 +19,18 @@ from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
     VALUE_LIMIT,
-    Lines,
     check_introduction,
     child_key,
     decode,
     encode,
 )
-from mpiddp.protocol.group import KINDS, Group, Reply
+from mpiddp.protocol.group import KINDS, Group, Peer
 from mpiddp.protocol.messages import (
     HANDED_OVER,
-    LINE_LIMIT,
     MESSAGES,
     STREAMS,
-    UNPROVED_LINE_LIMIT,
     VIEWS,
     is_valid,
-    notice_silence,
 )
 
 PROOF_TIMEOUT_S = 10.0
@@ -54,81 +47,6 @@ _WRONG = (
     RecursionError,
     OverflowError,
 )
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
-
-    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of its
-    group. One that does not read waits for few answers, so it never has twice the `limit` to read.
-    `may_view`: it is of this user, and need prove nothing to ask for one of VIEWS.
-    """
-
-    connection: socket.socket
-    selector: selectors.BaseSelector
-    since: float
-    may_view: bool = False
-    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
-    lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
-    rank: int | None = None
-    role: str = RANK
-    group: int = 0
-    limit: int = VALUE_LIMIT  # bytes of a line with a value
-    is_open: bool = True
-    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
-    _unsent_bytes: int = 0
-    _is_written: bool = False  # the selector reports when the connection takes more
-
-    def begin(self) -> None:
-        """Send the challenge. The selector reports what arrives from now on."""
-        self.connection.setblocking(False)
-        notice_silence(self.connection)
-        self.selector.register(self.connection, selectors.EVENT_READ, self)
-        self.send(encode("challenge", challenge=self.challenge))
-
-    def admit(self, rank: int, role: str, group: int, limit: int) -> None:
-        """It has proved who it is, and may send values from now on."""
-        self.rank, self.role, self.group, self.limit = rank, role, group, limit
-        self.lines.limit = limit + LINE_LIMIT
-
-    def send(self, line: bytes) -> None:
-        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
-        self._unsent.append(line)
-        self._unsent_bytes += len(line)
-        if self._unsent_bytes > 2 * self.limit:
-            self._unsent.clear()
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
-        elif len(self._unsent) == 1:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send more of what has not been sent."""
-        try:
-            while self._unsent:
-                first = self._unsent[0]
-                sent = self.connection.send(first)
-                self._unsent_bytes -= sent
-                if sent < len(first):
-                    self._unsent[0] = memoryview(first)[sent:]
-                    break
-                del self._unsent[0]
-        except BlockingIOError:
-            pass
-        except OSError:  # the next read fails too
-            self._unsent.clear()
-            self._unsent_bytes = 0
-        if bool(self._unsent) is not self._is_written:
-            self._is_written = not self._is_written
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
-            self.selector.modify(self.connection, events, self)
-
-    def release(self) -> socket.socket:
-        """Serve this connection no longer, and return it."""
-        self.is_open = False
-        self.selector.unregister(self.connection)
-        return self.connection
 
 
 class Message(NamedTuple):
@@ -179,12 +97,9 @@ class ChannelServer:
         self._now = now
         self._peers: set[Peer] = set()
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
-        self._ranks: dict[int, Peer] = {}
+        self._groups = [Group(world_size)]  # that of the ranks, and those of their n-th scripts
+        self._ranks = self._groups[0].members
         self._scripts: dict[int, Peer] = {}  # the present ones
-        # By number: the ranks' group is 0, that of their n-th scripts n. Members by rank.
-        self._groups: dict[int, tuple[Group, dict[int, Peer]]] = {
-            0: (Group(world_size), self._ranks)
-        }
         self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, listener)
@@ -212,13 +127,12 @@ class ChannelServer:
     @property
     def next_deadline(self) -> float:
         """When to call `expire`, by the server's clock; infinite if nothing waits."""
-        return min(group.next_deadline for group, _ in self._groups.values())
+        return min(group.next_deadline for group in self._groups)
 
     def expire(self) -> None:
         """Answer what has waited for too long."""
-        now = self._now()
-        for number, (group, _) in list(self._groups.items()):
-            self._reply(number, group.expire(now))
+        for group in self._groups:
+            group.expire(self._now())
 
     @property
     def script_key(self) -> str:
@@ -279,7 +193,7 @@ class ChannelServer:
         self._drop(peer)
         if peer.rank is None:
             return []
-        self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
+        self._groups[peer.group].lose(peer.rank)
         return [_message(peer, "lost", {"silent": silent}, self._now())]
 
     # --- connections ---
@@ -322,8 +236,7 @@ class ChannelServer:
             return self._introduce(peer, facts)
         kind = facts["type"]
         if kind in KINDS:
-            group, _ = self._groups[peer.group]
-            self._reply(peer.group, group.receive(peer.rank, facts, value, now))
+            self._groups[peer.group].receive(peer.rank, facts, value, now)
             return _message(peer, kind, {}, now) if kind == "claim" else None
         del facts["type"]
         if kind == "answer":
@@ -353,7 +266,7 @@ class ChannelServer:
             return Message(rank, kind, {**handed, "connection": connection}, self._now())
         self._admit(peer, rank, role)
         peer.send(encode("received", proof=proof, group=peer.group))
-        self._reply(peer.group, self._groups[peer.group][0].enter(rank))
+        self._groups[peer.group].enter(rank)
         return None
 
     def _admit(self, peer: Peer, rank: int, role: str) -> None:
@@ -368,19 +281,11 @@ class ChannelServer:
             self._scripts[rank] = peer
             self._num_scripts[rank] += 1
             number = self._num_scripts[rank]
-        _, members = self._groups.setdefault(number, (Group(self.world_size), {}))
-        members[rank] = peer
+        if number == len(self._groups):
+            self._groups.append(Group(self.world_size))
+        self._groups[number].members[rank] = peer
         peer.admit(rank, role, number, self.value_limit)
         del self._strangers[peer]
-
-    # --- what is sent ---
-
-    def _reply(self, number: int, replies: Iterable[Reply]) -> None:
-        _, members = self._groups[number]
-        for ranks, line in replies:
-            for rank in ranks:
-                if (peer := members.get(rank)) is not None:
-                    peer.send(line)
 
     def _drop(self, peer: Peer) -> None:
         self._forget(peer).close()
@@ -391,7 +296,7 @@ class ChannelServer:
         if peer.rank is not None:
             if peer.role == SCRIPT:
                 del self._scripts[peer.rank]
-            del self._groups[peer.group][1][peer.rank]
+            del self._groups[peer.group].members[peer.rank]
         return peer.release()
 
 

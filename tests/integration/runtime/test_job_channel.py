@@ -28,12 +28,10 @@ from mpiddp.protocol.channel import (
     child_key,
     decode,
     encode,
-    encode_value,
     listed,
     member_proof,
     unlisted,
 )
-from mpiddp.protocol.group import Group
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, JobChannel, Silent
@@ -486,13 +484,3 @@ def test_listed_values_keep_their_ranks() -> None:
     values = {rank: json.dumps(rank if rank == 3 else "usual").encode() for rank in range(9)}
     assert unlisted(listed(values), 9) == [3 if rank == 3 else "usual" for rank in range(9)]
     assert len(listed(dict.fromkeys(range(10_000), b"7"))) < 100
-
-
-def test_an_answer_for_all_is_encoded_once() -> None:
-    group = Group(100)
-    facts = {"type": "gather", "key": "a", "timeout_s": 1}
-    for rank in range(99):
-        assert group.receive(rank, dict(facts), b"1", 0.0) == []
-    (reply,) = group.receive(99, dict(facts), b"2", 0.0)
-    assert list(reply.ranks) == list(range(100))
-    assert encode_value("!") not in reply.line
