@@ -15,10 +15,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
+from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.control import ControlServer
@@ -28,11 +27,11 @@ from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
+from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.stdin import Input
-from mpiddp.launch.verdict import FirstFailure, History, Stop, verdict
+from mpiddp.launch.verdict import History, Outcome, Stop, verdict
 from mpiddp.launch.watch import Watch, missing_sentence, places_sentence
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import Message, Peer
@@ -114,44 +113,6 @@ class Terms:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-class Outcome(NamedTuple):
-    """The launcher's exit code, the sentence that explains it, and how the job resumes.
-
-    Args:
-        first: None unless a rank is known to be the first that failed.
-        stop: who has requested a stop of the ranks.
-        announcement: what the ranks have announced.
-        has_started: a rank has reported. made_steps: a rank has made a step.
-        known_cause: a sentence to print below `sentence`.
-        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
-        slow_hosts: those of stragglers, and their part of the others' speed.
-    """
-
-    code: int
-    sentence: str = ""
-    first: FirstFailure | None = None
-    stop: Stop = Stop.NONE
-    announcement: Announcement = NOTHING_ANNOUNCED
-    has_started: bool = False
-    made_steps: bool = False
-    known_cause: str = ""
-    host_at_fault: str = ""
-    slow_hosts: Mapping[str, float] = MappingProxyType({})
-
-    def log(self) -> None:
-        """Print the verdict, and the known cause below it."""
-        say = log.info if self.code in (DONE, STOPPED) else log.error
-        for sentence in (self.sentence, self.known_cause):
-            if sentence:
-                say(sentence)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the same command resumes the job."""
-        is_announced = bool(self.announcement.resume_args)
-        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
-
-
 def run_attempt(
     terms: Terms, starter: RankStarter, request: Request, signals: SignalQueue
 ) -> Outcome:
@@ -206,17 +167,12 @@ def run_attempt(
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
         left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
-    return Outcome(
-        found.code,
-        found.sentence,
-        found.first,
-        attempt.stop,
-        ranks.announcement,
-        bool(ranks.started),
-        bool(ranks.steps),
-        found.known_cause,
-        found.host_at_fault,
-        attempt.watch.slow_hosts,
+    return found._replace(
+        stop=attempt.stop,
+        announcement=ranks.announcement,
+        has_started=bool(ranks.started),
+        made_steps=bool(ranks.steps),
+        slow_hosts=attempt.watch.slow_hosts,
     )
 
 
@@ -361,7 +317,7 @@ class Attempt:
             stuck, silent = self._server.connected, ranks.silent_hosts
             open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
             late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
-            late = late or ("a rank" if self._mpirun.has_agents else "")
+            late = late or ("a rank" if self._mpirun.agents() else "")
             if not late or time.monotonic() > began_at + limit_s:
                 break
             if self._output.idle_s > OUTPUT_S:

@@ -18,7 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.ranks import Ranks, is_silent
+from mpiddp.launch import log
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped, size_text
 
@@ -98,8 +99,8 @@ class FirstFailure(NamedTuple):
     error: str
 
 
-class Verdict(NamedTuple):
-    """The launcher's exit code and the sentence for it.
+class Outcome(NamedTuple):
+    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs.
 
     Args:
         first: None unless a rank is known to be the first that failed.
@@ -108,6 +109,10 @@ class Verdict(NamedTuple):
         host_at_fault: the host that has ended the attempt, by its name in the request; "" for none, or if it
             may be another. A script's own error is no fault of its host.
         known_cause: a sentence to print below `sentence`.
+        stop: who has requested a stop of the ranks.
+        announcement: what the ranks have announced.
+        has_started: a rank has reported. made_steps: a rank has made a step.
+        slow_hosts: those of stragglers, and their part of the others' speed.
     """
 
     code: int
@@ -117,6 +122,24 @@ class Verdict(NamedTuple):
     names_cause: bool = False
     host_at_fault: str = ""
     known_cause: str = ""
+    stop: Stop = Stop.NONE
+    announcement: Announcement = NOTHING_ANNOUNCED
+    has_started: bool = False
+    made_steps: bool = False
+    slow_hosts: Mapping[str, float] = MappingProxyType({})
+
+    def log(self) -> None:
+        """Print the verdict, and the known cause below it."""
+        say = log.info if self.code in (DONE, STOPPED) else log.error
+        for sentence in (self.sentence, self.known_cause):
+            if sentence:
+                say(sentence)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same command resumes the job."""
+        is_announced = bool(self.announcement.resume_args)
+        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
 
 
 def verdict(
@@ -126,7 +149,7 @@ def verdict(
     *,
     beside_mpirun: Collection[int] = (),
     printed: Mapping[int, Sequence[str]] = MappingProxyType({}),
-) -> Verdict:
+) -> Outcome:
     """The verdict, with the known cause of a failure.
 
     Args:
@@ -156,34 +179,34 @@ def _judge(
     history: History,
     first: Message | None,
     beside_mpirun: Collection[int],
-) -> Verdict:
+) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     if ranks.all_stopped:
-        return Verdict(STOPPED, "stopped on request.")
+        return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         host = missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
-        return Verdict(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
+        return Outcome(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
     if history.failed_in_stop and first and _has_reason(first, ranks):
         return _of_failure(ranks, mpirun, first)
     if history.is_requested and not (ranks.all_done and ranks.supports_stop):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
-        return Verdict(INTERRUPTED, f"interrupted: {what}.")
+        return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if ranks.all_done:
-        return Verdict(DONE)  # no script runs any more, whatever its mpirun makes of that
+        return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
     if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
         return _by_mpirun(mpirun)
     if first is not None:
         if name := _signal_of_mpirun(ranks, mpirun, beside_mpirun):
-            return Verdict(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
+            return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
     if mpirun.code == DONE and not ranks.started:
         sentence = "the job failed: mpirun ended, but no rank ever reported."
-        return Verdict(FAILED, sentence, is_complete=False)
+        return Outcome(FAILED, sentence, is_complete=False)
     # Ranks that refuse may not report.
     if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
-        return Verdict(mpirun.code, is_complete=False)
+        return Outcome(mpirun.code, is_complete=False)
     return _by_mpirun(mpirun)
 
 
@@ -219,17 +242,14 @@ def _has_reason(first: Message, ranks: Ranks) -> bool:
 # --- by mpirun ---
 
 
-def _by_mpirun(mpirun: MpirunEnd) -> Verdict:
+def _by_mpirun(mpirun: MpirunEnd) -> Outcome:
     """The verdict if mpirun's end is all that is known."""
-    return Verdict(FAILED, f"the job failed: {_cause(mpirun)}.", is_complete=False)
-
-
-def _cause(mpirun: MpirunEnd) -> str:
+    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
     if mpirun.code < 0:
-        return f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
-    if mpirun.rank_signal:
-        return f"a rank was killed by {mpirun.rank_signal}"
-    return f"{mpirun.name} ended with exit code {mpirun.code}"
+        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    elif mpirun.rank_signal:
+        cause = f"a rank was killed by {mpirun.rank_signal}"
+    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
 def _is_by_mpirun(failure: Message) -> bool:
@@ -266,13 +286,13 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection
 # --- by a rank ---
 
 
-def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
+def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     error = str(first.facts.get("error", ""))
     # Such an error may name another rank.
     names_culprit = first.facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Verdict(first.facts["code"], error, failure)
+        return Outcome(first.facts["code"], error, failure)
     hosts = _hosts_lost_with(ranks, first)
     if (
         first.kind == "lost"
@@ -284,7 +304,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
             f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
             "the MPI daemon on one of these hosts is killed."
         )
-        return Verdict(FAILED, sentence, failure, is_complete=False)
+        return Outcome(FAILED, sentence, failure, is_complete=False)
     is_complete = True
     if first.kind == "failed":
         sentence = _of_report(ranks, first)
@@ -298,7 +318,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     sentence, newline, table = sentence.partition("\n")
     is_alone = is_silent(first) or len(hosts) <= 1
-    return Verdict(
+    return Outcome(
         FAILED,
         f"{before}{sentence}{others}{newline}{table}",
         failure,
@@ -310,13 +330,13 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
 
 def _of_report(ranks: Ranks, first: Message) -> str:
     """A rank has reported its failure: its error, and where its traceback is."""
-    error, log, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
+    error, file, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
     if first.facts["is_verdict"]:
         return str(error)
     if number := first.facts.get("signal"):
         return f"{name} was killed by {signal_name(number)}."
     if first.facts["traceback"]:
-        where = f" (its traceback: {escaped(log)})" if log else ""
+        where = f" (its traceback: {escaped(file)})" if file else ""
         line = error.strip().partition("\n")[0].rstrip(".")
         return f"{name} failed first: {line}{where}."
     reason = f": {error}" if error else ""

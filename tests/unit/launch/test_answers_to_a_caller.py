@@ -9,10 +9,9 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED
-from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Answer, Exchange
 from mpiddp.launch.launch_function import _final
-from mpiddp.launch.verdict import FirstFailure
+from mpiddp.launch.verdict import FirstFailure, Outcome
 
 RESULT = ("result", "")
 FIRST = FirstFailure(1, "b", "KeyError: 3")

@@ -21,12 +21,11 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
-from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.events import SignalQueue, queued_signals
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.verdict import Stop
+from mpiddp.launch.verdict import Outcome, Stop
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 

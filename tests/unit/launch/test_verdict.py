@@ -18,7 +18,7 @@ from mpiddp.launch.verdict import (
     FirstFailure,
     History,
     MpirunEnd,
-    Verdict,
+    Outcome,
     verdict,
 )
 from mpiddp.launch.watch import missing_sentence, stuck_sentences
@@ -80,7 +80,7 @@ class Case:
     """What happened, and the verdict on it. `mpirun` is its exit code, and what the code tells of a rank."""
 
     name: str
-    expected: Verdict
+    expected: Outcome
     messages: list[Message] = field(default_factory=list)
     mpirun: tuple[int, str | None] = (1, "")
     was_ended: bool = False
@@ -93,17 +93,17 @@ BY_USER = History(is_requested=True)
 WHILE_SAVING = History(is_requested=True, failed_in_stop=True)
 
 
-def by_mpirun(sentence: str, code: int = FAILED) -> Verdict:
-    return Verdict(code, sentence, is_complete=False)
+def by_mpirun(sentence: str, code: int = FAILED) -> Outcome:
+    return Outcome(code, sentence, is_complete=False)
 
 
-def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Verdict:
-    return Verdict(code, sentence, FirstFailure(rank, HOSTS[rank], error))
+def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Outcome:
+    return Outcome(code, sentence, FirstFailure(rank, HOSTS[rank], error))
 
 
 CASES = [
-    Case("all ranks done", Verdict(DONE), DONE_BY_ALL, (0, "")),
-    Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, "")),
+    Case("all ranks done", Outcome(DONE), DONE_BY_ALL, (0, "")),
+    Case("stopped", Outcome(STOPPED, "stopped on request."), SAVED, (75, "")),
     Case(
         "mpirun crashes while it ends the others",
         of_rank(
@@ -116,34 +116,34 @@ CASES = [
     ),
     Case(
         "stopped, some had finished before",
-        Verdict(STOPPED, "stopped on request."),
+        Outcome(STOPPED, "stopped on request."),
         [*from_all("supports_stop"), message(1, "stopped"), *DONE_BY_ALL],
         history=BY_USER,
     ),
     Case(
         "done before the stop",
-        Verdict(DONE),
+        Outcome(DONE),
         [*from_all("supports_stop"), *DONE_BY_ALL],
         (0, ""),
         history=BY_USER,
     ),
     Case(
         "a script that cannot stop",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         DONE_BY_ALL,
         (0, ""),
         history=BY_USER,
     ),
     Case(
         "interrupted",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*started(0, 1, 2), lost(0), lost(1)],
         history=BY_USER,
         was_ended=True,
     ),
     Case(
         "killed by a second signal",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         started(0, 1, 2),
         (-9, ""),
         history=BY_USER,
@@ -151,7 +151,7 @@ CASES = [
     ),
     Case(
         "too slow to stop",
-        Verdict(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
+        Outcome(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
         [*started(0, 1, 2), lost(1)],
         history=History(is_requested=True, limit="rank 1 on b was too slow"),
     ),
@@ -169,31 +169,31 @@ CASES = [
     ),
     Case(
         "lost while it saved",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), lost(1)],
         history=WHILE_SAVING,
     ),
     Case(
         "ended by the request, without a reason of its own",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), failed(1, "", code=143, traceback="")],
         history=WHILE_SAVING,
     ),
     Case(
         "failed before it could stop",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [failed(1)],
         history=WHILE_SAVING,
     ),
     Case(
         "ended by the launcher",
-        Verdict(FAILED, "the job hung and was stopped."),
+        Outcome(FAILED, "the job hung and was stopped."),
         [*started(0, 1, 2), lost(0)],
         history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
     ),
     Case(
-        "mpirun was ended when all were done", Verdict(DONE), DONE_BY_ALL, (9, None), was_ended=True
+        "mpirun was ended when all were done", Outcome(DONE), DONE_BY_ALL, (9, None), was_ended=True
     ),
     Case(
         "mpirun was killed",
@@ -252,7 +252,7 @@ CASES = [
     ),
     Case(
         "an error that names the culprit itself",
-        Verdict(FAILED, f"rank 0 on a did not answer in 30 s.{OTHERS}"),
+        Outcome(FAILED, f"rank 0 on a did not answer in 30 s.{OTHERS}"),
         [failed(1, "rank 0 on a did not answer in 30 s.", is_verdict=True)],
     ),
     Case(
@@ -283,7 +283,7 @@ CASES = [
     ),
     Case(
         "a daemon was killed",
-        Verdict(
+        Outcome(
             FAILED,
             "the ranks on a, b ended at the same moment without an error, as when the MPI daemon on one of "
             "these hosts is killed.",
@@ -294,13 +294,13 @@ CASES = [
     ),
     Case(
         "a daemon was killed, or Hydra ended the others as quickly",
-        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
         [lost(2, 1.0), lost(0, 1.05)],
         (1, None),
     ),
     Case(
         "a rank vanished, and the others later",
-        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
         [lost(2, 1.0), lost(0, 1.3)],
     ),
     Case(
@@ -313,7 +313,7 @@ CASES = [
         of_rank(0, f"rank 0 on a failed first: KeyError: 3.{OTHERS}", "KeyError: 3"),
         [message(1, "done"), failed(0, "KeyError: 3", at=2.0)],
     ),
-    Case("all ended by os._exit(0)", Verdict(DONE), from_all("exited"), (0, "")),
+    Case("all ended by os._exit(0)", Outcome(DONE), from_all("exited"), (0, "")),
     Case(
         "one ended by os._exit(0), then another failed",
         of_rank(0, f"{EARLY}rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
@@ -332,7 +332,7 @@ CASES = [
     ),
     Case(
         "two ended by os._exit(0), then the job hung",
-        Verdict(
+        Outcome(
             FAILED,
             "rank 1 on b, rank 2 on b ended early, with exit code 0 (os._exit). "
             "Then the job hung and was stopped.",
@@ -359,13 +359,13 @@ CASES = [
     ),
     Case(
         "a rank that had closed all its files, and said its end over another connection",
-        Verdict(DONE),
+        Outcome(DONE),
         [lost(1, 1.0), *DONE_BY_ALL],
         (0, ""),
     ),
     Case(
         "a command that started its script again",
-        Verdict(DONE),
+        Outcome(DONE),
         [failed(1, script=True), message(1, "done", 2.0, script=True), *DONE_BY_ALL],
         (0, ""),
     ),
