@@ -175,15 +175,6 @@ def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> Non
     assert re.search(error("reach the launcher", "rank 1 on "), stderr), stderr
 
 
-def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
-    """socket raises OverflowError for it."""
-    launcher.server.settings[ADDRESS] = "127.0.0.1:99999"
-    with launcher.rank("pass") as rank:
-        stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = error("reach the launcher", "at 127.0.0.1 port 99999 ")
-    assert re.search(where, stderr.splitlines()[-1])
-
-
 @pytest.mark.parametrize("line", [b"{]", b"[]", b"{}", b"[" * 10**6])
 def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line: bytes) -> None:
     with launcher.rank("time.sleep(600)") as rank:

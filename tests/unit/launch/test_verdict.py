@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.attempt import Attempt, Event, Phase
 from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
 from mpiddp.launch.verdict import (
     FirstFailure,
     History,
     MpirunEnd,
     Outcome,
+    explained,
     verdict,
 )
 from mpiddp.launch.watch import missing_sentence, stuck_sentences
@@ -529,3 +532,63 @@ def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> 
     inner = '  File "<frozen importlib._bootstrap>", line 241, in _call_with_frames_removed\n'
     ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, WORKS + inner), hosts=("a",))
     assert missing_sentence(ranks, 60).endswith("in /x/train.py, line 3, in main: work()")
+
+
+# --- known causes ---
+
+MPIRUN = -1
+OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+CLOSED = "RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
+WAITED = "RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
+
+
+def cause(error: str | None, *printed: tuple[int, bytes]) -> str | None:
+    """The row that explains a job whose rank 0 failed first with `error`, None for no first rank."""
+    texts: dict[int, bytes] = {}
+    for rank, text in printed:
+        texts[rank] = texts.get(rank, b"") + text
+    lines = {rank: text.decode().splitlines() for rank, text in texts.items()}
+    found = explained(None if error is None else FirstFailure(0, "a", error), lines)
+    return found.failure.id if found else None
+
+
+@pytest.mark.parametrize(
+    ("error", "printed", "expected"),
+    [
+        (OUT_OF_MEMORY.decode(), (), "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY[:20]), (1, b"x\n"), (0, OUT_OF_MEMORY[20:])], "cuda-out-of-memory"),
+        # The first rank's error is a consequence or a symptom, and another rank has the cause.
+        (CLOSED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, (), "gloo-timeout"),
+        (None, [(MPIRUN, NO_DAEMON)], "mpi-host-not-started"),
+        # Its own error is the cause, whatever the others have printed.
+        ("ValueError: 3 channels", [(1, OUT_OF_MEMORY)], None),
+        ("", [(0, b"ValueError: 3 channels\n")], None),
+        (None, [(1, CLOSED.encode())], None),
+        (None, (), None),
+    ],
+)
+def test_one_row_explains_the_job_or_none(
+    error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
+) -> None:
+    assert cause(error, *printed) == expected
+
+
+def test_rows_of_the_host_are_in_the_table() -> None:
+    assert set(OF_THE_HOST) <= {failure.id for failure in FAILURES}
+
+
+def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
+    for text, row, host in (
+        (OUT_OF_MEMORY.decode().strip(), "cuda-out-of-memory", ""),
+        ("CUDA error: uncorrectable ECC error encountered", "cuda-hardware", "b"),
+        ("nothing that is known", "", ""),
+    ):
+        ranks, end = noted(failed(1, "", traceback="")), MpirunEnd("mpirun", 1)
+        found = verdict(ranks, end, History(), printed={1: [text]})
+        assert found.host_at_fault == host, row
+        assert found.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
+        assert (" Fix: " in found.known_cause) is bool(row)
