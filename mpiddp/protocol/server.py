@@ -259,7 +259,11 @@ class ChannelServer:
             raise ValueError(kind)
         role, proof = check_introduction(self._key, peer.challenge, facts)
         if kind != "hello":
-            handed = _of_output(facts) if kind == "output" else {}
+            handed = {}
+            if kind == "output":
+                handed = {"stream": facts["stream"], "host": str(facts["host"])}
+                if handed["stream"] not in STREAMS:
+                    raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
             connection = self._forget(peer)
@@ -303,12 +307,3 @@ class ChannelServer:
 def _message(peer: Peer, kind: str, facts: dict[str, Any], now: float) -> Message:
     assert peer.rank is not None
     return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
-
-
-def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
-    handed = {"stream": facts["stream"], "host": facts["host"]}
-    if type(handed["stream"]) is not int or handed["stream"] not in STREAMS:
-        raise ValueError(handed)
-    if not isinstance(handed["host"], str):
-        raise ValueError(handed)
-    return handed

@@ -306,14 +306,6 @@ INTRODUCTIONS = {
         stream=3,
         host="a",
     ),
-    "output of no whole number": lambda challenge: encode(
-        "output",
-        rank=0,
-        challenge="",
-        proof=member_proof(KEY, challenge, RANK, 0),
-        stream=1.0,
-        host="a",
-    ),
 }
 
 
