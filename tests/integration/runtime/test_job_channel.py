@@ -254,6 +254,16 @@ def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
+def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job: Job) -> None:
+    rank = job.connect(0)
+    assert rank.has_room
+    job.pause()
+    while rank.has_room:
+        rank.send("log", path="x" * 4000)
+    job.start()
+    assert until(lambda: rank.has_room)
+
+
 def test_the_end_of_the_server_ends_every_wait() -> None:
     job = Job()
     first, *_ = job.all()
