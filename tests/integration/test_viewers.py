@@ -189,17 +189,6 @@ def test_top_is_redrawn_until_ctrl_c(job):
     assert re.search(rb"RANK +HOST +STATE", screen)
 
 
-def test_stop_is_a_sigterm_to_the_launcher(job):
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        done = mpiddp("stop", PID)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done.returncode, done.stdout) == (0, f"job {PID} (viewed.py) is requested to stop.\n")
-    assert signals == [signal.SIGTERM]
-
-
 # Other tests' jobs run at the same time; here the only one is this process's.
 ONLY_JOB = f"""
 import sys

@@ -278,14 +278,6 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
 
 
-def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.join()
-    job.say(0, "done")
-    assert Event.END_MPIRUN in job.timers
-    assert job.mpirun.code is None
-
-
 def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
