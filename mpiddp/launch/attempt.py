@@ -10,18 +10,16 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
+from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.console import Console, Listener
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.events import STOP_SIGNALS, SignalQueue, TimedSelector
 from mpiddp.launch.exchange import Exchange
@@ -29,17 +27,16 @@ from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
-from mpiddp.launch.stacks import missing_sentence, places_sentence
+from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.stdin import Input
-from mpiddp.launch.verdict import FirstFailure, History, Stop, known_cause, verdict
-from mpiddp.launch.watch import Watch
-from mpiddp.protocol.messages import INPUT
-from mpiddp.protocol.server import Message
+from mpiddp.launch.verdict import History, Outcome, Stop, verdict
+from mpiddp.launch.watch import Watch, missing_sentence, places_sentence
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import Message, Peer
 from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT
-from mpiddp.protocol.viewers import STACKS
+from mpiddp.protocol.viewers import Console
 
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
@@ -64,9 +61,8 @@ class Phase(Enum):
     STARTING = 0  # none has started
     JOINING = 1  # some have not joined the job
     RUNNING = 2  # all have joined. With `--grow` they may be asked to stop after their present step
-    STOPPING = 3  # the user has asked them to stop
-    SAVING = 4  # they have made their last step, and save
-    ENDING = 5  # they are being ended
+    STOPPING = 3  # the user has asked them to stop, or to grow they have made their last step
+    ENDING = 4  # they are being ended
 
 
 class Event(Enum):
@@ -77,7 +73,6 @@ class Event(Enum):
     ALL_JOINED = auto()
     LAST_STEP = auto()  # a rank has made its last step before a stop
     FAILED = auto()  # a rank has failed, or its connection has ended
-    HOST_LOST = auto()  # a rank's host has stopped answering
     ALL_LEFT = auto()  # no rank is connected any more
     STOP = auto()  # the user's first request
     SECOND_STOP = auto()
@@ -119,44 +114,6 @@ class Terms:
     arguments: tuple[str, ...] = ()
 
 
-class Outcome(NamedTuple):
-    """The launcher's exit code, the sentence that explains it, and how the job resumes.
-
-    Args:
-        first: None unless a rank is known to be the first that failed.
-        stop: who has requested a stop of the ranks.
-        announcement: what the ranks have announced.
-        has_started: a rank has reported. made_steps: a rank has made a step.
-        known_cause: a sentence to print below `sentence`.
-        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
-        slow_hosts: those of stragglers, and their part of the others' speed.
-    """
-
-    code: int
-    sentence: str = ""
-    first: FirstFailure | None = None
-    stop: Stop = Stop.NONE
-    announcement: Announcement = NOTHING_ANNOUNCED
-    has_started: bool = False
-    made_steps: bool = False
-    known_cause: str = ""
-    host_at_fault: str = ""
-    slow_hosts: Mapping[str, float] = MappingProxyType({})
-
-    def log(self) -> None:
-        """Print the verdict, and the known cause below it."""
-        say = log.info if self.code in (DONE, STOPPED) else log.error
-        for sentence in (self.sentence, self.known_cause):
-            if sentence:
-                say(sentence)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the same command resumes the job."""
-        is_announced = bool(self.announcement.resume_args)
-        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
-
-
 def run_attempt(
     terms: Terms, starter: RankStarter, request: Request, signals: SignalQueue
 ) -> Outcome:
@@ -170,19 +127,20 @@ def run_attempt(
         UserError: mpirun cannot be started with this request.
         JobFailed: it cannot be started, because a machine failed.
     """
-    options, job = terms.options, os.urandom(8).hex()
+    options, console, job = terms.options, terms.console, os.urandom(8).hex()
     ranks = Ranks(request.names_of_ranks)
     has_scheduler = starter.kind.has_scheduler
     with ExitStack() as stack:
-        selector = stack.enter_context(TimedSelector())
-        stack.enter_context(terms.console.attending(selector))
         folder = stack.enter_context(private_folder(os.environ))
+        selector = stack.enter_context(TimedSelector())
         is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = is_local and not has_scheduler and not request.is_command
         where = folder / "control" if has_path else request.network.control_address
-        server = ControlServer(where, ranks.world_size, selector)
-        stack.enter_context(closing(server))
+        server = stack.enter_context(closing(ControlServer(where, ranks.world_size, selector)))
+        if console.listener is not None:
+            selector.register(console.listener, selectors.EVENT_READ, console.listener)
+        console.attempts += 1
         terms.exchange.begin(server)
         own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
         given = (terms.arguments, {**terms.settings, **own}, str(folder))
@@ -195,27 +153,26 @@ def run_attempt(
         mpirun = MpirunProcess(starter, starter.compose(request, *given), output)
         attempt = Attempt(terms, ranks, server, mpirun, output, signals)
         attempt.run()
-        found = verdict(attempt.history)
-        printed: Mapping[int, list[str]] = {}
-        # Else a terminal is stopped, and a second signal ended the wait.
-        if output.is_finished(0.0):
-            printed = output.last_errors
+        # A terminal may be stopped, and a second signal then ended the wait.
+        is_all_shown = output.is_finished(0.0)
+        found = verdict(
+            ranks,
+            mpirun.end,
+            attempt.history,
+            beside_mpirun={rank for rank, host in enumerate(ranks.hosts) if is_this_host(host)},
+            printed=output.last_errors if is_all_shown else {},
+        )
+        if is_all_shown:
             _keep(output.settle(is_said=found.is_complete), options.log_dir)
-        cause, at_fault = known_cause(found, printed)
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
         left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
-    return Outcome(
-        found.code,
-        found.sentence,
-        found.first,
-        attempt.stop,
-        ranks.announcement,
-        bool(ranks.started),
-        bool(ranks.steps),
-        cause,
-        at_fault,
-        attempt.watch.slow_hosts,
+    return found._replace(
+        stop=attempt.stop,
+        announcement=ranks.announcement,
+        has_started=bool(ranks.started),
+        made_steps=bool(ranks.steps),
+        slow_hosts=attempt.watch.slow_hosts,
     )
 
 
@@ -248,48 +205,27 @@ class Attempt:
         output: JobOutput,
         signals: SignalQueue,
     ) -> None:
-        self._terms = terms
-        self._options = terms.options
+        self._terms, self._options = terms, terms.options
+        self._server, self._timers = server, server.selector
+        self._mpirun, self._output, self._signals = mpirun, output, signals
         self.ranks = ranks
-        self._server = server
-        self._mpirun = mpirun
-        self._output = output
-        self._signals = signals
-        self._input = Input()
-        self._timers = server.selector
-        self._phase = Phase.STARTING
+        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+        self.history = History()
         self.stop = Stop.NONE
-        # The stop before the job began to end: a request that came after a failure explains nothing.
-        self._judged_stop: Stop | None = None
+        self._input = Input()
+        self._phase = Phase.STARTING
         self._stop_at = terms.stop_at
         self._stop_reason = ""
         self._stopping_since = 0.0
-        self._limit = ""  # the time limit of a stop that the ranks exceeded
-        self._failed_in_stop = False
-        self._ended_because = ""  # the reason, if this launcher has ended the job as failed
-        self._join_timeout_s = 0.0
         self._wanted: Event | None = None  # what the stacks are for that are on their way
-        self._mute: set[int] = (
-            set()
-        )  # the ranks that have been asked for them and have not answered
-        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+        self._mute: set[int] = set()  # the ranks that have not answered the request for them
+        self._viewers: list[Peer] = []  # that wait for stacks
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
+        self._join_timeout_s = 0.0
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self._options.timeout_s or 0))
         if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
-
-    @property
-    def history(self) -> History:
-        return History(
-            self.ranks,
-            self._mpirun.end,
-            self._ended_because,
-            self.stop if self._judged_stop is None else self._judged_stop,
-            self._limit,
-            self._failed_in_stop,
-            {rank for rank, host in enumerate(self.ranks.hosts) if is_this_host(host)},
-        )
 
     # --- the loop ---
 
@@ -302,7 +238,7 @@ class Attempt:
             while self._mpirun.code is None:
                 self._wait()
             self._receive_last_messages()
-            if left := self._mpirun.end_orphans(0.0 if self._is_killed else ORPHANS_S):
+            if left := self._mpirun.end_orphans(0.0 if self.stop is Stop.AT_ONCE else ORPHANS_S):
                 processes = ", ".join(map(str, left))
                 self._log(
                     f"processes {processes} cannot be killed: they are blocked in the kernel.",
@@ -310,11 +246,6 @@ class Attempt:
                 )
             self._receive_last_output()
             self._mpirun.reap_adopted()
-
-    @property
-    def _is_killed(self) -> bool:
-        """Whether a second signal asks for an end at once."""
-        return self.stop is Stop.AT_ONCE
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
@@ -325,8 +256,6 @@ class Attempt:
             if data is self._terms.search and self._terms.search is not None:
                 self._found = self._terms.search.found()
                 self.on(Event.HOST_FOUND)
-            elif isinstance(data, Listener):
-                self._accept_viewer(data)
             elif data is not self._signals:
                 for message in self._server.receive(data):
                     self._take(message)
@@ -344,24 +273,30 @@ class Attempt:
             self.on(event)
 
     def _take(self, message: Message) -> None:
-        if message.kind == "output":
-            self._output.add(rank=message.rank, **message.facts)
-        elif message.kind == INPUT:
-            self._input.add(message.facts["connection"])
-        elif message.kind in ("function", "answer"):
-            self._terms.exchange.take(message, self._server)
-        elif message.kind == "full":
-            self._end_job(
-                f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each rank "
-                "(ulimit -n)."
-            )
-        else:
-            self.on_message(message)
+        match message.kind:
+            case "output":
+                self._output.add(rank=message.rank, **message.facts)
+            case "input":
+                self._input.add(message.facts["connection"])
+            case "function" | "answer":
+                self._terms.exchange.take(message, self._server)
+            case "view_job":
+                self._answer([message.facts["viewer"]], self._job_facts)
+            case "view_stacks":
+                self._viewers.append(message.facts["viewer"])
+                self._collect(Event.VIEW_STACKS)
+            case "full":
+                self._end_job(
+                    f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each "
+                    "rank (ulimit -n)."
+                )
+            case _:
+                self.on_message(message)
 
     def _receive_last_messages(self) -> None:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
         deadline = time.monotonic() + SILENCE_S
-        self._server.end_all(code=1)
+        self._end_ranks()
         while self._server.has_ranks and time.monotonic() < deadline:
             self._wait(max(0.0, deadline - time.monotonic()))
         for message in self._server.drop_silent_hosts():
@@ -376,11 +311,13 @@ class Attempt:
         self._timers.clear_timers()
         ranks, began_at, late = self.ranks, time.monotonic(), ""
         while True:
-            limit_s = KILLED_S if self._is_killed else OUTPUT_S if self.stop else float("inf")
+            limit_s = (
+                KILLED_S if self.stop is Stop.AT_ONCE else OUTPUT_S if self.stop else float("inf")
+            )
             stuck, silent = self._server.connected, ranks.silent_hosts
             open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
             late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
-            late = late or ("a rank" if self._mpirun.has_agents else "")
+            late = late or ("a rank" if self._mpirun.agents() else "")
             if not late or time.monotonic() > began_at + limit_s:
                 break
             if self._output.idle_s > OUTPUT_S:
@@ -393,7 +330,7 @@ class Attempt:
         if late:
             self._mpirun.kill_agents()
         self._output.finish()
-        while not self._output.is_finished(0.05) and not self._is_killed:
+        while not self._output.is_finished(0.05) and self.stop is not Stop.AT_ONCE:
             if self.stop and time.monotonic() > began_at + OUTPUT_S:
                 return
             self._wait(0.05)
@@ -416,9 +353,9 @@ class Attempt:
     def request_stop(self, reason: str) -> None:
         """The user requests a stop, unless this has happened before."""
         if self.stop < Stop.BY_USER:
-            if self._phase is Phase.ENDING:
-                self._judged_stop = self.stop
             self.stop, self._stop_reason = Stop.BY_USER, reason
+            # A request after a failure explains nothing.
+            self.history.is_requested = self._phase is not Phase.ENDING
             self.on(Event.STOP)
 
     def on_message(self, message: Message) -> None:
@@ -444,11 +381,9 @@ class Attempt:
                     self.on(Event.ALL_JOINED)
             case "stopped":
                 self.on(Event.LAST_STEP)
-            case "progress":
-                self._server.confirm(message)
             case "failed" | "lost" if message.rank in ranks.failures:
                 self._output.note_failure()
-                self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
+                self.on(Event.FAILED)
         # Of a script, only an early exit is the rank's end.
         ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
         if message.kind in ends:
@@ -485,8 +420,8 @@ class Attempt:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
         is_guess = self._wanted is Event.WATCH_STACKS and self._options.hang_timeout_s is None
         if not is_guess and self._wanted is not Event.VIEW_STACKS:
-            for rank in self._mute & self._server.connected:
-                self._server.interrupt(rank)
+            for rank in self._mute:
+                self._server.send(rank, "stacks")  # its agent interrupts the script
 
     def _report_complete_stacks(self) -> None:
         if self._wanted is not None and not self._mute:
@@ -495,25 +430,21 @@ class Attempt:
     def _report_stacks(self) -> None:
         self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
         event, self._wanted = self._wanted, None
+        viewers, self._viewers = self._viewers, []
         stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
-        self._terms.console.answer_all({"sentence": places_sentence(self.ranks), "stacks": stacks})
+        self._answer(viewers, {"sentence": places_sentence(self.ranks), "stacks": stacks})
         if event is not None:
             self.on(event)
 
-    def _accept_viewer(self, listener: Listener) -> None:
-        """A viewer wants the state of the job, or the stacks of its ranks."""
-        console = self._terms.console
-        viewer = console.accept(listener, self._timers)
-        if viewer is None:
-            return
-        if listener.kind == STACKS:
-            console.let_wait(viewer)
-            self._collect(Event.VIEW_STACKS)
-            return
+    def _answer(self, viewers: Sequence[Peer], facts: Mapping[str, Any]) -> None:
+        for viewer in viewers:
+            if viewer.is_open:
+                viewer.send(encode("answer", **self._terms.console.facts, **facts))
+
+    @property
+    def _job_facts(self) -> dict[str, Any]:
         facts = job_facts(self.ranks, self._output.latest.copy(), time.monotonic())
-        if straggler := self.watch.straggler:
-            facts["straggler"] = straggler
-        console.answer(viewer, {**facts, "phase": self._phase.name.lower()})
+        return {**facts, "phase": self._phase.name.lower(), "straggler": self.watch.straggler}
 
     # --- starting, joining ---
 
@@ -603,8 +534,7 @@ class Attempt:
             return
         self._ask_to_stop()
         self._begin_grace()
-        if self._phase is not Phase.SAVING:  # to grow
-            self._phase = Phase.STOPPING
+        self._phase = Phase.STOPPING
         self._timers.after(OUTPUT_S, Event.UNREAD)
         if self.ranks.supports_stop:
             self._log(
@@ -620,13 +550,11 @@ class Attempt:
         self._timers.cancel(Event.SEE_GRACE)
         self._timers.after(self._options.grace_s, Event.SEE_GRACE)
 
-    def _save(self) -> None:
-        self._phase = Phase.SAVING
-
-    def _save_grown(self) -> None:
+    def _save_to_grow(self) -> None:
+        """A rank has made its last step, and the others are in the same one."""
         if self.stop is Stop.TO_GROW:
-            self._begin_grace()  # the others are in the same step
-            self._save()
+            self._begin_grace()
+            self._phase = Phase.STOPPING
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
@@ -647,11 +575,11 @@ class Attempt:
         elif ranks.all_done:  # only their output is left
             self._output.give_up()
         else:
-            self._limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
+            self.history.limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
             if self.stop is Stop.BY_USER:
                 self._end_mpirun()
             else:
-                self._end_job(f"{self._limit}.")
+                self._end_job(f"{self.history.limit}.")
 
     def _see_reader(self) -> None:
         """Give up output that nobody reads, as after `| less`: ranks that print would never end."""
@@ -662,17 +590,14 @@ class Attempt:
 
     # --- ending ---
 
-    def _spread(self) -> None:
-        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
-        self._fail(SPREAD_S)
+    def _fail(self) -> None:
+        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does.
 
-    def _end_soon(self) -> None:
-        """Only this process notices a host that has stopped answering."""
-        self._fail(0.0)
-
-    def _fail(self, spread_s: float) -> None:
-        self._failed_in_stop = self.stop is Stop.BY_USER
+        Only this process notices a host that has stopped answering.
+        """
+        self.history.failed_in_stop = self.stop is Stop.BY_USER
         self._phase = Phase.ENDING
+        spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
         self._timers.after(spread_s, Event.END_RANKS)
         self._timers.after(spread_s + 1.0, Event.END_MPIRUN)
 
@@ -680,13 +605,13 @@ class Attempt:
         self._timers.after(EXIT_S, Event.END_MPIRUN)
 
     def _end_job(self, reason: str) -> None:
-        self._ended_because = reason
+        self.history.ended_because = reason
         self._phase = Phase.ENDING
         self._end_ranks()
         self._timers.after(END_S, Event.END_MPIRUN)
 
     def _end_ranks(self) -> None:
-        self._server.end_all(code=1)
+        self._server.send_all("end", code=1)
 
     def _end_mpirun(self) -> None:
         self._phase = Phase.ENDING
@@ -706,31 +631,30 @@ class Attempt:
     # What each event does in each phase, and "__" for nothing.
     # fmt: off
     _TABLE: ClassVar[dict[Event, tuple[Action, ...]]] = {
-        #                     STARTING     JOINING      RUNNING      STOPPING     SAVING       ENDING
-        Event.STARTED:       (_join,       __,          __,          __,          __,          __),
-        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __,          __),
-        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __,          __),
-        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
-        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
-        Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
-        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
-        Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
-        Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
+        #                     STARTING     JOINING      RUNNING      STOPPING     ENDING
+        Event.STARTED:       (_join,       __,          __,          __,          __),
+        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __),
+        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __),
+        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __),
+        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    _ask_all,    __),
+        Event.LAST_STEP:     (__,          __,          _save_to_grow, __,        __),
+        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, __),
+        Event.FAILED:        (_fail,       _fail,       _fail,       _fail,       __),
         Event.SECOND_STOP:   (_kill_now,) * len(Phase),
         # Timers, and what the stacks that one of them has requested are for:
-        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __,          __),
-        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __,          __),
-        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __,      __),
-        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __,          __),
-        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
-        Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __,          __),
+        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __),
+        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __),
+        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __),
+        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __),
+        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __),
+        Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __),
         Event.VIEW_STACKS:   (__,) * len(Phase),
-        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
+        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __),
         Event.STACKS_OVER:   (_report_stacks,) * len(Phase),
-        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
-        Event.UNREAD:        (__,          __,          __,          _see_reader, _see_reader, __),
-        Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
+        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  __),
+        Event.UNREAD:        (__,          __,          __,          _see_reader, __),
+        Event.END_RANKS:     (__,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun,) * len(Phase),
-        Event.KILL:          (__,          __,          __,          __,          __,          _kill),
+        Event.KILL:          (__,          __,          __,          __,          _kill),
     }
     # fmt: on

@@ -14,7 +14,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.events import TimedSelector
 from mpiddp.paths import cause_of
-from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX
+from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
@@ -37,7 +37,6 @@ class ControlServer(ChannelServer):
         self.selector = selector
         secret = os.urandom(16).hex()
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
-        self._progress = [0] * world_size  # messages of each rank
         self._is_local = isinstance(where, Path)
         try:
             if isinstance(where, Path):
@@ -58,18 +57,10 @@ class ControlServer(ChannelServer):
         super().close()
         self._socket.close()
 
-    def end_all(self, code: int) -> None:
-        """Tell every connected rank, and its script, to end."""
-        self.send_all("end", code=code)
-
     def request_stacks(self) -> None:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
         for rank in self.connected:
             self.send(rank, "stacks", to_script=rank in self._scripts)
-
-    def interrupt(self, rank: int) -> None:
-        """Request the stacks of a rank whose script does not answer: its agent interrupts it."""
-        self.send(rank, "stacks")
 
     def request_stop(self, rank: int) -> None:
         """Request a stop of the rank, if it is connected."""
@@ -78,12 +69,6 @@ class ControlServer(ChannelServer):
             self.send(rank, "stopping")
         else:
             self.send(rank, "stop")
-
-    def confirm(self, progress: Message) -> None:
-        """Tell a rank now and then that its progress is read. Without this, it falls silent."""
-        self._progress[progress.rank] += 1
-        if self._progress[progress.rank] % CONFIRM_EVERY == 0:
-            self.send(progress.rank, "received", to_script=progress.from_script)
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""

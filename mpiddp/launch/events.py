@@ -62,7 +62,7 @@ class SignalQueue:
         self._receiver, self._sender = socket.socketpair()
         self._receiver.setblocking(False)
         self._sender.setblocking(False)
-        self._arrivals: deque[tuple[int, float]] = deque()
+        self._arrived: deque[int] = deque()
         self._first_at: dict[int, float] = {}
 
     def fileno(self) -> int:
@@ -73,27 +73,25 @@ class SignalQueue:
         self._sender.close()
 
     def add(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. This reads the clock at once, because the selector's loop may be busy."""
-        self._arrivals.append((number, time.monotonic()))
+        """Handle a signal. A stop signal that only repeats an equal one is left out, and prolongs no time.
+
+        This reads the clock at once, because the selector's loop may be busy.
+        """
+        if number in STOP_SIGNALS:
+            now = time.monotonic()
+            since = now - self._first_at.get(number, float("-inf"))
+            if since < _REPEAT_S.get(signal.Signals(number), _DEFAULT_REPEAT_S):
+                return
+            self._first_at[number] = now
+        self._arrived.append(number)
         with suppress(BlockingIOError):  # a full socket is readable anyway
             self._sender.send(b".")
 
     def receive(self) -> list[int]:
-        """The signals that are new. A stop signal that only repeats an earlier one is left out."""
+        """The signals that are new."""
         with suppress(BlockingIOError):
             self._receiver.recv(4096)
-        arrivals = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
-        return [number for number, at in arrivals if not self._is_repeat(number, at)]
-
-    def _is_repeat(self, number: int, at: float) -> bool:
-        """Whether an equal signal arrived shortly before. The repeat itself does not prolong that time."""
-        if number not in STOP_SIGNALS:
-            return False
-        since = at - self._first_at.get(number, float("-inf"))
-        if since < _REPEAT_S.get(signal.Signals(number), _DEFAULT_REPEAT_S):
-            return True
-        self._first_at[number] = at
-        return False
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def has_stop(self, within_s: float) -> bool:
         """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""

@@ -17,17 +17,17 @@ from pathlib import Path
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
-from mpiddp.launch.attempt import Outcome, Terms, run_attempt
+from mpiddp.launch.attempt import Terms, run_attempt
 from mpiddp.launch.choose import Past, key_of, remember
-from mpiddp.launch.console import Console, open_console
 from mpiddp.launch.events import SignalQueue, interrupting, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED
-from mpiddp.launch.verdict import Stop
+from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
+from mpiddp.protocol.viewers import Console, open_console
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

@@ -17,12 +17,12 @@ from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
-from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Exchange, messages_over
 from mpiddp.launch.job import run
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
 from mpiddp.launch.variables import parse_exports
+from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job

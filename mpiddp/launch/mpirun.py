@@ -76,15 +76,16 @@ class MpirunProcess:
                 command.argv,
                 env={**with_own_folder(starter.program, os.environ), **command.settings},
                 stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.stdin`
-                stdout=output.pipes[1],
-                stderr=output.pipes[2],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
-            output.discard()
             raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
-        output.begin()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        output.begin(self._process.stdout, self._process.stderr)
 
     @property
     def code(self) -> int | None:
@@ -136,20 +137,16 @@ class MpirunProcess:
         end_all(self._left, grace_s=grace_s)
         return self._left()
 
-    @property
-    def has_agents(self) -> bool:
-        """Whether an agent of a rank still runs on this host."""
-        return bool(self._agents())
+    def agents(self) -> list[int]:
+        """The ranks' agents that still run on this host."""
+        return [pid for pid, name in self._found().items() if name == OUTPUT_PROCESS]
 
     def kill_agents(self) -> None:
-        signal_all(self._agents, signal.SIGKILL)
+        signal_all(self.agents, signal.SIGKILL)
 
     def _left(self) -> list[int]:
         """The job's processes on this host, without the ranks' agents, which may have output to send."""
         return [pid for pid, name in self._found().items() if name != OUTPUT_PROCESS]
-
-    def _agents(self) -> list[int]:
-        return [pid for pid, name in self._found().items() if name == OUTPUT_PROCESS]
 
     def _found(self) -> dict[int, str]:
         return descendants(os.getpid(), but=self._strangers)

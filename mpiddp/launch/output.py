@@ -2,8 +2,10 @@
 
 Each stream that is shown of a rank has a connection from the rank's agent (`mpiddp.runtime.output`). What MPI
 and ssh print comes through mpirun's own pipes, which this process reads until the end: mpirun aborts when the
-reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee log`. A slow reader still slows
-the ranks, because the thread that copies reads no more than it has written.
+reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee log`.
+
+One thread reads all of it and writes everything, the launcher's own sentences too. So a slow reader slows the
+ranks, and never the event loop, which has to stop the job in time.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import selectors
+import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.screen import Screen, Source
@@ -58,23 +61,16 @@ def open_closed_streams() -> None:
 
 
 @dataclass(eq=False)
-class _Connection:
-    """A stream of a rank, and the beginning of a frame that is not complete."""
+class _Stream:
+    """A stream of a rank, which comes in frames, or what mpirun itself writes (rank -1).
 
-    socket: socket.socket
-    stream: int
+    `buffer`: the beginning of a frame that is not complete, or what mpirun has written since `since`.
+    """
+
+    file: socket.socket | IO[bytes]
+    number: int
     source: Source
     buffer: bytearray = field(default_factory=bytearray)
-
-
-@dataclass(eq=False)
-class _Pipe:
-    """What mpirun itself writes to a stream, and what of it is not shown yet."""
-
-    file: int
-    stream: int
-    source: Source = field(default_factory=lambda: Source(-1))
-    held: bytearray = field(default_factory=bytearray)
     since: float = 0.0
 
 
@@ -87,7 +83,6 @@ class JobOutput:
         shows_end: also show what mpirun says about the end of a rank.
 
     Attributes:
-        pipes: the ends for mpirun, by stream. `begin` closes them here.
         latest: by rank, the end of what it has printed last. Another thread changes it.
     """
 
@@ -96,35 +91,27 @@ class JobOutput:
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
         self._screens = _screens(selection, world_size)
-        self.pipes: dict[int, int] = {}
-        self._of_mpirun: list[_Pipe] = []
-        for stream in STREAMS:
-            reader, self.pipes[stream] = os.pipe()
-            os.set_blocking(reader, False)
-            self._of_mpirun.append(_Pipe(reader, stream))
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._new: deque[_Connection] = deque()
-        self._connections: set[_Connection] = set()  # replaced, never changed: two threads use it
+        self._of_mpirun: list[_Stream] = []
+        self._streams: dict[int, _Stream] = {}  # that have not ended, by file
+        self._sentences: deque[str] = deque()  # that are not shown yet
+        self._status: Sequence[str] = []
         self.latest: dict[int, bytes] = {}
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
         self._has_failed = self._is_ending = False
-        # Whether the thread waits, and since when. One assignment replaces both: two threads use it.
-        self._state = (False, time.monotonic())
+        self._copied_at = time.monotonic()  # the latest
+        self._busy_since: float | None = None  # since when the thread has been in one turn
         self._thread = threading.Thread(target=self._copy, daemon=True)
 
-    def begin(self) -> None:
-        """mpirun has its ends of the pipes: begin to copy."""
-        for pipe in self.pipes.values():
-            os.close(pipe)
+    def begin(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """Begin to copy. These are mpirun's."""
+        self._poll, self._wake = select.epoll(), os.eventfd(0)
+        self._poll.register(self._wake, select.EPOLLIN)
+        for number, file in ((1, stdout), (2, stderr)):
+            os.set_blocking(file.fileno(), False)
+            self._of_mpirun.append(_Stream(file, number, Source(-1)))
+            self._register(self._of_mpirun[-1])
         self._thread.start()
-
-    def discard(self) -> None:
-        """mpirun cannot be started: close all files."""
-        readers = [pipe.file for pipe in self._of_mpirun]
-        for file in (*self.pipes.values(), *readers, self._wake_reader, self._wake_writer):
-            os.close(file)
-        self._close_screens()
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
         """Show a stream of a rank, which comes through this connection."""
@@ -134,23 +121,29 @@ class JobOutput:
         connection.setblocking(False)
         prefix = f"[rank {rank} {escaped(host)}] ".encode(errors="backslashreplace")
         source = Source(rank, prefix if self._has_prefix else b"")
-        self._new.append(_Connection(connection, stream, source))
-        os.write(self._wake_writer, b".")
+        self._register(_Stream(connection, stream, source))
+
+    def _register(self, stream: _Stream) -> None:
+        self._streams[stream.file.fileno()] = stream
+        self._poll.register(stream.file, select.EPOLLIN)
 
     def log(self, sentence: str, *, is_error: bool = False) -> None:
         """Print a sentence of the launcher on stderr, on a line of its own. `--quiet` leaves errors alone."""
         if is_error or not log.is_quiet():
-            self._screens[2].log(sentence)
+            self._sentences.append(sentence)
+            os.eventfd_write(self._wake, 1)
 
     @property
     def shows_status(self) -> bool:
         """Whether stdout and stderr are one terminal, which has room for a status."""
         is_one = self._screens[1] is self._screens[2]
-        return is_one and self._screens[2].columns > 0 and not log.is_quiet()
+        return is_one and self._screens[2].is_terminal and not log.is_quiet()
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""
-        self._screens[2].show_status(lines)
+        if lines != self._status:
+            self._status = lines
+            os.eventfd_write(self._wake, 1)
 
     def note_failure(self) -> None:
         """A rank has failed: what mpirun prints from now on waits for the verdict."""
@@ -166,38 +159,41 @@ class JobOutput:
             texts[-1] = without_end_message(texts[-1])
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
+    def _of_ranks(self) -> list[_Stream]:
+        return [each for each in list(self._streams.values()) if each.source.rank >= 0]
+
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
-        return sorted({each.source.rank for each in (*self._new.copy(), *self._connections)})
+        return sorted({each.source.rank for each in self._of_ranks()})
 
     @property
     def idle_s(self) -> float:
-        """For how long the thread has only waited, in seconds; 0 while a reader delays it.
+        """For how long nothing has been copied, in seconds; 0 while a reader delays it.
 
-        Infinite if it has ended: it copies nothing more.
+        Infinite if the thread has ended: it copies nothing more.
         """
         if not self._thread.is_alive():
             return float("inf")
-        is_idle, since = self._state
-        return time.monotonic() - since if is_idle else 0.0
+        return 0.0 if self._busy_since is not None else time.monotonic() - self._copied_at
 
     @property
     def blocked_s(self) -> float:
         """For how long the thread has been in one turn, as while nobody reads what it writes, in seconds."""
-        is_idle, since = self._state
-        return 0.0 if is_idle else time.monotonic() - since
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def give_up(self) -> None:
         """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
-        for each in (*self._new.copy(), *self._connections):
+        for each in self._of_ranks():
             with contextlib.suppress(OSError):  # it has ended
-                each.socket.shutdown(socket.SHUT_RDWR)
+                assert isinstance(each.file, socket.socket)
+                each.file.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
         """No process of the job is left: end after what mpirun's pipes still hold. Does not wait."""
         self._is_ending = True
-        os.close(self._wake_writer)
+        os.eventfd_write(self._wake, 1)
 
     def is_finished(self, within_s: float) -> bool:
         """Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it."""
@@ -214,84 +210,84 @@ class JobOutput:
             What was not shown.
         """
         left_out = b""
-        for pipe in self._of_mpirun:
-            shown = bytes(pipe.held)
+        for stream in self._of_mpirun:
+            shown = bytes(stream.buffer)
             if is_said and not self._shows_end:
                 shown = without_end_message(shown)
-                left_out += pipe.held if len(shown) < len(pipe.held) else b""
+                left_out += stream.buffer if len(shown) < len(stream.buffer) else b""
             if shown.strip():
-                self._screens[pipe.stream].show(pipe.source, shown)
-            self._screens[pipe.stream].end(pipe.source)
-        self._close_screens()
-        return left_out
-
-    def _close_screens(self) -> None:
+                self._screens[stream.number].show(stream.source, shown)
+            self._screens[stream.number].end(stream.source)
         for screen in set(self._screens.values()):
             screen.close()
+        self._poll.close()
+        os.close(self._wake)
+        return left_out
 
     # --- the thread ---
 
     def _copy(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for pipe in self._of_mpirun:
-                selector.register(pipe.file, selectors.EVENT_READ, pipe)
-            selector.register(self._wake_reader, selectors.EVENT_READ)
-            while not self._is_ending:
-                if not self._state[0]:
-                    self._state = (True, time.monotonic())
-                ready = selector.select(_TICK_S if self._has_to_tick else None)
-                if ready:
-                    self._state = (False, time.monotonic())
-                for key, _ in ready:
-                    if isinstance(key.data, _Connection):
-                        self._read(key.data, selector)
-                    elif isinstance(key.data, _Pipe):
-                        if not self._read_mpirun(key.data):
-                            selector.unregister(key.fd)
-                    else:
-                        self._admit(selector)
-                for screen in self._screens.values():
-                    screen.show_quiet_lines()
-                self._show_held()
-        for pipe in self._of_mpirun:
-            while self._read_mpirun(pipe, is_last=True):
+        while not self._is_ending:
+            self._busy_since = None
+            ready = self._poll.poll(_TICK_S if self._holds_text else None)
+            self._busy_since = time.monotonic()
+            for file, _ in ready:
+                if file == self._wake:
+                    os.eventfd_read(file)
+                elif not self._take(self._streams[file]):
+                    self._end(self._streams.pop(file))
+            self._show_held()
+            self._say()
+            if any(file != self._wake for file, _ in ready):
+                self._copied_at = time.monotonic()
+        for stream in self._of_mpirun:
+            while self._take(stream, is_last=True):
                 pass
-            os.close(pipe.file)
-        for each in (*self._connections, *self._new):
-            each.socket.close()
-            self._screens[each.stream].end(each.source)
-        os.close(self._wake_reader)
+            stream.file.close()
+        for stream in self._of_ranks():
+            self._end(stream)
+        self._streams.clear()
+        self._say()
 
     @property
-    def _has_to_tick(self) -> bool:
-        holds = any(pipe.held for pipe in self._of_mpirun) and not self._has_failed
-        return holds or any(screen.has_open_lines for screen in self._screens.values())
+    def _holds_text(self) -> bool:
+        return any(stream.buffer for stream in self._of_mpirun) and not self._has_failed
 
-    def _admit(self, selector: selectors.BaseSelector) -> None:
-        os.read(self._wake_reader, _CHUNK)
-        while self._new:
-            connection = self._new[0]
-            selector.register(connection.socket, selectors.EVENT_READ, connection)
-            self._connections = self._connections | {connection}
-            self._new.popleft()
+    def _say(self) -> None:
+        """Show what the launcher itself says."""
+        screen = self._screens[2]
+        while self._sentences:
+            screen.show_lines(log.line(self._sentences.popleft()))
+        screen.show_status(self._status)
 
-    def _read(self, connection: _Connection, selector: selectors.BaseSelector) -> None:
+    def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
+        """Take what a stream has brought. False at its end, and if it does not follow the protocol."""
         try:
-            chunk = connection.socket.recv(_CHUNK)
+            chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
-            return
+            return not is_last
         except OSError:  # the host is gone
-            chunk = b""
-        connection.buffer += chunk
-        if not chunk or not self._show_frames(connection):
-            selector.unregister(connection.socket)
-            connection.socket.close()
-            self._screens[connection.stream].end(connection.source)
-            self._connections = self._connections - {connection}
+            return False
+        if not chunk:
+            return False
+        stream.since = stream.since if stream.buffer else time.monotonic()
+        stream.buffer += chunk
+        if stream.source.rank >= 0:
+            return self._show_frames(stream)
+        self._note(stream, chunk)
+        if len(stream.buffer) > _TAIL:
+            self._show_mpirun(stream)
+        return True
 
-    def _show_frames(self, connection: _Connection) -> bool:
+    def _end(self, stream: _Stream) -> None:
+        self._poll.unregister(stream.file)
+        if stream.source.rank >= 0:
+            stream.file.close()
+            self._screens[stream.number].end(stream.source)
+
+    def _show_frames(self, stream: _Stream) -> bool:
         """Show the frames that are complete. Whether the connection follows the protocol."""
-        buffer, begin = connection.buffer, FRAME.size
+        buffer, begin = stream.buffer, FRAME.size
         while len(buffer) >= begin:
             end = begin + FRAME.unpack_from(buffer)[0]
             if end > LONGEST_LINE + 2 * _CHUNK:
@@ -299,44 +295,31 @@ class JobOutput:
             if len(buffer) < end:
                 break
             text = bytes(buffer[begin:end])
-            self._note(connection.source.rank, connection.stream, text)
-            self._screens[connection.stream].show(connection.source, text)
+            self._note(stream, text)
+            self._screens[stream.number].show(stream.source, text)
             del buffer[:end]
         return True
 
-    def _note(self, rank: int, stream: int, text: bytes) -> None:
+    def _note(self, stream: _Stream, text: bytes) -> None:
         """Keep the end of what is printed."""
+        rank = stream.source.rank
         self.latest[rank] = text[-_LATEST:]
-        if stream == 2:
+        if stream.number == 2:
             self._tail.append((rank, text[-_TAIL:]))
             self._tail_size += len(self._tail[-1][1])
             while self._tail_size > _TAIL:
                 self._tail_size -= len(self._tail.popleft()[1])
 
-    def _read_mpirun(self, pipe: _Pipe, *, is_last: bool = False) -> bool:
-        """Keep what mpirun has written. Whether there may be more."""
-        try:
-            chunk = os.read(pipe.file, _CHUNK)
-        except BlockingIOError:
-            return not is_last
-        if chunk:
-            pipe.since = pipe.since if pipe.held else time.monotonic()
-            pipe.held += chunk
-            self._note(-1, pipe.stream, chunk)
-            if len(pipe.held) > _TAIL:
-                self._show_mpirun(pipe)
-        return bool(chunk)
-
     def _show_held(self) -> None:
         """Show what mpirun has written a while ago, unless a rank has failed."""
-        for pipe in self._of_mpirun:
-            is_old = time.monotonic() - pipe.since >= _HELD_S
-            if pipe.held and is_old and not self._has_failed:
-                self._show_mpirun(pipe)
+        for stream in self._of_mpirun:
+            is_old = time.monotonic() - stream.since >= _HELD_S
+            if stream.buffer and is_old and not self._has_failed:
+                self._show_mpirun(stream)
 
-    def _show_mpirun(self, pipe: _Pipe) -> None:
-        self._screens[pipe.stream].show(pipe.source, bytes(pipe.held))
-        pipe.held.clear()
+    def _show_mpirun(self, stream: _Stream) -> None:
+        self._screens[stream.number].show(stream.source, bytes(stream.buffer))
+        stream.buffer.clear()
 
 
 def _screens(selection: str, world_size: int) -> dict[int, Screen]:

@@ -11,7 +11,7 @@ A sharded model, or synchronized BatchNorm, waits in every phase, so what these 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpiddp.text import percentile
@@ -103,8 +103,9 @@ class Straggler(NamedTuple):
 
 def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
     """The ranks that make the others wait in the latest steps, if there are some."""
-    times = _step_times(paces)
-    if len(times) < 2 or not _are_together(times.values()):
+    times = {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+    step_s = [each.step_s for each in times.values()]
+    if len(times) < 2 or max(step_s) > _MOST_SPREAD * min(step_s):
         return None
     by_time = sorted(times, key=lambda rank: times[rank].own_s, reverse=True)
     time = times[by_time[0]]
@@ -117,15 +118,6 @@ def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
             if time.own_s >= factor * others_s:
                 return Straggler(tuple(by_time[:number]), time, others_s)
     return None
-
-
-def _step_times(paces: Mapping[int, Pace]) -> dict[int, StepTime]:
-    return {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
-
-
-def _are_together(times: Collection[StepTime]) -> bool:
-    step_s = [each.step_s for each in times]
-    return max(step_s) <= _MOST_SPREAD * min(step_s)
 
 
 class PaceWatch:
@@ -144,8 +136,7 @@ class PaceWatch:
         self.named: dict[int, Straggler] = {}
         self._due_at = now + WINDOW_S
         self._newest = 0  # the step at the end of the latest window
-        self._in_a_row = 0
-        self._late: set[int] = set()  # in all windows of the row
+        self._windows: deque[set[int]] = deque(maxlen=CHRONIC)  # the stragglers of the latest
 
     def judge(self, now: float, paces: Mapping[int, Pace], newest: int) -> Straggler | None:
         """The ranks to name now, if there are some. Called about once a second.
@@ -160,14 +151,13 @@ class PaceWatch:
         self.current = find_straggler(paces) if has_moved else None
         if not has_moved:  # no rank makes steps: nobody is slower than the others
             return None
-        late = set(self.current.ranks) if self.current else set()
-        if late & self._late:
-            self._in_a_row, self._late = self._in_a_row + 1, late & self._late
-        else:
-            self._in_a_row, self._late = 1, late
-        if self.current is None or self._in_a_row < CHRONIC or self._late <= self.named.keys():
+        latest = self.current.ranks if self.current else ()
+        self._windows.append(set(latest))
+        if len(self._windows) < CHRONIC or self.current is None:
             return None
-        ranks = tuple(rank for rank in self.current.ranks if rank in self._late)
+        ranks = tuple(rank for rank in latest if all(rank in window for window in self._windows))
+        if set(ranks) <= self.named.keys():
+            return None
         found = self.current._replace(ranks=ranks)
         self.named |= dict.fromkeys(ranks, found)
         return found

@@ -14,7 +14,6 @@ from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 _NAMED = 4  # ranks in one sentence
-_EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
 
 
 class Announcement(NamedTuple):
@@ -142,7 +141,7 @@ class Ranks:
     def _explained(self, message: Message) -> Message:
         """A rank's report with the reason of its script, if that has failed."""
         reason = self.script_failures.get(message.rank)
-        if reason is None or message.kind != "failed" or message.at - reason.at > _EXPLAINS_S:
+        if reason is None or message.kind != "failed":
             return message
         return message._replace(facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
 

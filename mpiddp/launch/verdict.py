@@ -1,9 +1,9 @@
 """The verdict on an attempt: the rank that failed first, the sentence, the exit code, the host at fault.
 
-Pure functions of a record of what happened. A job has succeeded when every rank has reported success.
-mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or a cut link, and 255
-or 143 whatever the script returned. The agent of each rank reports its end as wait() tells it. So a rank that
-ends without a report has lost its agent: by a signal, or with its host.
+`verdict` is a pure function of a record of what happened. A job has succeeded when every rank has reported
+success. mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or a cut link,
+and 255 or 143 whatever the script returned. The agent of each rank reports its end as wait() tells it. So a
+rank that ends without a report has lost its agent: by a signal, or with its host.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.ranks import Ranks, is_silent
+from mpiddp.launch import log
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped, size_text
 
@@ -71,24 +74,21 @@ class MpirunEnd(NamedTuple):
         return signal_name(self.code - 128) if self.code - 128 in signal.valid_signals() else ""
 
 
-class History(NamedTuple):
-    """What happened in an attempt: all that its verdict depends on.
+@dataclass
+class History:
+    """What an attempt has done to its job, beside what the ranks and mpirun report.
 
     Args:
         ended_because: the reason for which the launcher ended the job, "" if it did not.
-        stop: who requested a stop.
+        is_requested: the user requested a stop, before the job began to end.
         limit: the time limit that the ranks exceeded after the request, "" if none.
-        failed_in_stop: a rank failed after the user's request and before it was forced to end.
-        beside_mpirun: the ranks on mpirun's own host.
+        failed_in_stop: a rank failed after the request and before it was forced to end.
     """
 
-    ranks: Ranks
-    mpirun: MpirunEnd
     ended_because: str = ""
-    stop: Stop = Stop.NONE
+    is_requested: bool = False
     limit: str = ""
     failed_in_stop: bool = False
-    beside_mpirun: Collection[int] = ()
 
 
 class FirstFailure(NamedTuple):
@@ -99,17 +99,20 @@ class FirstFailure(NamedTuple):
     error: str
 
 
-class Verdict(NamedTuple):
-    """The launcher's exit code and the sentence for it.
+class Outcome(NamedTuple):
+    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs.
 
     Args:
         first: None unless a rank is known to be the first that failed.
         is_complete: mpirun's own message about the end adds nothing.
         names_cause: the sentence names what precedes every error: a lost host, or ranks that left early.
-        first_host: its name in the request.
         host_at_fault: the host that has ended the attempt, by its name in the request; "" for none, or if it
             may be another. A script's own error is no fault of its host.
-        lack_of_memory: a sentence if the kernel has killed for lack of memory where a rank failed first.
+        known_cause: a sentence to print below `sentence`.
+        stop: who has requested a stop of the ranks.
+        announcement: what the ranks have announced.
+        has_started: a rank has reported. made_steps: a rank has made a step.
+        slow_hosts: those of stragglers, and their part of the others' speed.
     """
 
     code: int
@@ -117,42 +120,93 @@ class Verdict(NamedTuple):
     first: FirstFailure | None = None
     is_complete: bool = True
     names_cause: bool = False
-    first_host: str = ""
     host_at_fault: str = ""
-    lack_of_memory: str = ""
+    known_cause: str = ""
+    stop: Stop = Stop.NONE
+    announcement: Announcement = NOTHING_ANNOUNCED
+    has_started: bool = False
+    made_steps: bool = False
+    slow_hosts: Mapping[str, float] = MappingProxyType({})
+
+    def log(self) -> None:
+        """Print the verdict, and the known cause below it."""
+        say = log.info if self.code in (DONE, STOPPED) else log.error
+        for sentence in (self.sentence, self.known_cause):
+            if sentence:
+                say(sentence)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same command resumes the job."""
+        is_announced = bool(self.announcement.resume_args)
+        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
 
 
-def verdict(history: History) -> Verdict:
-    """The verdict. The first row that applies counts."""
-    ranks, mpirun = history.ranks, history.mpirun
-    began = partial(_began, ranks)
-    first = min(ranks.failures.values(), key=began, default=None)
+def verdict(
+    ranks: Ranks,
+    mpirun: MpirunEnd,
+    history: History,
+    *,
+    beside_mpirun: Collection[int] = (),
+    printed: Mapping[int, Sequence[str]] = MappingProxyType({}),
+) -> Outcome:
+    """The verdict, with the known cause of a failure.
+
+    Args:
+        beside_mpirun: the ranks on mpirun's own host.
+        printed: the last lines on stderr of each rank, and of mpirun (-1).
+    """
+    first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
+    found = _judge(ranks, mpirun, history, first, beside_mpirun)
+    if found.code != FAILED:
+        return found
+    if found.first and first and (sentence := _lack_of_memory(first)):
+        # The job needs more memory than it was given.
+        return found._replace(known_cause=sentence, host_at_fault="")
+    cause = None if found.names_cause else explained(found.first, printed)
+    if cause is None:
+        return found
+    row = cause.failure
+    sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
+    if found.first and row.id in _OF_THE_HOST:
+        found = found._replace(host_at_fault=ranks.hosts[found.first.rank])
+    return found._replace(known_cause=sentence)
+
+
+def _judge(
+    ranks: Ranks,
+    mpirun: MpirunEnd,
+    history: History,
+    first: Message | None,
+    beside_mpirun: Collection[int],
+) -> Outcome:
+    """The verdict by the first row that applies. `first` failed first."""
     if ranks.all_stopped:
-        return Verdict(STOPPED, "stopped on request.")
+        return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         host = missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
-        return Verdict(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
+        return Outcome(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
     if history.failed_in_stop and first and _has_reason(first, ranks):
         return _of_failure(ranks, mpirun, first)
-    if history.stop >= Stop.BY_USER and not (ranks.all_done and ranks.supports_stop):
+    if history.is_requested and not (ranks.all_done and ranks.supports_stop):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
-        return Verdict(INTERRUPTED, f"interrupted: {what}.")
+        return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if ranks.all_done:
-        return _after_success(mpirun)
+        return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
     if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
         return _by_mpirun(mpirun)
     if first is not None:
-        if name := _signal_of_mpirun(history):
-            return Verdict(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
+        if name := _signal_of_mpirun(ranks, mpirun, beside_mpirun):
+            return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
     if mpirun.code == DONE and not ranks.started:
         sentence = "the job failed: mpirun ended, but no rank ever reported."
-        return Verdict(FAILED, sentence, is_complete=False)
+        return Outcome(FAILED, sentence, is_complete=False)
     # Ranks that refuse may not report.
     if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
-        return Verdict(mpirun.code, is_complete=False)
+        return Outcome(mpirun.code, is_complete=False)
     return _by_mpirun(mpirun)
 
 
@@ -188,31 +242,14 @@ def _has_reason(first: Message, ranks: Ranks) -> bool:
 # --- by mpirun ---
 
 
-def _after_success(mpirun: MpirunEnd) -> Verdict:
-    """The verdict after every rank has reported success. Only native code still ran then.
-
-    Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
-    """
-    if mpirun.code == DONE or mpirun.was_ended:
-        return Verdict(DONE)
-    if name := mpirun.rank_signal:
-        sentence = f"all ranks finished, but one was killed by {name} while its process ended."
-        return Verdict(FAILED, sentence)
-    sentence = f"all ranks finished, but {_cause(mpirun)} afterwards."
-    return Verdict(DONE, sentence, is_complete=False)
-
-
-def _by_mpirun(mpirun: MpirunEnd) -> Verdict:
+def _by_mpirun(mpirun: MpirunEnd) -> Outcome:
     """The verdict if mpirun's end is all that is known."""
-    return Verdict(FAILED, f"the job failed: {_cause(mpirun)}.", is_complete=False)
-
-
-def _cause(mpirun: MpirunEnd) -> str:
+    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
     if mpirun.code < 0:
-        return f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
-    if mpirun.rank_signal:
-        return f"a rank was killed by {mpirun.rank_signal}"
-    return f"{mpirun.name} ended with exit code {mpirun.code}"
+        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    elif mpirun.rank_signal:
+        cause = f"a rank was killed by {mpirun.rank_signal}"
+    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
 def _is_by_mpirun(failure: Message) -> bool:
@@ -223,12 +260,11 @@ def _is_by_mpirun(failure: Message) -> bool:
     return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
 
 
-def _signal_of_mpirun(history: History) -> str:
+def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection[int]) -> str:
     """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none.
 
     Open MPI does not tell whether it was SIGINT or SIGHUP; it is shielded from SIGTERM.
     """
-    ranks, mpirun = history.ranks, history.mpirun
     has_all_failed = len(ranks.failures) == ranks.world_size
     if mpirun.was_ended or ranks.done or ranks.in_mpi_init or not has_all_failed:
         return ""
@@ -240,7 +276,7 @@ def _signal_of_mpirun(history: History) -> str:
     # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
     # mpirun, and a rank that sees its end before its signal reports nothing either.
     lost = {each.rank for each in failures if each.kind == "lost"}
-    if lost and not (mpirun.proves_signals and lost <= set(history.beside_mpirun)):
+    if lost and not (mpirun.proves_signals and lost <= set(beside_mpirun)):
         return ""
     if mpirun.proves_signals:
         return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"
@@ -250,13 +286,13 @@ def _signal_of_mpirun(history: History) -> str:
 # --- by a rank ---
 
 
-def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
+def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     error = str(first.facts.get("error", ""))
     # Such an error may name another rank.
     names_culprit = first.facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Verdict(first.facts["code"], error, failure)
+        return Outcome(first.facts["code"], error, failure)
     hosts = _hosts_lost_with(ranks, first)
     if (
         first.kind == "lost"
@@ -268,56 +304,56 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
             f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
             "the MPI daemon on one of these hosts is killed."
         )
-        return Verdict(FAILED, sentence, failure, is_complete=False)
+        return Outcome(FAILED, sentence, failure, is_complete=False)
+    is_complete = True
     if first.kind == "failed":
-        found = _of_report(ranks, first)
+        sentence = _of_report(ranks, first)
     elif is_silent(first):
-        found = Verdict(FAILED, _lost_host(ranks, first), names_cause=True)
+        sentence = _lost_host(ranks, first)
     else:
-        found = _of_lost_rank(ranks, mpirun, first)
+        sentence = _of_lost_rank(ranks, mpirun, first)
+        # Else mpirun may know how the rank has ended.
+        is_complete = bool(mpirun.rank_signal) and first.rank not in ranks.in_mpi_init
     before = "" if is_silent(first) else _left_early(ranks, first.at)
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
-    sentence, newline, table = found.sentence.partition("\n")
-    return found._replace(
-        sentence=f"{before}{sentence}{others}{newline}{table}",
-        first=failure,
-        names_cause=found.names_cause or bool(before),
-        first_host=ranks.hosts[first.rank],
-        host_at_fault=_host_at_fault(ranks, first),
-        lack_of_memory=_lack_of_memory(first),
+    sentence, newline, table = sentence.partition("\n")
+    is_alone = is_silent(first) or len(hosts) <= 1
+    return Outcome(
+        FAILED,
+        f"{before}{sentence}{others}{newline}{table}",
+        failure,
+        is_complete,
+        is_silent(first) or bool(before),
+        ranks.hosts[first.rank] if _was_killed(first) and is_alone else "",
     )
 
 
-def _of_report(ranks: Ranks, first: Message) -> Verdict:
+def _of_report(ranks: Ranks, first: Message) -> str:
     """A rank has reported its failure: its error, and where its traceback is."""
-    error, log, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
+    error, file, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
     if first.facts["is_verdict"]:
-        sentence = str(error)
-    elif number := first.facts.get("signal"):
-        sentence = f"{name} was killed by {signal_name(number)}."
-    elif first.facts["traceback"]:
-        where = f" (its traceback: {escaped(log)})" if log else ""
+        return str(error)
+    if number := first.facts.get("signal"):
+        return f"{name} was killed by {signal_name(number)}."
+    if first.facts["traceback"]:
+        where = f" (its traceback: {escaped(file)})" if file else ""
         line = error.strip().partition("\n")[0].rstrip(".")
-        sentence = f"{name} failed first: {line}{where}."
-    else:
-        reason = f": {error}" if error else ""
-        sentence = f"{name} ended first, with exit code {first.facts['code']}{reason}."
-    return Verdict(FAILED, sentence)
+        return f"{name} failed first: {line}{where}."
+    reason = f": {error}" if error else ""
+    return f"{name} ended first, with exit code {first.facts['code']}{reason}."
 
 
-def _of_lost_rank(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Verdict:
+def _of_lost_rank(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> str:
     """A rank's agent has ended without a report."""
     name, rank_signal = ranks.name(first.rank), mpirun.rank_signal
     if first.rank in ranks.in_mpi_init and rank_signal in ("", None, "SIGABRT"):
-        sentence = f"MPI_Init failed in {name}. What the MPI has written above says why."
-    elif rank_signal:
-        return Verdict(FAILED, f"{name} was killed by {rank_signal}.")
-    else:
-        sentence = (
-            f"{name} ended first, without an error: it was killed, crashed in native code, or called "
-            "os._exit."
-        )
-    return Verdict(FAILED, sentence, is_complete=False)  # mpirun may know which of these
+        return f"MPI_Init failed in {name}. What the MPI has written above says why."
+    if rank_signal:
+        return f"{name} was killed by {rank_signal}."
+    return (
+        f"{name} ended first, without an error: it was killed, crashed in native code, or called "
+        "os._exit."
+    )
 
 
 def _lost_host(ranks: Ranks, first: Message) -> str:
@@ -338,11 +374,6 @@ def _hosts_lost_with(ranks: Ranks, first: Message) -> list[str]:
     return list(dict.fromkeys(ranks.host_of(rank) for rank in lost))
 
 
-def _host_at_fault(ranks: Ranks, first: Message) -> str:
-    is_alone = is_silent(first) or len(_hosts_lost_with(ranks, first)) <= 1
-    return ranks.hosts[first.rank] if _was_killed(first) and is_alone else ""
-
-
 def _was_killed(message: Message) -> bool:
     """Whether a rank has ended without a word of its own: it, or its script, was killed or has crashed."""
     return message.kind == "lost" or bool(message.facts.get("signal"))
@@ -361,11 +392,10 @@ def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
 
 def _lack_of_memory(first: Message) -> str:
     """What the kernel's count of its kills says, which the rank's agent has read again at the end."""
-    facts: Mapping[str, Any] = first.facts
-    if not (count := facts.get("oom_kills", 0)):
+    if not (count := first.facts.get("oom_kills", 0)):
         return ""
     killed = "a process" if count == 1 else f"{count} processes"
-    limit = facts.get("memory_limit")
+    limit = first.facts.get("memory_limit")
     full = f"its control group's limit of {size_text(limit)}" if limit else "its host's memory"
     return (
         f"the kernel has killed {killed} of rank {first.rank}, because {full} was reached (oom_kill). "
@@ -374,30 +404,12 @@ def _lack_of_memory(first: Message) -> str:
     )
 
 
-def known_cause(found: Verdict, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown.
-
-    Only a failure needs the table of `mpiddp.explain`, which takes some 50 ms to load.
-
-    Args:
-        printed: the last lines on stderr of each rank, and of mpirun (-1).
-    """
-    if found.code != FAILED:
-        return "", ""
-    if found.lack_of_memory:
-        return found.lack_of_memory, ""  # the job needs more memory than it was given
-    cause = None if found.names_cause else explained(found.first, printed)
-    if cause is None:
-        return "", found.host_at_fault
-    row = cause.failure
-    sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
-    return sentence, found.first_host if row.id in _OF_THE_HOST else found.host_at_fault
-
-
 def explained(
     first: FirstFailure | None, printed: Mapping[int, Sequence[str]]
 ) -> Explanation | None:
     """The known failure that explains the end of the job; None if no row of the table does.
+
+    The table takes some 50 ms to load.
 
     The words of the rank that failed first count before those of the others. An exception of its own that no
     row knows is its cause: then whatever the others have printed is none.

@@ -7,21 +7,39 @@ stacks, which cost a rank a few milliseconds. A straggler shows in the times of 
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mpiddp.launch.pace import PaceWatch
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import Place, places_of, places_sentence, stuck_sentences
 from mpiddp.text import percentile
 
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
-MOVING_FACTOR = 10  # ranks for which others wait, in several lines: a loop, an evaluation
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
+
+_NAMED = 4  # ranks of one place
+_LONGEST_CODE = 60  # characters
+
+# A rank waits for others in a collective, in torch's store, or where mpiddp's ranks agree. In a backward
+# pass and at the end of a GPU's work it may wait or compute. Elsewhere in torch it computes.
+_WAITS = re.compile(r"/torch/distributed/")
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator)/")
+_AGREES = re.compile(r"/mpiddp/runtime/job/")
+_JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
+_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py")
+_FILES = re.compile(r"/torch/serialization\.py$")
+_OF_LIBRARIES = re.compile(
+    r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
+)
+_FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
+_LINE = re.compile(r"line (\d+), in (.*)")
+_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
 
 
 class Watch:
@@ -132,8 +150,7 @@ class Watch:
         quiet_s, is_saving = now - self._quiet_since, bool(self._ranks.saving)
         outside = {rank: place for rank, place in last.items() if not place.waits}
         if any(first.get(rank, Place()).frames != place.frames for rank, place in last.items()):
-            is_long = quiet_s >= MOVING_FACTOR * self._patience_s
-            return is_long and 0 < len(outside) < len(last) and not is_saving
+            return False
         idle_s = _BUSY * (now - before)
         # On a crowded host, a rank that computes has a core for a small part of the time.
         is_idle = [
@@ -145,3 +162,172 @@ class Watch:
         if quiet_s >= BUSY_FACTOR * self._patience_s:
             return True
         return not is_saving and (any(is_idle) or not is_idle)
+
+
+# --- where the ranks are ---
+
+
+class Place(NamedTuple):
+    """Where the main thread of a rank is. Without frames, the rank does not answer.
+
+    A frame is a file, "line 3, in work", and that line's code; the outermost one is the first.
+    """
+
+    frames: tuple[tuple[str, str, str], ...] = ()
+    cpu_s: float = 0.0  # that the rank and the processes below it have used
+    state: str = ""  # of the main thread, as in /proc: "D" waits for a disk, "R" has a core
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        files = [frame[0] for frame in self.frames]
+        if any(_DATA.search(file) or _FILES.search(file) for file in files):
+            return False
+        if any(map(_MAY_WAIT.search, files[-1:])):
+            return self.state != "R"
+        return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
+
+    @property
+    def text(self) -> str:
+        """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
+        if not self.frames:
+            return ""
+        own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
+        at = own[-1] if own else len(self.frames) - 1
+        file, where, code = self.frames[at]
+        line, function = _line_of(where)
+        if self.waits:
+            called = [_line_of(frame[1])[1] for frame in self.frames[at + 1 :]]
+            function = next((name for name in called if name not in _WRAPPERS), function)
+        what = f"{function} ({file.rpartition('/')[2]}:{line})"
+        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
+
+
+def places_of(ranks: Ranks) -> dict[int, Place]:
+    """The places of the ranks that have not ended."""
+    return {rank: place_of(ranks.stacks.get(rank)) for rank in ranks.left}
+
+
+def place_of(stacks: Mapping[str, Any] | None) -> Place:
+    """The place by a message "stacks" of a rank; None if it has sent none."""
+    if stacks is None:
+        return Place()
+    return Place(tuple(_frames(stacks["text"])), stacks["cpu_s"], stacks["state"])
+
+
+def _frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, or those of the thread of the script for which the main thread waits."""
+    main = _main_frames(text)
+    if not main or not _JOINS.search(main[-1][0]):
+        return main
+    threads = [each for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
+    for frames in map(_FRAME.findall, threads):
+        if frames and not all(_OF_LIBRARIES.search(file) for file, _, _ in frames):
+            return list(frames)
+    return main
+
+
+def _main_frames(text: str) -> list[tuple[str, str, str]]:
+    main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
+    return _FRAME.findall(main)
+
+
+def _line_of(where: str) -> tuple[str, str]:
+    """The number and the function of "line 3, in work"."""
+    found = _LINE.match(where)
+    return (found[1], found[2]) if found else ("?", where)
+
+
+def places_sentence(ranks: Ranks) -> str:
+    """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
+    groups: dict[tuple[bool, bool, str], list[int]] = {}
+    for rank, place in places_of(ranks).items():
+        key = (not place.waits, bool(place.frames), place.text)
+        groups.setdefault(key, []).append(rank)
+    clauses = []
+    for (is_outside, answers, text), members in sorted(
+        groups.items(), key=lambda group: (group[0][0], -len(group[1]))
+    ):
+        is_one, who = len(members) == 1, _who(ranks, members)
+        if not answers:
+            do = "does not answer" if is_one else "do not answer"
+            clauses.append(f"{who} {do}: stopped, or stuck in native code")
+        elif is_outside:
+            clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
+        else:
+            clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
+    if finished := sorted(ranks.done):  # others may wait for them in vain
+        have = "has" if len(finished) == 1 else "have"
+        clauses.append(f"{_who(ranks, finished)} {have} finished")
+    return "; ".join(clauses) + "."
+
+
+def _who(ranks: Ranks, members: Sequence[int]) -> str:
+    return f"{len(members)} ranks" if len(members) > _NAMED else ", ".join(map(ranks.name, members))
+
+
+def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
+    """A sentence for each stuck rank, followed by its stack.
+
+    The stuck ranks are those that do not answer; else those that are behind; else those that are outside
+    of torch, where the others wait.
+    """
+    left = ranks.left
+    steps = {rank: ranks.stacks[rank]["step"] for rank in left if rank in ranks.stacks}
+    furthest = max(steps.values(), default=0)
+    mute = [rank for rank in left if rank not in steps]
+    behind = [rank for rank, step in steps.items() if step < furthest]
+    outside = [rank for rank in steps if not place_of(ranks.stacks[rank]).waits]
+    # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
+    others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
+    found = []
+    held = sorted(ranks.held & steps.keys())
+    for rank in mute or held or behind or outside or left:
+        what = f"{ranks.name(rank)} has made no step for {timeout_s:g} s"
+        waiting = f" The{others[3:]}." if others else ""
+        if rank in mute:
+            found.append(
+                f"{what} and does not answer: it is stopped, or stuck in native code.{waiting}"
+            )
+        elif rank in held:
+            text = ranks.stacks[rank]["text"].rstrip()
+            found.append(
+                f"{what}: native code holds its Python interpreter.{waiting} Its Python stack "
+                f"follows.\n{text}"
+            )
+        else:
+            text = ranks.stacks[rank]["text"].rstrip()
+            beside = f" while {others}" if others else ""
+            found.append(f"{what}{beside}. Its Python stack follows.\n{text}")
+    return found
+
+
+def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the last words of the first of them."""
+    missing = ranks.missing
+    names = ", ".join(map(ranks.name, missing))
+    owner = "Its last words" if len(missing) == 1 else f"The last words of rank {missing[0]}"
+    return (
+        f"only {ranks.world_size - len(missing)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {_last_words(ranks, missing[0])}"
+    )
+
+
+def _last_words(ranks: Ranks, rank: int) -> str:
+    """The line that the rank's Python executes: the innermost one outside of Python's import system."""
+    if rank not in ranks.started:
+        return "none; its Python has not started."
+    if rank in ranks.exited:
+        return "none; it has ended, with exit code 0."
+    if rank not in ranks.stacks:
+        pid = ranks.started[rank]["pid"]
+        return (
+            f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
+            "code."
+        )
+    frames = _main_frames(ranks.stacks[rank]["text"])
+    own = [frame for frame in frames if not frame[0].startswith("<frozen ")]
+    if not own:
+        return "none; its Python stack shows no line of a script."
+    file, line, code = own[-1]
+    return f"in {file}, {line}: {code}"

@@ -114,15 +114,15 @@ def value_mac(key: str, purpose: str, value: bytes) -> str:
 
     No value passes for one of another purpose.
     """
-    mac = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
-    mac.update(value)
-    return mac.hexdigest()
+    return _mac(key, f"{purpose}\n", value)
 
 
-def _mac(key: str, text: str) -> str:
+def _mac(key: str, text: str, value: bytes = b"") -> str:
     # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
     # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
-    return blake2b(text.encode(), key=key.encode(), digest_size=32).hexdigest()
+    mac = blake2b(text.encode(), key=key.encode(), digest_size=32)
+    mac.update(value)
+    return mac.hexdigest()
 
 
 def listed(values: Mapping[int, bytes]) -> bytes:

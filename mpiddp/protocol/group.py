@@ -1,17 +1,22 @@
-"""What the members of one job agree on: gathers, and the first failure. No sockets.
+"""What the members of one job agree on: gathers, and the first failure; and the connection of each.
 
-The server of the job channel has one group for the ranks, and one for the n-th scripts of all ranks. It
-passes on each member's messages, and sends the replies. Nothing here waits: whoever owns the group calls
-`expire` at `next_deadline`, by its own clock, so that a server that is stopped ends no wait.
+The server of the job channel has one group for the ranks, and one for the n-th scripts of all ranks. Nothing
+here waits: whoever owns the group calls `expire` at `next_deadline`, by its own clock, so that a server that
+is stopped ends no wait.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import selectors
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from mpiddp.protocol.channel import encode, listed
+from mpiddp.protocol.channel import RANK, VALUE_LIMIT, Lines, encode, listed
+from mpiddp.protocol.messages import LINE_LIMIT, UNPROVED_LINE_LIMIT, notice_silence
 
 KINDS = frozenset({"gather", "claim", "fail"})  # the messages that `Group.receive` takes
 _NEVER = float("inf")
@@ -19,11 +24,79 @@ _LONGEST_KEY = 1024  # characters
 _LARGEST_CODE = 255
 
 
-class Reply(NamedTuple):
-    """A message for some members. All of them get the same bytes: it is encoded once."""
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
 
-    ranks: Iterable[int]
-    line: bytes
+    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of its
+    group. One that does not read waits for few answers, so it never has twice the `limit` to read.
+    `may_view`: it is of this user, and need prove nothing to ask for one of VIEWS.
+    """
+
+    connection: socket.socket
+    selector: selectors.BaseSelector
+    since: float
+    may_view: bool = False
+    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
+    lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
+    rank: int | None = None
+    role: str = RANK
+    group: int = 0
+    limit: int = VALUE_LIMIT  # bytes of a line with a value
+    is_open: bool = True
+    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
+    _unsent_bytes: int = 0
+    _is_written: bool = False  # the selector reports when the connection takes more
+
+    def begin(self) -> None:
+        """Send the challenge. The selector reports what arrives from now on."""
+        self.connection.setblocking(False)
+        notice_silence(self.connection)
+        self.selector.register(self.connection, selectors.EVENT_READ, self)
+        self.send(encode("challenge", challenge=self.challenge))
+
+    def admit(self, rank: int, role: str, group: int, limit: int) -> None:
+        """It has proved who it is, and may send values from now on."""
+        self.rank, self.role, self.group, self.limit = rank, role, group, limit
+        self.lines.limit = limit + LINE_LIMIT
+
+    def send(self, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        self._unsent.append(line)
+        self._unsent_bytes += len(line)
+        if self._unsent_bytes > 2 * self.limit:
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self.connection.send(first)
+                self._unsent_bytes -= sent
+                if sent < len(first):
+                    self._unsent[0] = memoryview(first)[sent:]
+                    break
+                del self._unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            self._unsent.clear()
+            self._unsent_bytes = 0
+        if bool(self._unsent) is not self._is_written:
+            self._is_written = not self._is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
+            self.selector.modify(self.connection, events, self)
+
+    def release(self) -> socket.socket:
+        """Serve this connection no longer, and return it."""
+        self.is_open = False
+        self.selector.unregister(self.connection)
+        return self.connection
 
 
 @dataclass
@@ -35,10 +108,11 @@ class _Gather:
 
 
 class Group:
-    """The members [0, world_size) of one group."""
+    """The members [0, world_size) of one group. `members` are those that are connected, by rank."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.members: dict[int, Peer] = {}
         # The messages of the first member that has failed: by key of its claim, and to end the others.
         self._claimed: dict[str, bytes] = {}
         self._failed = b""
@@ -46,55 +120,61 @@ class Group:
         self._late: dict[str, list[int]] = {}  # gathers that are over: the ranks that were missing
         self._gone: set[int] = set()  # members whose connection has ended
 
-    def receive(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> list[Reply]:
+    def receive(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
         """Take a message of a member.
 
         Raises:
             ValueError, LookupError, TypeError: it violates the protocol.
         """
         if facts["type"] == "gather":
-            return self._gather(rank, facts, value, now)
-        if facts["type"] == "claim":
-            return self._claim(rank, _key_of(facts))
-        return self._fail(rank, facts["code"])
+            self._gather(rank, facts, value, now)
+        elif facts["type"] == "claim":
+            self._claim(rank, _key_of(facts))
+        else:
+            self._fail(rank, facts["code"])
 
-    def enter(self, rank: int) -> list[Reply]:
+    def enter(self, rank: int) -> None:
         """A member that enters late learns at once of failures, and of the gathers that call it."""
         self._gone.discard(rank)
         called = [encode("called", key=key) for key, each in self._gathers.items() if each.calls]
-        lines = (*self._claimed.values(), self._failed, *called)
-        return [Reply([rank], line) for line in lines if line]
+        for line in (*self._claimed.values(), self._failed, *called):
+            if line:
+                self._tell([rank], line)
 
-    def lose(self, rank: int) -> list[Reply]:
+    def lose(self, rank: int) -> None:
         """A member's connection has ended."""
         self._gone.add(rank)
-        keys = [key for key, each in self._gathers.items() if each.or_gone]
-        for key in keys:
+        for key in [key for key, each in self._gathers.items() if each.or_gone]:
             self._gathers[key].values.setdefault(rank, b"null")
-        return [reply for key in keys for reply in self._complete(key)]
+            self._complete(key)
 
     @property
     def next_deadline(self) -> float:
         """When to call `expire`; infinite if no member waits."""
         return min((each.deadline for each in self._gathers.values()), default=_NEVER)
 
-    def expire(self, now: float) -> list[Reply]:
+    def expire(self, now: float) -> None:
         """Answer the members whose wait has lasted too long, with the ranks that are missing."""
-        replies = []
         for key in [key for key, each in self._gathers.items() if each.deadline <= now]:
             values = self._gathers.pop(key).values
             self._late[key] = [rank for rank in range(self.world_size) if rank not in values]
-            replies.append(Reply(list(values), _no_answer(key, self._late[key])))
-        return replies
+            self._tell(values, _no_answer(key, self._late[key]))
+
+    def _tell(self, ranks: Iterable[int], line: bytes) -> None:
+        """Send members a line, which is encoded once. Those that are gone get none."""
+        for rank in ranks:
+            if (member := self.members.get(rank)) is not None:
+                member.send(line)
 
     # --- gathers: every member gives a value, and gets those of all ---
 
-    def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> list[Reply]:
+    def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
         key = _key_of(facts)
         if not value:
             raise ValueError("no value")
         if key in self._late:
-            return [Reply([rank], _no_answer(key, self._late[key]))]
+            self._tell([rank], _no_answer(key, self._late[key]))
+            return
         gather = self._gathers.setdefault(key, _Gather())
         if rank in gather.values:
             raise ValueError("a second value")
@@ -103,37 +183,34 @@ class Group:
         if facts.get("or_gone") is True and not gather.or_gone:
             gather.or_gone = True
             gather.values |= dict.fromkeys(self._gone - gather.values.keys(), b"null")
-        replies = []
         if facts.get("calls") is True and not gather.calls:
             gather.calls = True
             others = [each for each in range(self.world_size) if each not in gather.values]
-            replies.append(Reply(others, encode("called", key=key)))
-        return replies + self._complete(key)
+            self._tell(others, encode("called", key=key))
+        self._complete(key)
 
-    def _complete(self, key: str) -> list[Reply]:
-        """The answer for all, if no member is missing."""
+    def _complete(self, key: str) -> None:
+        """Answer all, if no member is missing."""
         values = self._gathers[key].values
-        if len(values) < self.world_size:
-            return []
-        del self._gathers[key]
-        return [Reply(range(self.world_size), encode("gathered", listed(values), key=key))]
+        if len(values) == self.world_size:
+            del self._gathers[key]
+            self._tell(range(self.world_size), encode("gathered", listed(values), key=key))
 
     # --- failures ---
 
-    def _claim(self, rank: int, key: str) -> list[Reply]:
+    def _claim(self, rank: int, key: str) -> None:
         """The first member that claims to have failed first is told so, and all others learn of it."""
         is_first = key not in self._claimed
         line = self._claimed.setdefault(key, encode("claimed", rank=rank, key=key))
-        return [Reply(range(self.world_size) if is_first else [rank], line)]
+        self._tell(range(self.world_size) if is_first else [rank], line)
 
-    def _fail(self, rank: int, code: object) -> list[Reply]:
+    def _fail(self, rank: int, code: object) -> None:
         """End the other members with the exit code of the first that asks."""
         if type(code) is not int or not 0 < code <= _LARGEST_CODE:
             raise ValueError("not the code of a failure")
-        if self._failed:
-            return []
-        self._failed = encode("failed", code=code)
-        return [Reply([each for each in range(self.world_size) if each != rank], self._failed)]
+        if not self._failed:
+            self._failed = encode("failed", code=code)
+            self._tell([each for each in range(self.world_size) if each != rank], self._failed)
 
 
 def _key_of(facts: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
@@ -24,9 +24,14 @@ from mpiddp.protocol.channel import (
     decode,
     encode,
 )
-from mpiddp.protocol.group import KINDS, Group, Reply
-from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, is_valid
-from mpiddp.protocol.peer import Peer
+from mpiddp.protocol.group import KINDS, Group, Peer
+from mpiddp.protocol.messages import (
+    HANDED_OVER,
+    MESSAGES,
+    STREAMS,
+    VIEWS,
+    is_valid,
+)
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -47,8 +52,8 @@ _WRONG = (
 class Message(NamedTuple):
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER. An
-    "answer" brings facts["body"].
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER or of
+    VIEWS. An "answer" brings facts["body"], and a view facts["viewer"], the peer that waits for it.
     "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
     is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
     message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
@@ -64,7 +69,7 @@ class Message(NamedTuple):
 
 
 class ChannelServer:
-    """The server for `world_size` ranks, on `listener`. Its selector's data are this object and its peers.
+    """The server for `world_size` ranks, on `listener`. Its selector's data are listeners and peers.
 
     Args:
         listener: a socket that listens, and that this object does not close.
@@ -92,15 +97,12 @@ class ChannelServer:
         self._now = now
         self._peers: set[Peer] = set()
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
-        self._ranks: dict[int, Peer] = {}
+        self._groups = [Group(world_size)]  # that of the ranks, and those of their n-th scripts
+        self._ranks = self._groups[0].members
         self._scripts: dict[int, Peer] = {}  # the present ones
-        # By number: the ranks' group is 0, that of their n-th scripts n. Members by rank.
-        self._groups: dict[int, tuple[Group, dict[int, Peer]]] = {
-            0: (Group(world_size), self._ranks)
-        }
         self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self)
+        selector.register(listener, selectors.EVENT_READ, listener)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -125,13 +127,12 @@ class ChannelServer:
     @property
     def next_deadline(self) -> float:
         """When to call `expire`, by the server's clock; infinite if nothing waits."""
-        return min(group.next_deadline for group, _ in self._groups.values())
+        return min(group.next_deadline for group in self._groups)
 
     def expire(self) -> None:
         """Answer what has waited for too long."""
-        now = self._now()
-        for number, (group, _) in list(self._groups.items()):
-            self._reply(number, group.expire(now))
+        for group in self._groups:
+            group.expire(self._now())
 
     @property
     def script_key(self) -> str:
@@ -154,12 +155,15 @@ class ChannelServer:
 
     def accept_again(self) -> None:
         """Accept the connections that wait since a message "full"."""
-        self._selector.modify(self._listener, selectors.EVENT_READ, self)
+        self._selector.modify(self._listener, selectors.EVENT_READ, self._listener)
 
     def receive(self, data: object) -> list[Message]:
-        """The new messages for the owner, of a ready socket. `data` is its data in the selector."""
-        if data is self:
-            return self._accept()
+        """The new messages for the owner, of a ready socket. `data` is its data in the selector.
+
+        A listener other than this object's own is one for viewers.
+        """
+        if isinstance(data, socket.socket):
+            return self._accept(data)
         assert isinstance(data, Peer)
         if not data.is_open:  # dropped since the selector returned it
             return []
@@ -189,23 +193,25 @@ class ChannelServer:
         self._drop(peer)
         if peer.rank is None:
             return []
-        self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
+        self._groups[peer.group].lose(peer.rank)
         return [_message(peer, "lost", {"silent": silent}, self._now())]
 
     # --- connections ---
 
-    def _accept(self) -> list[Message]:
+    def _accept(self, listener: socket.socket) -> list[Message]:
+        may_view = listener is not self._listener
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError as error:
                 if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
                     return []
                 # The selector would report the socket without end. Now it may report only its errors.
-                self._selector.modify(self._listener, selectors.EVENT_WRITE, self)
-                return [Message(-1, "full", {"error": error.strerror}, self._now())]
+                self._selector.modify(listener, selectors.EVENT_WRITE, listener)
+                full = Message(-1, "full", {"error": error.strerror}, self._now())
+                return [] if may_view else [full]
             self._make_room()
-            peer = Peer(connection, self._selector, self._now())
+            peer = Peer(connection, self._selector, self._now(), may_view)
             self._peers.add(peer)
             self._strangers[peer] = None
             peer.begin()
@@ -230,8 +236,7 @@ class ChannelServer:
             return self._introduce(peer, facts)
         kind = facts["type"]
         if kind in KINDS:
-            group, _ = self._groups[peer.group]
-            self._reply(peer.group, group.receive(peer.rank, facts, value, now))
+            self._groups[peer.group].receive(peer.rank, facts, value, now)
             return _message(peer, kind, {}, now) if kind == "claim" else None
         del facts["type"]
         if kind == "answer":
@@ -244,22 +249,28 @@ class ChannelServer:
 
     def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
-        kind, rank = facts["type"], facts["rank"]
+        kind = facts["type"]
+        if kind in VIEWS and peer.may_view:
+            return Message(-1, kind, {"viewer": peer}, self._now())
+        rank = facts["rank"]
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(rank)
         if kind not in ("hello", *HANDED_OVER):
             raise ValueError(kind)
         role, proof = check_introduction(self._key, peer.challenge, facts)
         if kind != "hello":
-            handed = _of_output(facts) if kind == "output" else {}
-            peer.send(
-                encode("received", proof=proof)
-            )  # at once: only the challenge was sent before
+            handed = {}
+            if kind == "output":
+                handed = {"stream": facts["stream"], "host": str(facts["host"])}
+                if handed["stream"] not in STREAMS:
+                    raise ValueError(handed)
+            # At once: only the challenge was sent before.
+            peer.send(encode("received", proof=proof))
             connection = self._forget(peer)
             return Message(rank, kind, {**handed, "connection": connection}, self._now())
         self._admit(peer, rank, role)
         peer.send(encode("received", proof=proof, group=peer.group))
-        self._reply(peer.group, self._groups[peer.group][0].enter(rank))
+        self._groups[peer.group].enter(rank)
         return None
 
     def _admit(self, peer: Peer, rank: int, role: str) -> None:
@@ -274,19 +285,11 @@ class ChannelServer:
             self._scripts[rank] = peer
             self._num_scripts[rank] += 1
             number = self._num_scripts[rank]
-        _, members = self._groups.setdefault(number, (Group(self.world_size), {}))
-        members[rank] = peer
+        if number == len(self._groups):
+            self._groups.append(Group(self.world_size))
+        self._groups[number].members[rank] = peer
         peer.admit(rank, role, number, self.value_limit)
         del self._strangers[peer]
-
-    # --- what is sent ---
-
-    def _reply(self, number: int, replies: Iterable[Reply]) -> None:
-        _, members = self._groups[number]
-        for ranks, line in replies:
-            for rank in ranks:
-                if (peer := members.get(rank)) is not None:
-                    peer.send(line)
 
     def _drop(self, peer: Peer) -> None:
         self._forget(peer).close()
@@ -297,19 +300,10 @@ class ChannelServer:
         if peer.rank is not None:
             if peer.role == SCRIPT:
                 del self._scripts[peer.rank]
-            del self._groups[peer.group][1][peer.rank]
+            del self._groups[peer.group].members[peer.rank]
         return peer.release()
 
 
 def _message(peer: Peer, kind: str, facts: dict[str, Any], now: float) -> Message:
     assert peer.rank is not None
     return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
-
-
-def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
-    handed = {"stream": facts["stream"], "host": facts["host"]}
-    if type(handed["stream"]) is not int or handed["stream"] not in STREAMS:
-        raise ValueError(handed)
-    if not isinstance(handed["host"], str):
-        raise ValueError(handed)
-    return handed

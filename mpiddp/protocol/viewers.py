@@ -1,46 +1,88 @@
 """Where `mpiddp ps`, `top`, `stacks` and `stop` find the launchers of this user.
 
-A launcher has two Unix sockets in a folder that only its user may enter, with these suffixes. A viewer
-connects, says nothing, and gets the descriptor of a file in memory, which holds a JSON object.
+A launcher has a Unix socket in a folder that only its user may enter. It speaks the job channel there, see
+`mpiddp.protocol.messages`: a viewer asks for one of VIEWS, and gets one line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import struct
+import time
 from pathlib import Path
+from typing import Any
 
-JOB, STACKS = ".job", ".stacks"
+from mpiddp.text import escaped
+
+JOB = ".job"  # the suffix of the socket
+_TRIES = 3  # another launcher may remove the empty folder
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
+
+
+class Console:
+    """The socket of a job, over all of its attempts. Without a folder to listen in, it runs unseen.
+
+    Attributes:
+        attempts: that have begun. The server of each answers.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self._name = escaped(name)
+        self._began_at = time.time()
+        self.attempts = 0
+        self.listener: socket.socket | None = None
+        self._path = Path()
+
+    def listen(self, folder: Path) -> bool:
+        """Listen in this folder. The socket gets its name last: a viewer removes one that does not listen."""
+        unnamed = folder / os.urandom(4).hex()
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if not is_private(folder):
+                return False
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(unnamed))
+            stack.callback(unnamed.unlink, missing_ok=True)
+            listener.listen()
+            listener.setblocking(False)
+            self._path = unnamed.rename(unnamed.with_suffix(JOB))
+            self.listener = listener
+            stack.pop_all()
+        return self.listener is not None
+
+    def close(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()  # the last launcher removes it
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a viewer is told of the job itself."""
+        return {
+            "pid": os.getpid(),
+            "name": self._name,
+            "age_s": time.time() - self._began_at,
+            "attempt": self.attempts,
+        }
+
+
+def open_console(name: str) -> Console:
+    """The console of the job with this name, which viewers find in a folder of this user."""
+    console = Console(name)
+    any(console.listen(folder) for folder in folders() * _TRIES)
+    return console
 
 
 def folders() -> list[Path]:
     """The folders in which a launcher of this user may listen, the preferred one first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     session = [Path(runtime, "mpiddp")] if runtime.startswith("/") else []
-    usual = _usual()
-    return [*session, usual, *sorted(usual.parent.glob(f"{usual.name}-*"))]
-
-
-def _usual() -> Path:
-    return Path(f"/tmp/mpiddp-{os.getuid()}")
-
-
-def taken() -> str:
-    """A sentence about the usual folder if another user has taken its name; "" if nobody has."""
-    usual = _usual()
-    if not os.path.lexists(usual) or is_private(usual):
-        return ""
-    return f"{usual} is not a folder of yours alone, so jobs listen in {usual}-… instead."
-
-
-def new_folder() -> Path:
-    """A folder whose name nobody can have taken, for a launcher that cannot use the usual one."""
-    folder = Path(f"{_usual()}-{os.urandom(4).hex()}")
-    folder.mkdir(mode=0o700)
-    return folder
+    return [*session, Path(f"/tmp/mpiddp-{os.getuid()}")]
 
 
 def is_private(folder: Path) -> bool:

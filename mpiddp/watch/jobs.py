@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
+from mpiddp.protocol.viewers import JOB, folders, is_private, peer
 from mpiddp.text import listed, shown
 
 Facts = Mapping[str, Any]
@@ -47,21 +49,21 @@ class Job:
 
     def now(self) -> dict[str, Any]:
         """What it says of its job now. Raises UserError if it has ended or does not answer."""
-        return self._ask(self.path, _ANSWER_S)
+        return self._ask(VIEW_JOB, _ANSWER_S)
 
     def stacks(self) -> dict[str, Any]:
         """Where its ranks are: a sentence, and the Python stacks of each. Raises UserError as `now`."""
-        return self._ask(self.path.with_suffix(STACKS), _STACKS_S)
+        return self._ask(VIEW_STACKS, _STACKS_S)
 
     def gone(self) -> UserError:
         """The error about a job that has ended meanwhile."""
         return UserError(f"job {self.title} has ended.")
 
-    def _ask(self, path: Path, within_s: float) -> dict[str, Any]:
-        connection = _connected(path)
+    def _ask(self, view: str, within_s: float) -> dict[str, Any]:
+        connection = _connected(self.path)
         if connection is None:
             raise self.gone()
-        if facts := _received(connection, within_s):
+        if facts := _answer(connection, view, within_s):
             return facts
         raise UserError(
             f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
@@ -74,7 +76,9 @@ def running_jobs() -> list[Job]:
     for folder in filter(is_private, folders()):
         for path in folder.glob(f"*{JOB}"):
             if connection := _connected(path):
-                jobs.append(Job(path, peer(connection)[0], _received(connection, _ANSWER_S)))
+                jobs.append(
+                    Job(path, peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S))
+                )
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
@@ -109,21 +113,19 @@ def _connected(path: Path) -> socket.socket | None:
             return connection
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)
-        path.with_suffix(STACKS).unlink(missing_ok=True)
     except OSError:  # it has just ended, or too many viewers wait for it
         pass
     connection.close()
     return None
 
 
-def _received(connection: socket.socket, within_s: float) -> dict[str, Any]:
-    """What the launcher sends, {} if it sends nothing in time. The connection is closed."""
+def _answer(connection: socket.socket, view: str, within_s: float) -> dict[str, Any]:
+    """What the launcher answers, {} if it answers nothing in time. The connection is closed."""
     with connection, contextlib.suppress(OSError, ValueError):
         connection.settimeout(within_s)
-        _, files, _, _ = socket.recv_fds(connection, 1, 1)
-        if files:
-            with os.fdopen(files[0], "rb") as file:
-                file.seek(0)
-                facts: dict[str, Any] = json.load(file)
-                return facts
+        connection.sendall(encode(view))
+        with connection.makefile("rb") as lines:
+            lines.readline()  # a challenge, which is for ranks
+            facts: dict[str, Any] = json.loads(lines.readline())
+            return facts
     return {}

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/{console,status}.py, mpiddp/protocol/viewers.py.
+Tests mpiddp/watch/, mpiddp/launch/status.py, mpiddp/protocol/viewers.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -21,11 +21,13 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.console import Listener, open_console
+from mpiddp.launch.events import TimedSelector
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
-from mpiddp.protocol.server import Message
-from mpiddp.protocol.viewers import JOB, STACKS
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
+from mpiddp.protocol.server import ChannelServer, Message
+from mpiddp.protocol.viewers import JOB, open_console
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -52,18 +54,21 @@ def serving(console):
         ranks.note(Message(rank, "progress", progress(5 + rank), 1.0))
     facts = job_facts(ranks, {0: b"loss 0.5\n"}, 2.0) | {"phase": "running"}
     answers = {
-        JOB: facts,
-        STACKS: {"sentence": "both wait.", "stacks": {1: f"{STACK}\n\nthread 2:"}},
+        VIEW_JOB: facts,
+        VIEW_STACKS: {"sentence": "both wait.", "stacks": {1: f"{STACK}\n\nthread 2:"}},
     }
     is_over = threading.Event()
 
     def run():
-        with selectors.DefaultSelector() as selector, console.attending(selector):
+        with TimedSelector() as selector, socket.create_server(("127.0.0.1", 0)) as ranks:
+            server = ChannelServer(ranks, "a key", 2, selector)
+            selector.register(console.listener, selectors.EVENT_READ, console.listener)
             while not is_over.is_set():
                 for key, _ in selector.select(0.01):
-                    assert isinstance(key.data, Listener)
-                    if viewer := console.accept(key.data, selector):
-                        console.answer(viewer, answers[key.data.kind])
+                    for message in server.receive(key.data):
+                        facts = {**console.facts, **answers[message.kind]}
+                        message.facts["viewer"].send(encode(message.kind, **facts))
+            server.close()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -159,12 +164,10 @@ def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
 
 
 def test_what_a_killed_launcher_has_left_is_removed(job):
-    for suffix in (JOB, STACKS):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(job / f"0{suffix}"))
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(job / f"0{JOB}"))
     assert PID in mpiddp("ps").stdout
-    assert sorted(path.suffix for path in job.iterdir()) == [JOB, STACKS]
-    assert not (job / f"0{JOB}").exists()
+    assert [path.name == f"0{JOB}" for path in job.iterdir()] == [False]
 
 
 def test_top_is_redrawn_until_ctrl_c(job):
@@ -184,17 +187,6 @@ def test_top_is_redrawn_until_ctrl_c(job):
         limit.cancel()
     os.close(terminal)
     assert re.search(rb"RANK +HOST +STATE", screen)
-
-
-def test_stop_is_a_sigterm_to_the_launcher(job):
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        done = mpiddp("stop", PID)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done.returncode, done.stdout) == (0, f"job {PID} (viewed.py) is requested to stop.\n")
-    assert signals == [signal.SIGTERM]
 
 
 # Other tests' jobs run at the same time; here the only one is this process's.

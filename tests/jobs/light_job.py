@@ -61,11 +61,12 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
         outputs = JobOutput(selection, len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks, inputs = [], []
+        pipes = {number: os.pipe() for number in STREAMS}
         for rank, code in enumerate(codes):
-            stdout = os.openpty()[1] if has_terminal else outputs.pipes[1]
+            stdout = os.openpty()[1] if has_terminal else pipes[1][1]
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
-            ranks.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=outputs.pipes[2]))
-        outputs.begin()
+            ranks.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=pipes[2][1]))
+        outputs.begin(*(os.fdopen(reader, "rb") for reader, _ in pipes.values()))
         deadline = time.monotonic() + PATIENCE_S
         # A rank may end before its output process has connected.
         missing = sum(

@@ -96,6 +96,13 @@ class JobChannel:
         with self._send_lock:
             self.connection.sendall(line)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the connection takes a short message without a wait."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLOUT)
+        return bool(poll.poll(0))
+
     # --- what the ranks agree on ---
 
     def gather(

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.protocol.messages import (
-    CONFIRM_EVERY,
     MOST_SHOWN,
     SHOWN_BYTES,
     TEXT_LIMIT,
-    UNCONFIRMED_LIMIT,
     is_short,
 )
 
@@ -27,16 +25,19 @@ _BY_OPTIMIZER, _BY_CALLS, _BY_SCRIPT = range(3)  # who counts the steps; the las
 
 
 class Reports:
-    """A script's reports of its steps and its stacks. `send` sends the launcher a message."""
+    """A script's reports of its steps and its stacks. `send` sends the launcher a message.
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        self._send = send
+    A launcher that is stopped (Ctrl-Z) reads nothing, and the script goes on: while the connection has no
+    room, no step is reported.
+    """
+
+    def __init__(self, send: Callable[..., None], has_room: Callable[[], bool]) -> None:
+        self._send, self._has_room = send, has_room
         self.step = 0  # the latest step of this rank
         self._counter = _BY_OPTIMIZER
         self._sent_progress_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
-        self._sent = self._confirmed = 0  # messages of progress
 
     def progress(self, step: int) -> None:
         """The script has made this step, by its own count."""
@@ -58,15 +59,10 @@ class Reports:
         self._counter, self.step = counter, step
         now = time.monotonic()
         is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
-        if is_due and self._sent - self._confirmed < UNCONFIRMED_LIMIT:
+        if is_due and self._has_room():
             self._sent_progress_at = now
-            self._sent += 1
             self._send("progress", step=step, **_usage(), **self._new_shown(), **self._phases)
             self._phases = {}
-
-    def confirm(self) -> None:
-        """The launcher has read some messages of progress. Others may be on their way."""
-        self._confirmed += CONFIRM_EVERY
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""

@@ -67,7 +67,7 @@ class Session:
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.reports = Reports(self.send)
+        self.reports = Reports(self.send, self._has_room)
         self.stop = StopRequest(self.tell, self.reports.counted, self.wake)
         self._saves = 0
         self._lock = threading.RLock()
@@ -102,8 +102,6 @@ class Session:
                 self.stop.request()
             case "stacks":
                 self.reports.send_stacks()
-            case "received":
-                self.reports.confirm()
 
     def _look(self) -> None:
         if self.channel is not None and not self.stop.is_alone:
@@ -118,6 +116,9 @@ class Session:
         """Send the launcher a message, if there is a launcher."""
         if self.has_launcher and self.channel is not None:
             self.channel.send(kind, b"", **fields)
+
+    def _has_room(self) -> bool:
+        return self.channel is None or self.channel.has_room
 
     def tell(self, kind: str) -> None:
         """The script "supports_stop", or has "stopped"."""

@@ -7,10 +7,8 @@ python -m pytest tests/integration/launch/test_control_channel.py
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import select
 import socket
 import stat
 import subprocess
@@ -29,11 +27,8 @@ from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.protocol.channel import RANK as RANK_ROLE
-from mpiddp.protocol.channel import encode, member_proof
-from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import Message
-from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.variables import ADDRESS
 from tests.support.channels import place_to_listen
 from tests.support.errors import error
 from tests.support.few_files import files_left
@@ -128,30 +123,6 @@ def launcher() -> Iterator[Launcher]:
     launcher.selector.close()
 
 
-@pytest.mark.parametrize(
-    ("code", "end"),
-    [
-        ("pass", ("done", {})),
-        ("sys.exit()", ("done", {})),
-        ("sys.exit(3)", ("failed", {"code": 3, "signal": 0})),
-        ("os._exit(3)", ("failed", {"code": 3, "signal": 0})),
-        ("import ctypes; ctypes.CDLL(None)._exit(4)", ("failed", {"code": 4, "signal": 0})),
-        ("os.execvp('sh', ['sh', '-c', 'exit 5'])", ("failed", {"code": 5, "signal": 0})),
-        ("os.closerange(3, 99); exit(6)", ("failed", {"code": 6, "signal": 0})),
-        ("os.kill(os.getpid(), 9)", ("failed", {"code": 137, "signal": 9})),
-    ],
-)
-def test_a_rank_reports_its_start_and_its_end(
-    launcher: Launcher, code: str, end: tuple[str, dict[str, object]]
-) -> None:
-    with launcher.rank(code) as rank:
-        assert launcher.receive_for(PATIENCE_S, until="lost")[:2] == [(1, "started"), (1, end[0])]
-    started, ended = launcher.messages[:2]
-    assert started.facts["host"] == socket.gethostname()
-    assert started.facts["pid"] == rank.pid
-    assert end[1].items() <= ended.facts.items()
-
-
 def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
     with launcher.rank("time.sleep(6000)") as rank:
         launcher.receive_for(PATIENCE_S, until="started")
@@ -168,14 +139,6 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Laun
     with launcher.rank(code) as rank:
         launcher.receive_for(PATIENCE_S, until="lost")
         assert "MPIDDP_CONTROL" not in rank.communicate(timeout=PATIENCE_S)[0]
-
-
-def hello(rank: int, proof: str) -> bytes:
-    return encode("hello", rank=rank, challenge="", proof=proof)
-
-
-def proof(secret: str, challenge: str, rank: int) -> str:
-    return member_proof(secret, challenge, RANK_ROLE, rank)
 
 
 def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
@@ -212,15 +175,6 @@ def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> Non
     assert re.search(error("reach the launcher", "rank 1 on "), stderr), stderr
 
 
-def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
-    """socket raises OverflowError for it."""
-    launcher.server.settings[ADDRESS] = "127.0.0.1:99999"
-    with launcher.rank("pass") as rank:
-        stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = error("reach the launcher", "at 127.0.0.1 port 99999 ")
-    assert re.search(where, stderr.splitlines()[-1])
-
-
 @pytest.mark.parametrize("line", [b"{]", b"[]", b"{}", b"[" * 10**6])
 def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line: bytes) -> None:
     with launcher.rank("time.sleep(600)") as rank:
@@ -238,100 +192,12 @@ def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line
         assert rank.stderr.read().endswith("lost the connection to the launcher; exiting.\n")
 
 
-def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> None:
-    secret = launcher.server.settings[SECRET]
-    kinds = ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long")
-    for kind in (*kinds, "function", "answer"):
-        with socket.create_connection(launcher.address) as stranger:
-            launcher.receive_for(0.05)
-            challenge = json.loads(stranger.recv(4096))["challenge"]
-            with suppress(OSError):
-                stranger.sendall(
-                    {
-                        "no proof": hello(0, ""),
-                        "other rank": hello(0, proof(secret, challenge, 1)),
-                        "no rank": hello(7, proof(secret, challenge, 7)),
-                        "garbage": b"\xff\xfe\x00GET / HTTP/1.1\n\n",
-                        "no hello": encode("done"),
-                        "number": b"7\n",
-                        "long": b"x" * (LINE_LIMIT + 70_000),
-                        "function": encode("function", rank=0, challenge="", proof=""),
-                        "answer": encode(
-                            "answer", rank=0, challenge="", proof=proof(secret, challenge, 1)
-                        ),
-                    }[kind]
-                )
-            assert launcher.receive_until(lambda: launcher.connections == 0) == [], kind
-            stranger.settimeout(PATIENCE_S)
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b"", f"{kind}: still connected"
-    with launcher.rank("pass"):
-        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"{]",
-        b'{"type": "dance"}',
-        b'{"type": "progress"}',
-        b'{"type": "progress", "step": "x"}',
-        b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": [1], "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": ["\\ud800"], "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
-        b'{"type": "joining", "timeout_s": NaN}',
-        b'{"type": "joining", "timeout_s": 1e400}',
-        b"[" * 100_000,
-    ],
-)
-def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: bytes) -> None:
-    secret = launcher.server.settings[SECRET]
-    with socket.create_connection(launcher.address) as rank:
-        launcher.receive_for(0.05)
-        challenge = json.loads(rank.recv(4096))["challenge"]
-        rank.sendall(hello(0, proof(secret, challenge, 0)))
-        launcher.receive_until(lambda: launcher.server.connected == {0})
-        rank.sendall(line + b"\n")  # a rank sends nothing before the answer
-        assert launcher.receive_for(PATIENCE_S, until="lost") == [(0, "lost")]
-
-
-def test_a_second_connection_cannot_replace_a_connected_rank(launcher: Launcher) -> None:
-    secret = launcher.server.settings[SECRET]
-    with launcher.rank("time.sleep(600)"):
-        launcher.receive_for(PATIENCE_S, until="started")
-        with socket.create_connection(launcher.address) as other:
-            launcher.receive_for(0.05)
-            challenge = json.loads(other.recv(4096))["challenge"]
-            other.sendall(hello(1, proof(secret, challenge, 1)))
-            assert launcher.receive_until(lambda: launcher.connections == 1) == [(1, "started")]
-            assert other.recv(1) == b""
-
-
-def test_idle_strangers_do_not_keep_a_rank_out(launcher: Launcher) -> None:
-    """70 took all places for 10 s, and a rank that came meanwhile was turned away."""
-    strangers = [socket.create_connection(launcher.address) for _ in range(70)]
-    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) >= 60)
-    with launcher.rank("pass"):
-        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_rank_that_was_dropped_before_its_proof_comes_again(launcher: Launcher) -> None:
     with launcher.rank("pass"):
         launcher.receive_until(lambda: launcher.connections == 1)
         (peer,) = launcher.server._peers  # as more strangers at once would do
         launcher.server._drop(peer)
         assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
-
-
-def test_a_long_line_before_the_proof_is_not_kept(launcher: Launcher) -> None:
-    with socket.create_connection(launcher.address) as stranger:
-        launcher.receive_until(lambda: launcher.connections == 1)
-        stranger.sendall(b"x" * 2000)
-        launcher.receive_until(lambda: launcher.connections == 0)
 
 
 @pytest.fixture
@@ -380,35 +246,3 @@ def test_an_mpirun_that_cannot_be_started() -> None:
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
             MpirunProcess(starter, Command(program, (), (argument,)), JobOutput("default", 1))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:
-    strangers = [socket.create_connection(launcher.address) for _ in range(200)]
-    # Each has received a challenge, or is dropped.
-    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) == len(strangers))
-    assert launcher.connections < 100
-    for stranger in strangers:
-        stranger.close()
-    launcher.receive_until(lambda: launcher.connections == 0)
-    with launcher.rank("pass"):
-        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", None])
-def test_ranks_wait_while_this_machine_has_no_file_left(address: str | None) -> None:
-    """The loop spun, 250,000 times a second, and said nothing."""
-    launcher = Launcher(address)
-    with launcher.rank("time.sleep(0.5)") as rank:
-        assert launcher.selector.select(PATIENCE_S)  # the connection
-        with files_left(0):
-            assert launcher.receive_for(0, until="full") == [(-1, "full")]
-            assert launcher.messages[0].facts == {"error": "Too many open files"}
-            assert launcher.selector.select(0.2) == []
-            launcher.server.accept_again()
-            launcher.receive()
-            assert launcher.kinds == [(-1, "full")] * 2
-        launcher.server.accept_again()
-        assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
-        assert rank.wait(PATIENCE_S) == 0
-    launcher.server.close()
-    launcher.selector.close()

@@ -28,9 +28,8 @@ import pytest
 import mpiddp
 from mpiddp.errors import BAD_INPUT, RankFailed, UserError
 from mpiddp.launch import launch_function
-from mpiddp.launch.attempt import Outcome
 from mpiddp.launch.exchange import Answer, Exchange
-from mpiddp.launch.verdict import FirstFailure
+from mpiddp.launch.verdict import FirstFailure, Outcome
 from mpiddp.runtime import function as run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.pickled import pickled_call

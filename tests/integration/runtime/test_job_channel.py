@@ -28,12 +28,10 @@ from mpiddp.protocol.channel import (
     child_key,
     decode,
     encode,
-    encode_value,
     listed,
     member_proof,
     unlisted,
 )
-from mpiddp.protocol.group import Group
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
 from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, JobChannel, Silent
@@ -256,6 +254,16 @@ def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
+def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job: Job) -> None:
+    rank = job.connect(0)
+    assert rank.has_room
+    job.pause()
+    while rank.has_room:
+        rank.send("log", path="x" * 4000)
+    job.start()
+    assert until(lambda: rank.has_room)
+
+
 def test_the_end_of_the_server_ends_every_wait() -> None:
     job = Job()
     first, *_ = job.all()
@@ -308,14 +316,6 @@ INTRODUCTIONS = {
         stream=3,
         host="a",
     ),
-    "output of no whole number": lambda challenge: encode(
-        "output",
-        rank=0,
-        challenge="",
-        proof=member_proof(KEY, challenge, RANK, 0),
-        stream=1.0,
-        host="a",
-    ),
 }
 
 
@@ -347,6 +347,10 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "dance"}',
         b'{"type": "progress", "step": "x"}',
         b'{"type": "progress", "step": 1}\t1',
+        b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
+        b'{"type": "joining", "timeout_s": NaN}',
         b'{"type": "gather"}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": 1}',
         b'{"type": "gather", "key": 1, "timeout_s": 1}\t1',
@@ -482,13 +486,3 @@ def test_listed_values_keep_their_ranks() -> None:
     values = {rank: json.dumps(rank if rank == 3 else "usual").encode() for rank in range(9)}
     assert unlisted(listed(values), 9) == [3 if rank == 3 else "usual" for rank in range(9)]
     assert len(listed(dict.fromkeys(range(10_000), b"7"))) < 100
-
-
-def test_an_answer_for_all_is_encoded_once() -> None:
-    group = Group(100)
-    facts = {"type": "gather", "key": "a", "timeout_s": 1}
-    for rank in range(99):
-        assert group.receive(rank, dict(facts), b"1", 0.0) == []
-    (reply,) = group.receive(99, dict(facts), b"2", 0.0)
-    assert list(reply.ranks) == list(range(100))
-    assert encode_value("!") not in reply.line

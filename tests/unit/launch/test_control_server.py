@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import selectors
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.events import TimedSelector
-from mpiddp.protocol import server as protocol_server
 from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
@@ -27,10 +28,10 @@ from mpiddp.protocol.channel import (
     member_proof,
     server_proof,
 )
-from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX, UNPROVED_LINE_LIMIT
+from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from tests.support.channels import place_to_listen, progress, stacks
+from tests.support.channels import place_to_listen, progress
 from tests.support.errors import error
 
 LIMIT_S = 60.0
@@ -74,9 +75,9 @@ class Server:
 class Client:
     """The other end of a connection."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, address: str = "") -> None:
         self.server = server
-        address = server.server.settings[ADDRESS]
+        address = address or server.server.settings[ADDRESS]
         if address.startswith(UNIX):
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.connect(address.removeprefix(UNIX))
@@ -157,42 +158,14 @@ def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
     assert server.connections == 0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"no message\n",
-        b"[]\n",
-        b'{"kind": "started"}\n',
-        encode("started", b"", host="a", pid=5),  # before the proof
-        b"x" * (UNPROVED_LINE_LIMIT + 1),
-        b"x" * (UNPROVED_LINE_LIMIT + 1) + b"\n",
-    ],
-)
-def test_a_stranger_that_sends_anything_else_is_dropped(server: Server, line: bytes) -> None:
-    stranger = Client(server)
-    stranger.socket.sendall(line)
-    assert stranger.receive() == {}
-    assert server.messages == []
-
-
-def test_a_line_may_be_long_once_the_rank_is_known(server: Server, rank: Client) -> None:
-    text = "x" * (4 * UNPROVED_LINE_LIMIT)
-    rank.send("stacks", **stacks(text))
-    assert server.await_messages(1)[0].facts == stacks(text)
-
-
 def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:
     server.server.request_stop(1)
     server.server.request_stop(2)  # it is not connected
     server.server.request_stacks()
-    for _ in range(CONFIRM_EVERY):
-        server.server.confirm(Message(1, "progress", {}, 0.0))
-        server.server.confirm(Message(2, "progress", {}, 0.0))
-    server.server.end_all(code=3)
-    assert [rank.receive() for _ in range(4)] == [
+    server.server.send_all("end", code=3)
+    assert [rank.receive() for _ in range(3)] == [
         {"type": "stop"},
         {"type": "stacks"},
-        {"type": "received"},
         {"type": "end", "code": 3},
     ]
 
@@ -204,11 +177,8 @@ def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client
     assert Client(server).introduce(1, key=key, role=SCRIPT) == {"type": "taken"}
     server.server.request_stop(1)
     server.server.request_stacks()
-    for _ in range(CONFIRM_EVERY):
-        server.server.confirm(Message(1, "progress", {}, 0.0, from_script=True))
-    server.server.end_all(code=1)
-    expected = ["stop", "stacks", "received", "end"]
-    assert [script.receive()["type"] for _ in range(4)] == expected
+    server.server.send_all("end", code=1)
+    assert [script.receive()["type"] for _ in range(3)] == ["stop", "stacks", "end"]
     assert [rank.receive()["type"] for _ in range(2)] == ["stopping", "end"]
     script.send("progress", **progress(1))
     (step,) = server.await_messages(1)
@@ -236,41 +206,22 @@ def test_a_stream_of_output_is_handed_over(server: Server) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize(
-    "facts", [{"stream": 3, "host": "b"}, {"stream": 1, "host": 5}, {"host": "b"}, {"proof": ""}]
-)
-def test_output_of_a_stranger_is_dropped(server: Server, facts: dict[str, object]) -> None:
-    assert Client(server).introduce(2, "output", **facts) == {}
-    assert server.messages == []
-
-
-def test_the_oldest_stranger_makes_room(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol_server, "STRANGERS", 0)
-    clients = [Client(server) for _ in range(9)]  # three for each of three ranks
-    server.await_connections(9)
-    newest = Client(server)
-    assert clients[0].receive() == {}
-    assert server.connections == 9
-    assert newest.introduce(0) == {"type": "received"}
-    assert clients[1].introduce(1) == {"type": "received"}
-
-
-def test_a_stranger_that_proves_nothing_in_time_is_dropped(
-    server: Server, rank: Client, monkeypatch: pytest.MonkeyPatch
+def test_a_viewer_asks_without_a_proof_where_viewers_connect(
+    server: Server, tmp_path: Path
 ) -> None:
-    stranger = Client(server)
-    monkeypatch.setattr(protocol_server, "PROOF_TIMEOUT_S", 0.0)
-    Client(server)
-    assert stranger.receive() == {}
-    assert server.server.connected == {1}
-
-
-def test_a_rank_whose_script_does_not_answer_is_asked_itself(server: Server) -> None:
-    """Its agent never waits for the script."""
-    rank = Client(server)
-    rank.introduce(1)
-    server.server.interrupt(1)
-    assert rank.receive() == {"type": "stacks"}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "job"))
+        listener.listen()
+        listener.setblocking(False)
+        server.selector.register(listener, selectors.EVENT_READ, listener)
+        viewer = Client(server, f"{UNIX}{tmp_path}/job")
+        viewer.send("view_job")
+        (asked,) = server.await_messages(1)
+        asked.facts["viewer"].send(encode("answer", step=3))
+        assert viewer.receive() == {"type": "answer", "step": 3}
+        stranger = Client(server)
+        stranger.send("view_job")
+        assert stranger.receive() == {}
 
 
 def test_a_host_that_acknowledges_is_not_silent(server: Server, rank: Client) -> None:
@@ -278,16 +229,6 @@ def test_a_host_that_acknowledges_is_not_silent(server: Server, rank: Client) ->
     server.await_messages(1)
     assert server.server.drop_silent_hosts() == []
     assert server.server.connected == {1}
-
-
-def test_each_job_has_a_port_of_its_own() -> None:
-    first, second = Server("127.0.0.1"), Server("127.0.0.1")
-    addresses = {each.server.settings[ADDRESS] for each in (first, second)}
-    for each in (first, second):
-        each.server.close()
-        each.selector.close()
-    assert len(addresses) == 2
-    assert all(int(address.removeprefix("127.0.0.1:")) > 1000 for address in addresses)
 
 
 @pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77"])  # reserved for documentation

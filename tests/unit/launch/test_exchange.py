@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/exchange.py, mpiddp/runtime/function.py.
+Tests mpiddp/launch/{exchange,launch_function}.py, mpiddp/runtime/function.py.
 python -m pytest tests/unit/launch/test_exchange.py
 """
 
@@ -14,10 +14,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.events import TimedSelector
 from mpiddp.launch.exchange import Answer, Exchange
+from mpiddp.launch.launch_function import _final
+from mpiddp.launch.verdict import FirstFailure, Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, received_function, reporting_errors
@@ -114,3 +116,35 @@ def test_the_caller_receives_errors(raised: BaseException, form: str, reason: st
     found = exchange.answers.get(1, Answer(form=""))
     assert found.form == form
     assert found.text.endswith(reason)
+
+
+# --- what the caller gets ---
+
+RESULT = ("result", "")
+FIRST = FirstFailure(1, "b", "KeyError: 3")
+
+
+def answered(*answers: tuple[int, tuple[str, str]]) -> Exchange:
+    found = Exchange(b"function", 100)
+    found.world_size = 2
+    found.answers = {rank: Answer(*said, b"body %d" % rank) for rank, said in answers}
+    return found
+
+
+@pytest.mark.parametrize("code", [DONE, STOPPED])
+def test_a_rank_without_a_result_makes_the_job_fail(code: int) -> None:
+    both = answered((0, RESULT), (1, RESULT))
+    assert _final(Outcome(code), both) == Outcome(code)
+    assert _final(Outcome(code), answered((0, RESULT))) == Outcome(
+        FAILED, "rank 1 ended without a result."
+    )
+    neither = _final(Outcome(code), answered())
+    assert neither.sentence == "rank 0 and rank 1 ended without a result."
+
+
+def test_a_refusal_has_the_sentence_of_the_lowest_rank() -> None:
+    refusals = [(rank, ("refusal", f"no {rank}.")) for rank in (1, 0)]
+    assert _final(Outcome(BAD_INPUT, "x"), answered(*refusals)).sentence == "no 0."
+    assert _final(Outcome(BAD_INPUT, "x"), answered((0, RESULT))).sentence == "x"
+    assert _final(Outcome(BAD_INPUT, "", FIRST), answered()).sentence == "KeyError: 3"
+    assert _final(Outcome(BAD_INPUT, ""), answered()).sentence == ""

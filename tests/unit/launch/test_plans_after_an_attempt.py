@@ -20,15 +20,14 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
-from mpiddp.launch.attempt import Outcome
-from mpiddp.launch.console import Console
 from mpiddp.launch.events import SignalQueue, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
-from mpiddp.launch.verdict import Stop
+from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.server import Message
+from mpiddp.protocol.viewers import Console
 from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from mpiddp.launch.events import SignalQueue, queued_signals
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
+Received = Callable[[int, list[float]], list[float]]
 
 
 @pytest.fixture
@@ -27,26 +28,28 @@ def queue() -> Iterator[SignalQueue]:
         yield queue
 
 
-def received(queue: SignalQueue, number: int, times: list[float]) -> list[float]:
-    """The times of the arrivals that count, of signals that arrived at `times`."""
-    return [at for at in times if arrived(queue, number, at)]
+@pytest.fixture
+def received(queue: SignalQueue, monkeypatch: pytest.MonkeyPatch) -> Received:
+    """The times of the arrivals that count, of signals that arrive at some times."""
 
+    def arrived(number: int, at: float) -> bool:
+        monkeypatch.setattr("mpiddp.launch.events.time.monotonic", lambda: at)
+        queue.add(number, None)
+        return queue.receive() == [number]
 
-def arrived(queue: SignalQueue, number: int, at: float) -> bool:
-    queue._arrivals.append((number, at))
-    return queue.receive() == [number]
+    return lambda number, times: [at for at in times if arrived(number, at)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_equal_signals_within_a_second_of_the_first_are_one(
-    queue: SignalQueue, number: int
+    received: Received, number: int
 ) -> None:
     """The second does not slide: 0.9 s after 0.9 s is more than a second after the first."""
-    assert received(queue, number, [10.0, 10.0, 10.9, 11.8, 12.0, 13.0]) == [10.0, 11.8, 13.0]
+    assert received(number, [10.0, 10.0, 10.9, 11.8, 12.0, 13.0]) == [10.0, 11.8, 13.0]
 
 
-def test_two_ctrl_c_0_3_s_apart_always_count(queue: SignalQueue) -> None:
-    assert received(queue, signal.SIGINT, [10.0, 10.001, 10.301, 10.7]) == [10.0, 10.301, 10.7]
+def test_two_ctrl_c_0_3_s_apart_always_count(received: Received) -> None:
+    assert received(signal.SIGINT, [10.0, 10.001, 10.301, 10.7]) == [10.0, 10.301, 10.7]
 
 
 STOPPED_CHILD = """

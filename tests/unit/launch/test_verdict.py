@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.attempt import Attempt, Event, Phase
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import missing_sentence, stuck_sentences
+from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
 from mpiddp.launch.verdict import (
     FirstFailure,
     History,
     MpirunEnd,
-    Stop,
-    Verdict,
-    known_cause,
+    Outcome,
+    explained,
     verdict,
 )
+from mpiddp.launch.watch import missing_sentence, stuck_sentences
 from mpiddp.protocol.server import Message
 
 HOSTS = ("a", "b", "b")
@@ -82,31 +83,30 @@ class Case:
     """What happened, and the verdict on it. `mpirun` is its exit code, and what the code tells of a rank."""
 
     name: str
-    expected: Verdict
+    expected: Outcome
     messages: list[Message] = field(default_factory=list)
     mpirun: tuple[int, str | None] = (1, "")
-    stop: dict[str, Any] = field(default_factory=dict)
-    ended_because: str = ""
     was_ended: bool = False
+    history: History = field(default_factory=History)
 
 
 DONE_BY_ALL = from_all("done")
 SAVED = [*from_all("supports_stop"), *from_all("stopped"), *DONE_BY_ALL]
-BY_USER, TO_GROW = {"stop": Stop.BY_USER}, {"stop": Stop.TO_GROW}
-WHILE_SAVING = {"stop": Stop.BY_USER, "failed_in_stop": True}
+BY_USER = History(is_requested=True)
+WHILE_SAVING = History(is_requested=True, failed_in_stop=True)
 
 
-def by_mpirun(sentence: str, code: int = FAILED) -> Verdict:
-    return Verdict(code, sentence, is_complete=False)
+def by_mpirun(sentence: str, code: int = FAILED) -> Outcome:
+    return Outcome(code, sentence, is_complete=False)
 
 
-def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Verdict:
-    return Verdict(code, sentence, FirstFailure(rank, HOSTS[rank], error))
+def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Outcome:
+    return Outcome(code, sentence, FirstFailure(rank, HOSTS[rank], error))
 
 
 CASES = [
-    Case("all ranks done", Verdict(DONE), DONE_BY_ALL, (0, "")),
-    Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), BY_USER),
+    Case("all ranks done", Outcome(DONE), DONE_BY_ALL, (0, "")),
+    Case("stopped", Outcome(STOPPED, "stopped on request."), SAVED, (75, "")),
     Case(
         "mpirun crashes while it ends the others",
         of_rank(
@@ -117,101 +117,86 @@ CASES = [
         [failed(1, error="KeyError: 'x'")],
         (-11, None),
     ),
-    Case("stopped to grow", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), TO_GROW),
     Case(
         "stopped, some had finished before",
-        Verdict(STOPPED, "stopped on request."),
+        Outcome(STOPPED, "stopped on request."),
         [*from_all("supports_stop"), message(1, "stopped"), *DONE_BY_ALL],
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "done before the stop",
-        Verdict(DONE),
+        Outcome(DONE),
         [*from_all("supports_stop"), *DONE_BY_ALL],
         (0, ""),
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "a script that cannot stop",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         DONE_BY_ALL,
         (0, ""),
-        stop=BY_USER,
+        history=BY_USER,
     ),
     Case(
         "interrupted",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*started(0, 1, 2), lost(0), lost(1)],
-        stop=BY_USER,
+        history=BY_USER,
         was_ended=True,
     ),
     Case(
         "killed by a second signal",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         started(0, 1, 2),
         (-9, ""),
-        stop={"stop": Stop.AT_ONCE},
+        history=BY_USER,
         was_ended=True,
     ),
     Case(
         "too slow to stop",
-        Verdict(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
+        Outcome(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
         [*started(0, 1, 2), lost(1)],
-        stop={"stop": Stop.BY_USER, "limit": "rank 1 on b was too slow"},
+        history=History(is_requested=True, limit="rank 1 on b was too slow"),
     ),
     Case(
         "failed while it saved",
         of_rank(1, f"rank 1 on b failed first: OSError: full.{OTHERS}", "OSError: full"),
         [*from_all("supports_stop"), failed(1, "OSError: full"), lost(0)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "refused while it saved",
         of_rank(0, "", "", BAD_INPUT),
         [*from_all("supports_stop"), failed(0, "", code=2, traceback="")],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "lost while it saved",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), lost(1)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "ended by the request, without a reason of its own",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [*from_all("supports_stop"), failed(1, "", code=143, traceback="")],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "failed before it could stop",
-        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
         [failed(1)],
-        stop=WHILE_SAVING,
+        history=WHILE_SAVING,
     ),
     Case(
         "ended by the launcher",
-        Verdict(FAILED, "the job hung and was stopped."),
+        Outcome(FAILED, "the job hung and was stopped."),
         [*started(0, 1, 2), lost(0)],
-        ended_because="the job hung and was stopped.",
+        history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
     ),
     Case(
-        "a rank failed when all were done",
-        Verdict(
-            FAILED, "all ranks finished, but one was killed by SIGSEGV while its process ended."
-        ),
-        DONE_BY_ALL,
-        (139, "SIGSEGV"),
-    ),
-    Case(
-        "mpirun failed when all were done",
-        by_mpirun("all ranks finished, but mpirun ended with exit code 3 afterwards.", DONE),
-        DONE_BY_ALL,
-        (3, None),
-    ),
-    Case(
-        "mpirun was ended when all were done", Verdict(DONE), DONE_BY_ALL, (9, None), was_ended=True
+        "mpirun was ended when all were done", Outcome(DONE), DONE_BY_ALL, (9, None), was_ended=True
     ),
     Case(
         "mpirun was killed",
@@ -270,7 +255,7 @@ CASES = [
     ),
     Case(
         "an error that names the culprit itself",
-        Verdict(FAILED, f"rank 0 on a did not answer in 30 s.{OTHERS}"),
+        Outcome(FAILED, f"rank 0 on a did not answer in 30 s.{OTHERS}"),
         [failed(1, "rank 0 on a did not answer in 30 s.", is_verdict=True)],
     ),
     Case(
@@ -301,7 +286,7 @@ CASES = [
     ),
     Case(
         "a daemon was killed",
-        Verdict(
+        Outcome(
             FAILED,
             "the ranks on a, b ended at the same moment without an error, as when the MPI daemon on one of "
             "these hosts is killed.",
@@ -312,13 +297,13 @@ CASES = [
     ),
     Case(
         "a daemon was killed, or Hydra ended the others as quickly",
-        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
         [lost(2, 1.0), lost(0, 1.05)],
         (1, None),
     ),
     Case(
         "a rank vanished, and the others later",
-        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
         [lost(2, 1.0), lost(0, 1.3)],
     ),
     Case(
@@ -327,16 +312,11 @@ CASES = [
         [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
     ),
     Case(
-        "a script's error that the command survived for long",
-        of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
-        [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
-    ),
-    Case(
         "a bug after another rank has finished",
         of_rank(0, f"rank 0 on a failed first: KeyError: 3.{OTHERS}", "KeyError: 3"),
         [message(1, "done"), failed(0, "KeyError: 3", at=2.0)],
     ),
-    Case("all ended by os._exit(0)", Verdict(DONE), from_all("exited"), (0, "")),
+    Case("all ended by os._exit(0)", Outcome(DONE), from_all("exited"), (0, "")),
     Case(
         "one ended by os._exit(0), then another failed",
         of_rank(0, f"{EARLY}rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
@@ -355,13 +335,13 @@ CASES = [
     ),
     Case(
         "two ended by os._exit(0), then the job hung",
-        Verdict(
+        Outcome(
             FAILED,
             "rank 1 on b, rank 2 on b ended early, with exit code 0 (os._exit). "
             "Then the job hung and was stopped.",
         ),
         [message(2, "exited"), message(1, "exited", 2.0)],
-        ended_because="the job hung and was stopped.",
+        history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
     ),
     Case(
@@ -382,13 +362,13 @@ CASES = [
     ),
     Case(
         "a rank that had closed all its files, and said its end over another connection",
-        Verdict(DONE),
+        Outcome(DONE),
         [lost(1, 1.0), *DONE_BY_ALL],
         (0, ""),
     ),
     Case(
         "a command that started its script again",
-        Verdict(DONE),
+        Outcome(DONE),
         [failed(1, script=True), message(1, "done", 2.0, script=True), *DONE_BY_ALL],
         (0, ""),
     ),
@@ -399,7 +379,7 @@ CASES = [
 def test_the_verdict(case: Case) -> None:
     code, rank_signal = case.mpirun
     end = MpirunEnd("mpirun", code, rank_signal is not None, case.was_ended)
-    found = verdict(History(noted(*case.messages), end, case.ended_because, **case.stop))
+    found = verdict(noted(*case.messages), end, case.history)
     assert end.rank_signal == rank_signal
     assert found[:4] == case.expected[:4]
 
@@ -434,7 +414,7 @@ def test_an_mpirun_that_got_a_signal_is_named(
     code: int, proves: bool, messages: list[Message], local: set[int], sentence: str
 ) -> None:
     end = MpirunEnd("mpirun", code, proves)
-    found = verdict(History(noted(*messages), end, beside_mpirun=local))
+    found = verdict(noted(*messages), end, History(), beside_mpirun=local)
     assert sentence in found.sentence
 
 
@@ -443,11 +423,11 @@ def test_an_mpirun_that_got_a_signal_is_named(
 )
 def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None:
     killed = failed(1, "", code=137, traceback="", signal=9, oom_kills=2, memory_limit=limit)
-    found = verdict(History(noted(killed), MpirunEnd("mpirun", 137, True)))
-    cause, host = known_cause(found, {1: ["ValueError: x"]})
-    assert cause.startswith("the kernel has killed 2 processes of rank 1")
-    assert full in cause
-    assert host == ""
+    end, printed = MpirunEnd("mpirun", 137, True), {1: ["ValueError: x"]}
+    found = verdict(noted(killed), end, History(), printed=printed)
+    assert found.known_cause.startswith("the kernel has killed 2 processes of rank 1")
+    assert full in found.known_cause
+    assert found.host_at_fault == ""
 
 
 @pytest.mark.parametrize(
@@ -469,7 +449,7 @@ def test_kills_of_the_kernel_are_the_cause(limit: int | None, full: str) -> None
 def test_the_first_failure_is_the_cause_of_the_others(
     messages: list[Message], culprit: int
 ) -> None:
-    first = verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).first
+    first = verdict(noted(*messages), MpirunEnd("mpirun", 1), History()).first
     assert first is not None
     assert first.rank == culprit
 
@@ -491,7 +471,7 @@ def test_the_first_failure_is_the_cause_of_the_others(
 def test_a_host_is_at_fault_where_its_rank_was_lost_first(
     messages: list[Message], host: str
 ) -> None:
-    assert verdict(History(noted(*messages), MpirunEnd("mpirun", 1))).host_at_fault == host
+    assert verdict(noted(*messages), MpirunEnd("mpirun", 1), History()).host_at_fault == host
 
 
 @pytest.mark.parametrize(("joined", "host"), [((0,), "b"), ((1,), ""), ((), ""), ((0, 1, 2), "")])
@@ -499,8 +479,8 @@ def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
     joined: tuple[int, ...], host: str
 ) -> None:
     ranks = noted(*(message(rank, "joining") for rank in joined))
-    history = History(ranks, MpirunEnd("mpirun", 1), ended_because="too late.")
-    assert verdict(history).host_at_fault == host
+    found = verdict(ranks, MpirunEnd("mpirun", 1), History(ended_because="too late."))
+    assert found.host_at_fault == host
 
 
 # --- the stacks ---
@@ -552,3 +532,63 @@ def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> 
     inner = '  File "<frozen importlib._bootstrap>", line 241, in _call_with_frames_removed\n'
     ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, WORKS + inner), hosts=("a",))
     assert missing_sentence(ranks, 60).endswith("in /x/train.py, line 3, in main: work()")
+
+
+# --- known causes ---
+
+MPIRUN = -1
+OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+CLOSED = "RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
+WAITED = "RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
+
+
+def cause(error: str | None, *printed: tuple[int, bytes]) -> str | None:
+    """The row that explains a job whose rank 0 failed first with `error`, None for no first rank."""
+    texts: dict[int, bytes] = {}
+    for rank, text in printed:
+        texts[rank] = texts.get(rank, b"") + text
+    lines = {rank: text.decode().splitlines() for rank, text in texts.items()}
+    found = explained(None if error is None else FirstFailure(0, "a", error), lines)
+    return found.failure.id if found else None
+
+
+@pytest.mark.parametrize(
+    ("error", "printed", "expected"),
+    [
+        (OUT_OF_MEMORY.decode(), (), "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY[:20]), (1, b"x\n"), (0, OUT_OF_MEMORY[20:])], "cuda-out-of-memory"),
+        # The first rank's error is a consequence or a symptom, and another rank has the cause.
+        (CLOSED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, (), "gloo-timeout"),
+        (None, [(MPIRUN, NO_DAEMON)], "mpi-host-not-started"),
+        # Its own error is the cause, whatever the others have printed.
+        ("ValueError: 3 channels", [(1, OUT_OF_MEMORY)], None),
+        ("", [(0, b"ValueError: 3 channels\n")], None),
+        (None, [(1, CLOSED.encode())], None),
+        (None, (), None),
+    ],
+)
+def test_one_row_explains_the_job_or_none(
+    error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
+) -> None:
+    assert cause(error, *printed) == expected
+
+
+def test_rows_of_the_host_are_in_the_table() -> None:
+    assert set(OF_THE_HOST) <= {failure.id for failure in FAILURES}
+
+
+def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
+    for text, row, host in (
+        (OUT_OF_MEMORY.decode().strip(), "cuda-out-of-memory", ""),
+        ("CUDA error: uncorrectable ECC error encountered", "cuda-hardware", "b"),
+        ("nothing that is known", "", ""),
+    ):
+        ranks, end = noted(failed(1, "", traceback="")), MpirunEnd("mpirun", 1)
+        found = verdict(ranks, end, History(), printed={1: [text]})
+        assert found.host_at_fault == host, row
+        assert found.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
+        assert (" Fix: " in found.known_cause) is bool(row)

@@ -1,6 +1,6 @@
 """When the launcher asks for the stacks of the ranks, when these hang, and who is a straggler.
 
-Tests mpiddp/launch/{watch,stacks}.py.
+Tests mpiddp/launch/watch.py.
 python -m pytest tests/unit/launch/test_watch.py
 """
 
@@ -11,8 +11,7 @@ import random
 import pytest
 
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import place_of, places_sentence
-from mpiddp.launch.watch import Watch
+from mpiddp.launch.watch import Watch, place_of, places_sentence
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
 
@@ -166,20 +165,6 @@ def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
     job.stacks, job.busy = {0: OPENS, 1: ALL_REDUCE}, {0}
     assert job.after(290) == ""
     assert "rank 0 on a is in load" in job.after(100)
-
-
-def test_a_rank_that_loops_for_ever_over_several_lines_is_named_later_still() -> None:
-    job, said = Job(2), ""
-    job.steps(50, every_s=0.5)
-    job.stacks, job.busy = {1: ALL_REDUCE}, {0}
-    for second in range(700):
-        assert not said or second > 600
-        line = second % 7
-        job.stacks[0] = [("/home/me/train.py", line, "wait", f"line_{line}()")]
-        said += job.after(1)
-    assert (
-        ": rank 1 on b waits in all_reduce (train.py:88); rank 0 on a is in wait (train.py:" in said
-    )
 
 
 def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> None:

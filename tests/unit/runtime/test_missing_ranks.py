@@ -7,7 +7,7 @@ python -m pytest tests/unit/runtime/test_missing_ranks.py
 from __future__ import annotations
 
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.stacks import missing_sentence
+from mpiddp.launch.watch import missing_sentence
 from mpiddp.protocol.server import Message
 
 
