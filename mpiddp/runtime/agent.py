@@ -31,7 +31,7 @@ from mpiddp.hosts.processes import (
     signal_at_parents_end,
 )
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.paths import check_program, named_by
+from mpiddp.paths import check_program, named_by, open_logs
 from mpiddp.protocol.messages import (
     GO,
     INPUT,
@@ -54,7 +54,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.output import Output, open_logs
+from mpiddp.runtime.output import Output
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mpiddp.paths import open_logs
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
@@ -139,8 +140,6 @@ class Session:
         """
         if self.control is None or not self.has_launcher or os.environ.get(LOG_DIR):
             return
-        from mpiddp.runtime.output import open_logs
-
         files, path = open_logs(folder, int(os.environ["RANK"]))
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self.control, [b'{"type": "log_to"}\n'], files)
