@@ -27,7 +27,7 @@ from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED
 from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
-from mpiddp.protocol.viewers import Console, open_console
+from mpiddp.protocol.viewers import Console, open_console, taken
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -47,6 +47,8 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     stop_at = began_at + (options.stop_after_s or float("inf"))
     name = Path(options.job.command[0]).name
     with queued_signals() as signals, closing(open_console(name)) as console:
+        if why := taken():
+            log.info(why)
         return _Job(options, plan, stop_at, signals, exchange or Exchange(), console).run()
 
 

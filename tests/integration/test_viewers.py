@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -24,6 +24,7 @@ from mpiddp.errors import UserError
 from mpiddp.launch.events import TimedSelector
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
+from mpiddp.protocol import viewers
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
 from mpiddp.protocol.server import ChannelServer, Message
@@ -230,3 +231,17 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
             assert (done.returncode, len(signals)) == (0, count)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_folder_that_another_user_has_taken(tmp_path, monkeypatch):
+    """A job listens in a new folder of its user, which viewers find, and both say why."""
+    taken = tmp_path / "mpiddp"
+    taken.mkdir()
+    taken.chmod(0o777)
+    monkeypatch.setattr(viewers, "_usual", lambda: [taken])
+    with closing(viewers.open_console("train.py")) as console:
+        assert console.listener is not None
+        assert viewers.taken().startswith(f"{taken} is not a folder of yours alone")
+        assert [path.suffix for path in viewers.folders()[-1].iterdir()] == [viewers.JOB]
+        assert not [*taken.iterdir()]
+    assert viewers.folders() == [taken]
