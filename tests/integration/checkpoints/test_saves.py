@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,12 +28,20 @@ from mpiddp.checkpoints.save import SaveSchedule
 from mpiddp.checkpoints.shards import with_sharded
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.owners import owning
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, mpirun, script
+
+
+@pytest.fixture(autouse=True)
+def run_of_this_test() -> Iterator[None]:
+    """A run whose folder was refused stays that of the process."""
+    yield
+    current().run = None
 
 
 def saved(folder: Path, *steps: int) -> None:
