@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -20,9 +20,6 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed
-
-if TYPE_CHECKING:
-    pass
 
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
 _NO_DOUBTS: Doubts = MappingProxyType({})

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
@@ -31,9 +31,6 @@ from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import listed, shown
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
