@@ -15,7 +15,6 @@ import termios
 import time
 import tty
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from mpiddp.protocol.messages import (
     FRAME,
@@ -106,18 +105,6 @@ def _new_stream(number: int) -> tuple[int, int]:
             fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
             return reader, writer
     return os.pipe()
-
-
-def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
-    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return [os.open(path, flags, 0o666) for path in paths], paths[-1]
 
 
 class _Stream:

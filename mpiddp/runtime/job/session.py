@@ -24,7 +24,7 @@ from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, ending_of
-from mpiddp.runtime.job.reports import Reports
+from mpiddp.runtime.job.reports import Reports, open_logs
 from mpiddp.runtime.job.stop import StopRequest, stop_on
 from mpiddp.world import World, is_joined
 
@@ -139,8 +139,6 @@ class Session:
         """
         if self.control is None or not self.has_launcher or os.environ.get(LOG_DIR):
             return
-        from mpiddp.runtime.output import open_logs
-
         files, path = open_logs(folder, int(os.environ["RANK"]))
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self.control, [b'{"type": "log_to"}\n'], files)
