@@ -105,18 +105,6 @@ def read_limited(path: Path, limit: int) -> bytes:
     return content
 
 
-def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
-    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return [os.open(path, flags, 0o666) for path in paths], paths[-1]
-
-
 def flush_folder(path: Path) -> None:
     """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
     try:

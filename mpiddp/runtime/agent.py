@@ -31,7 +31,7 @@ from mpiddp.hosts.processes import (
     signal_at_parents_end,
 )
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.paths import check_program, named_by, open_logs
+from mpiddp.paths import check_program, named_by
 from mpiddp.protocol.messages import (
     GO,
     INPUT,
@@ -54,6 +54,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
+from mpiddp.runtime.job.reports import open_logs, usage_of
 from mpiddp.runtime.output import Output
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
@@ -342,8 +343,6 @@ class Agent:
 
     def _send_stack(self) -> None:
         """Send the main thread's stack, unless the script does not answer."""
-        from mpiddp.runtime.job.reports import usage_of
-
         text = self.child.stack() if self.child is not None else ""
         if text is not None:
             pid = self.child.pid if self.child is not None else os.getpid()

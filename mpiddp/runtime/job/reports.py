@@ -131,3 +131,15 @@ def _stacks() -> str:
     # The end of a long stack is where the thread is.
     first = stacks.pop(main or 0, "")[-TEXT_LIMIT:]
     return "\n".join([first, *stacks.values()])[:TEXT_LIMIT]
+
+
+def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
+    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return [os.open(path, flags, 0o666) for path in paths], paths[-1]

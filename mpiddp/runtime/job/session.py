@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpiddp.paths import open_logs
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Ending, ending_of
-from mpiddp.runtime.job.reports import Reports
+from mpiddp.runtime.job.reports import Reports, open_logs
 from mpiddp.runtime.job.stop import StopRequest, stop_on
 from mpiddp.world import World, is_joined
 
