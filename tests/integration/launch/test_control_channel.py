@@ -38,8 +38,7 @@ from tests.support.ranks import ROOT, clean_env
 # A rank's agent, whose command does without the other ranks.
 RANK = """
 import os, sys
-from mpiddp.cli import _print_failure
-from mpiddp.errors import JobFailed
+from mpiddp.errors import JobFailed, print_error
 from mpiddp.runtime.agent import Agent
 from mpiddp.runtime.child import Child
 from mpiddp.runtime.program import COMMAND, Program
@@ -54,7 +53,7 @@ class Alone(Agent):
 try:
     sys.exit(Alone(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
 except JobFailed as error:
-    _print_failure(error, is_rank=True)
+    print_error(error)
 """
 
 
