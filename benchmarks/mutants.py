@@ -88,8 +88,10 @@ def _changed(node: ast.AST) -> ast.AST | None:
             changed.value = ast.Constant(None)
         case ast.Constant(value=bool() as value):
             changed.value = not value
-        case ast.Constant(value=int() | float() as value):
+        case ast.Constant(value=int() as value):
             changed.value = value + 1
+        case ast.Constant(value=float() as value):
+            changed.value = 0.0 if value else 1.0  # most are limits: a second more is the same
         case ast.Constant(value=str() as value) if value and not any(map(str.isspace, value)):
             changed.value = f"{value}x"  # the words of a sentence may change
         case _:
@@ -124,9 +126,9 @@ def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
                 value[:] = [new if each is old else each for each in value]
 
 
-def sample(number: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
+def sample(number: int, seed: int) -> list[Mutant]:
     """As many mutants, in an order that depends on the seed alone."""
-    files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     found = [(file, site) for file in files for site in sites(file.read_text())]
     chosen = random.Random(seed).sample(found, min(number, len(found)))
     return [mutant_at(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
@@ -150,10 +152,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=about)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=50)
-    parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="FOLDER")
     parser.add_argument("tests", nargs="*", default=TESTS, metavar="TESTS")
     options = parser.parse_args()
-    mutants = sample(options.number, options.seed, options.packages)
+    mutants = sample(options.number, options.seed)
     noticed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for name in COPIED:
