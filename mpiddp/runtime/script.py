@@ -243,7 +243,9 @@ def _run(kind: str, name: str) -> None:
     # the script leaves open would lose its last lines.
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
-    sys.modules["__main__"] = main_module
+    # multiprocessing, which torch has imported, finds objects of the script by the second name.
+    for each in {"__main__", "__mp_main__"} & sys.modules.keys():
+        sys.modules[each] = main_module
     if kind == "module":
         import runpy
 
