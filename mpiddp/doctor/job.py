@@ -97,8 +97,13 @@ def _products_per_s(device: str) -> float:
     return 1 / max(min(times), 1e-9)
 
 
-def stack(packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …"."""
+def stack(packages: tuple[str, ...], library: str = "") -> dict[str, str]:
+    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …".
+
+    `library` is that of MPI, "" for the one that mpi4py finds.
+    """
+    if library:
+        os.environ["MPI4PY_LIBMPI"] = library
     found = {"python": platform.python_version()}
     for name in packages:
         try:

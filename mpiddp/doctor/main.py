@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,8 @@ from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import PROOF, Connections, ask_hosts, program_with
+from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints, read_answers
+from mpiddp.hosts.ssh import Answer, run_on_hosts
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import parse_options
@@ -41,7 +43,8 @@ from mpiddp.paths import named_by
 from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
-_FACTS_S, _STACK_S, _NETWORK_S = 40.0, 70.0, 20.0
+_FACTS_S, _STACK_S = 40.0, 70.0
+_PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
 _COMPARED = ("torch", "mpi4py")  # by the preflight
@@ -72,26 +75,25 @@ def main(argv: list[str]) -> int:
         library = library or str(starter.libmpi or "")
         infos = checked.infos.values()
         networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
-        begin = f"sys.modules[{network.__name__!r}].main({PROOF!r})"
-        program = program_with((interfaces, gpus, facts, network), begin)
-        with Connections(hosts.usable, hosts.transport, program) as connected:
-            answers = connected.ask(dict.fromkeys(hosts.usable, wanted), limit_s=_FACTS_S)
-            found = {host.name: answer for host, answer in answers.items()}
-            known = _COMPARED if checked.infos else ()
-            if found:
-                lines += _of_facts(found, connected)
-                lines += _versions(hosts, [*answers], LIGHT, library, known)
-            if len(found) > 1:
-                lines += _pairs(connected, found, networks)
-            lines += [
-                Line("ssh", FAIL, *_split(each.failure))
-                for host, each in connected.by_host.items()
-                if each.failure and host not in checked.complaints
-            ]
+        program = program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
+        answers = _run(hosts, hosts.usable, program, work_s=_FACTS_S)
+        by_host, failures = read_answers(answers, "python3", limit_s=LOGIN_S)
+        found = {host.name: each for host, each in by_host.items()}
+        known = _COMPARED if checked.infos else ()
+        if found:
+            lines += _of_facts(found, {host.name: answers[host] for host in by_host})
+            lines += _versions(hosts, [*by_host], LIGHT, library, known)
+        if len(found) > 1:
+            lines += _pairs(hosts, found, networks)
+        lines += [
+            Line("ssh", FAIL, *_split(why))
+            for host, why in failures.items()
+            if host not in checked.complaints
+        ]
         line, ranks = _run_job(lines, job)
         if found:
             lines += _of_ranks(found, ranks, known) or [
-                *_versions(hosts, [*answers], HEAVY, library, known),
+                *_versions(hosts, [*by_host], HEAVY, library, known),
                 *_limits(found, "in a login over ssh"),
             ]
         lines.append(line)
@@ -175,10 +177,20 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _of_facts(found: compare.Facts, connected: Connections) -> list[Line]:
-    by_name = {host.name: each for host, each in connected.by_host.items() if host.name in found}
-    shells = compare.shells({name: each.printed_before for name, each in by_name.items()})
-    clocks = compare.clocks({name: each.skew for name, each in by_name.items()})
+def _run(hosts: Hosts, asked: Sequence[Host], program: str, *, work_s: float) -> dict[Host, Answer]:
+    return run_on_hosts(
+        *(asked, "python3", program),
+        timeout_s=LOGIN_S,
+        work_s=work_s,
+        transport=hosts.transport,
+    )
+
+
+def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]:
+    shells = compare.shells({name: each.printed_before for name, each in answers.items()})
+    clocks = compare.clocks(
+        {name: found[name]["clock"] - each.at for name, each in answers.items()}
+    )
     has_gpus = any(each["gpus"] != {} for each in found.values())
     gpus_ok = "the same on every host, unused and without errors"
     return [
@@ -204,12 +216,9 @@ def _versions(
         library: of MPI, "" for that which mpi4py finds.
         known: the packages that the preflight has compared.
     """
-    stack = f"sys.modules[{small_job.__name__!r}].stack({packages!r})"
-    env = {"MPI4PY_LIBMPI": library} if library else {}
-    begin = f"import json, os; os.environ.update({env!r}); print(json.dumps({stack}))"
     found, failures = ask_hosts(
         asked,
-        program_with((small_job,), begin),
+        program_that_prints((small_job,), f"stack({packages!r}, {library!r})"),
         timeout_s=_STACK_S,
         python=str(Path(sys.executable).absolute()),
         transport=hosts.transport,
@@ -246,18 +255,21 @@ def _limits(reports: compare.Facts, where: str) -> list[Line]:
     return results("limits", compare.processes(reports, where), ok_text)
 
 
-def _pairs(connected: Connections, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
+def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     addresses = {name: _address(name, found, networks) for name in found}
-    asked = {host: own for host in connected.by_host if (own := addresses.get(host.name))}
-    ports = connected.ask(asked, limit_s=_NETWORK_S)
-    peers = {
-        host: {"name": host.name, "address": asked[host], "port": port}
-        for host, port in ports.items()
-    }
-    others = {host: [peers[other] for other in peers if other != host] for host in peers}
-    answers = connected.ask(others, limit_s=_NETWORK_S + len(peers))
-    reached = {host.name: answer for host, answer in answers.items()}
+    known = {name: address for name, address in addresses.items() if address}
+    asked = [host for host in hosts.usable if host.name in known]
+    reached: dict[str, Any] = {}
+    for port in random.sample(_PORTS, _MOST_PORTS):
+        program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
+        work_s = 2 * (network.START_S + network.START_S_PER_HOST * len(asked))
+        answers, _ = read_answers(
+            _run(hosts, asked, program, work_s=work_s), "python3", limit_s=LOGIN_S
+        )
+        if None not in answers.values():  # the port is free on all hosts
+            reached = {host.name: each for host, each in answers.items()}
+            break
     count = sum(map(len, reached.values()))
     links, pairs = compare.links(found, addresses), compare.reach(reached, addresses)
     return [

@@ -1,65 +1,68 @@
-"""The doctor's program on each host: it says what the host has, and tries TCP to the other hosts.
+"""Whether hosts reach each other: all run this program at the same time, and each connects to each.
 
 A host listens on its address on the job's network alone, and says no more than that bytes have arrived. The
-source of this file travels, with that of facts.py. It needs Python 3.8 and the standard library.
+source of this file travels. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Callable
+from typing import Any
 
-from mpiddp.hosts import facts
+from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
+# Until all hosts have started: so many logins at once take a time that grows with their number.
+START_S, START_S_PER_HOST = 10.0, 0.2
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
+_PAUSE_S = 0.1
 
 
-def main(proof: str) -> None:
-    """Answer three questions in turn: what the host has, on which port it listens, and whom it reaches.
+def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | None:
+    """Connect to all other hosts at once, and answer them. The errors for each name, "" for none.
 
-    Then others may still try this host.
+    None if another program has the port on this host. Every host calls it with the same arguments.
+
+    Args:
+        addresses: of each host by its name.
     """
-    answers: tuple[Callable[[Any], Any], ...] = (facts.doctor_facts, listen, reach)
-    for answer, line in zip(answers, sys.stdin.buffer):
-        found = answer(json.loads(line))
-        print(proof + json.dumps([time.time(), found]), flush=True)
-    sys.stdin.read()
-
-
-def listen(address: str) -> int:
-    """Listen on an address. Returns the port. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=512)
+    until = time.monotonic() + START_S + START_S_PER_HOST * len(addresses)
+    of_this_host = {each.address for each in interfaces()}
+    own = next(each for each in addresses.values() if each in of_this_host)
+    others = {name: each for name, each in addresses.items() if each != own}
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    try:
+        listener = socket.create_server((own, port), family=family, backlog=512)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    served = threading.Semaphore(0)
 
     def accept() -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+            threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-    return int(listener.getsockname()[1])
-
-
-def reach(peers: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """Connect to all other hosts at once. The errors for each name, "" for none."""
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
-        answers = threads.map(lambda peer: _reach(peer["address"], peer["port"]), peers)
-        return {peer["name"]: answer for peer, answer in zip(peers, answers)}
+        answers = threads.map(lambda each: _reach(each, port, until), others.values())
+        found = dict(zip(others, answers))
+    for _ in others:  # they may have started later
+        served.acquire(timeout=max(0.0, until - time.monotonic()))
+    return found
 
 
-def _reach(address: str, port: int) -> dict[str, str]:
+def _reach(address: str, port: int, until: float) -> dict[str, str]:
     found = {"error": "", "large": ""}
     try:
-        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+        with _connected(address, port, until) as connection:
             _send(connection, 1)
             try:
                 _send(connection, LARGE)
@@ -70,6 +73,17 @@ def _reach(address: str, port: int) -> dict[str, str]:
     return found
 
 
+def _connected(address: str, port: int, until: float) -> socket.socket:
+    """A connection to a host, which may not listen yet."""
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=CONNECT_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_PAUSE_S)
+
+
 def _send(connection: socket.socket, size: int) -> None:
     """Returns when the other end has `size` bytes."""
     connection.sendall(bytes(size))
@@ -77,14 +91,16 @@ def _send(connection: socket.socket, size: int) -> None:
         raise OSError("the connection was closed")
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, served: Any) -> None:
     """The other end: it says when all bytes have arrived."""
     with connection, connection.makefile("rb") as stream:
         connection.settimeout(5 * CONNECT_S)
         with suppress(OSError):
             for size in (1, LARGE):
-                if len(stream.read(size)) == size:
-                    connection.sendall(b"k")
+                if len(stream.read(size)) < size:
+                    return
+                connection.sendall(b"k")
+            served.release()
 
 
 def _reason(error: OSError) -> str:

@@ -11,6 +11,7 @@ import platform
 import resource
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -68,6 +69,7 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
         "files": {path: _file(path) for path in wanted["files"]},
         "gpus": _gpus(wanted["path"]),
+        "clock": time.time(),  # the last one: a tool may take seconds
     }
 
 

@@ -24,7 +24,7 @@ from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts, diff, read_hostfile, render
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import ask_hosts, program_with
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.text import align_columns, counted, escaped, names_by_value
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
@@ -131,8 +131,7 @@ def table(hosts: Hosts) -> str:
 def _check_network(hosts: Sequence[Host]) -> int:
     """Print the links of each host that answers, and a sentence for each that does not."""
     resolve_all([host.name for host in hosts])
-    print_links = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].links()))"
-    program = program_with((interfaces, gpus, facts), print_links)
+    program = program_that_prints((interfaces, gpus, facts), "links()")
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S)
     print(escaped(network_table({host.name: each for host, each in found.items()}), keep="\n"))
     for sentence in failures.values():

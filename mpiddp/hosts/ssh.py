@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpiddp.hosts.gpus import tool_output
@@ -57,12 +57,16 @@ class Answer:
 
     `exit_code` is None if the program did not end in time, `NO_PROGRAM` if the host does not have the
     program, and 255 if ssh itself failed. `has_begun` is whether the login succeeded.
+    `printed_before` is what the start-up files of the shell there have printed. `at` is when the program had
+    ended, in seconds since 1970.
     """
 
     exit_code: int | None
     stdout: str
     stderr: str
     has_begun: bool = True
+    printed_before: str = ""
+    at: float = field(default=0.0, compare=False)
 
 
 def run_on_hosts(
@@ -219,8 +223,9 @@ class _Running:
         except subprocess.TimeoutExpired:
             exit_code = None
         stderr = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0)
-        _, _, stdout = self.output.decode(errors="replace").partition(f"{_LOGIN}\n")
-        return Answer(exit_code, stdout, stderr.decode(errors="replace"), self.has_begun)
+        before, _, stdout = self.output.decode(errors="replace").partition(f"{_LOGIN}\n")
+        errors = stderr.decode(errors="replace")
+        return Answer(exit_code, stdout, errors, self.has_begun, before, time.time())
 
     def close(self) -> None:
         self.stdout.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 
 import pytest
 
@@ -16,8 +18,8 @@ from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
 from mpiddp.hosts import facts as hosts_facts
 from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.remote import PROOF, Connections, program_with
-from mpiddp.hosts.transport import SSH
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from tests.support.patience import PATIENCE_S
 
 GPU = {
@@ -204,34 +206,42 @@ def test_the_report_says_first_what_is_not_well():
 
 
 def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
-    begin = f"sys.modules[{network.__name__!r}].main({PROOF!r})"
-    program = program_with((interfaces, gpus, hosts_facts, network), begin)
     wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
-    here = Host("localhost")
-    with Connections([here], SSH, program) as connected:
-        (found,) = connected.ask({here: wanted}, limit_s=PATIENCE_S).values()
-        (port,) = connected.ask({here: "127.0.0.1"}, limit_s=PATIENCE_S).values()
-        peer = {"name": "a", "address": "127.0.0.1", "port": port}
-        (reached,) = connected.ask({here: [peer]}, limit_s=PATIENCE_S).values()
-        assert abs(connected.by_host[here].skew) < PATIENCE_S
-    assert (found["gpus"], reached) == ({}, {"a": {"error": "", "large": ""}})
-    assert found["names"]["localhost"]
-    assert found["limits"].keys() == hosts_facts.LIMITS.keys()
+    call = f"doctor_facts({wanted!r})"
+    program = program_that_prints((interfaces, gpus, hosts_facts), call)
+    found, failures = ask_hosts([Host("localhost")], program, timeout_s=PATIENCE_S)
+    assert failures == {}
+    (facts,) = found.values()
+    assert (facts["gpus"], facts["limits"].keys()) == ({}, hosts_facts.LIMITS.keys())
+    assert facts["names"]["localhost"]
 
 
-def test_a_program_that_fails_is_asked_no_more():
-    here = Host("localhost")
-    with Connections([here], SSH, "raise SystemExit('no memory')") as connected:
-        assert [connected.ask({here: 1}, limit_s=PATIENCE_S) for _ in range(2)] == [{}, {}]
-        assert connected.by_host[here].failure == "localhost: the connection was lost, no memory"
-    with Connections([here], SSH, "import time; time.sleep(1000)") as connected:
-        connected.ask({here: 1}, limit_s=0.2)
-        assert connected.by_host[here].failure == "localhost: no answer in time"
+@pytest.mark.parametrize("comes", [True, False])
+def test_hosts_that_meet(monkeypatch, comes):
+    """One starts later, or never. Another program may have the port."""
+    monkeypatch.setattr(network, "START_S", PATIENCE_S if comes else 0.2)
+    monkeypatch.setattr(network, "interfaces", lambda: [Interface("lo", "127.0.0.1", "")])
+    addresses = {"here": "127.0.0.1", "late": "127.0.0.2"}
+    late = socket.socket()
+    late.bind(("127.0.0.2", 0))
+    port = late.getsockname()[1]
+    served = threading.Semaphore(0)
 
+    def come():
+        time.sleep(0.3)
+        late.listen()
+        network._serve(late.accept()[0], served)
+        assert network._reach("127.0.0.1", port, 0.0) == {"error": "", "large": ""}
 
-def test_a_port_on_which_nobody_listens():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        (answer,) = network.reach([{"name": "a", "address": "127.0.0.1", "port": port}]).values()
-    assert answer["error"] == "Connection refused"
+    thread = threading.Thread(target=come)
+    if comes:
+        thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        assert network.meet(addresses, busy.getsockname()[1]) is None
+    found = network.meet(addresses, port)
+    expected = "" if comes else "Connection refused"
+    assert found == {"late": {"error": expected, "large": ""}}
+    if comes:
+        thread.join()
+        assert served.acquire(blocking=False)
+    late.close()
