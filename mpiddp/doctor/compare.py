@@ -12,7 +12,6 @@ from typing import Any
 
 from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
 from mpiddp.doctor.report import FAIL, UNKNOWN, WARN, Found
-from mpiddp.launch.preflight import by_value
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
 Facts = Mapping[str, Mapping[str, Any]]
@@ -32,7 +31,8 @@ def differences(what: str, values: Mapping[str, Any]) -> str:
     if len(groups) < 2:
         return ""
     if 2 * most <= len(values):  # no majority
-        return f"{what} differs: {by_value(texts)}"
+        every = [f"{value} on {all_of(names)}" for value, names in groups.items()]
+        return f"{what} differs: {', '.join(every)}"
     odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
     (usual,) = [value for value, names in groups.items() if len(names) == most]
     return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"

@@ -143,9 +143,10 @@ def _where(options: argparse.Namespace) -> list[str]:
 def _of_preflight(
     infos: Mapping[Host, preflight.HostInfo], complaints: Mapping[Host, str], starter: RankStarter
 ) -> list[Line]:
-    lines = [Line("preflight", FAIL, *_split(sentence)) for sentence in complaints.values()]
-    differing = preflight.disagreements(infos.values(), str(starter.program))
-    lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
+    lines = [
+        Line("versions" if " differs: " in sentence else "preflight", FAIL, *_split(sentence))
+        for sentence in complaints.values()
+    ]
     count = counted(len(infos), "host")
     said = f"{count} can start ranks" if infos else "no other host was to be asked"
     return lines or [Line("preflight", OK, f"{said}, with {starter.name}")]

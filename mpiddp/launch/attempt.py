@@ -170,7 +170,6 @@ def run_attempt(
     return found._replace(
         stop=attempt.stop,
         announcement=ranks.announcement,
-        has_started=bool(ranks.started),
         made_steps=bool(ranks.steps),
         slow_hosts=attempt.watch.slow_hosts,
     )

@@ -31,13 +31,11 @@ class Past(NamedTuple):
 
     doubts: of earlier jobs, which are only said; later those of this job, which does without such hosts where
         it can.
-    proven: the hosts of the latest attempt, which have run the job; none before the first.
     enough: the number of hosts of the first attempt; None before it.
     max_ranks: the most ranks that the job has announced.
     """
 
     doubts: Doubts = _NO_DOUBTS
-    proven: tuple[Host, ...] = ()
     enough: int | None = None
     max_ranks: int | None = None
 

@@ -1,7 +1,8 @@
 """Look for hosts that can join a running job: `--grow 10m`.
 
 A look reads files, resolves names and logs in to hosts, any of which may hang. So a thread looks, and wakes
-the launcher's loop when it has found something. A look contacts only hosts that could add ranks.
+the launcher's loop when it has found something. A look contacts hosts that could add
+ranks, and the first of the job, whose versions they must have.
 """
 
 from __future__ import annotations
@@ -88,11 +89,10 @@ def _is_larger(host: Host, before: Host | None) -> bool:
 
 
 def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[Host]:
-    """The hosts that pass the preflight, with the same versions as those that run the job."""
+    """The hosts that pass the preflight, with the same versions as the first host of the job."""
     forget_addresses()
     asked = {host.key for host in hosts}
-    others = [host for host in plan.hosts.usable if host.key not in asked]
-    together = replace(plan.named, hosts=(*others, *hosts))
-    proven = plan.hosts.hosts
-    checked = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
+    first = [host for host in plan.hosts.usable if host.key not in asked][:1]
+    together = replace(plan.named, hosts=(*first, *hosts))
+    checked = run_preflight(options, together, plan.starter, os.environ)
     return [host for host in hosts if host not in checked.complaints]

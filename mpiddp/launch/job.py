@@ -137,9 +137,7 @@ class _Job:
         if at_fault and at_fault == self.at_fault:
             doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
-        # Hosts on which mpirun could not even start prove nothing.
-        proven = plan.hosts.hosts if outcome.has_started else self.past.proven
-        self.past = Past(doubts, proven, self.past.enough, self.known.max_ranks)
+        self.past = Past(doubts, self.past.enough, self.known.max_ranks)
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""

@@ -19,11 +19,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, OneSentenceParser, duration, whole
+from mpiddp.arguments import OPTION_CHECKS, OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
 from mpiddp.launch.variables import parse_exports, read_env_file
-from mpiddp.paths import named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.protocol.variables import (
     BIND,
@@ -50,26 +49,14 @@ class RankProgram(NamedTuple):
     is_command: bool = False
 
     @property
-    def rank_verb(self) -> str:
-        """The verb of mpiddp itself by which each rank joins the job; "" for any other program."""
+    def verb(self) -> str:
+        """The verb of mpiddp itself that each rank runs; "" for any other program."""
         is_ours = self.is_module and self.command[0] == "mpiddp"
-        verb = self.command[1] if is_ours and len(self.command) > 1 else ""
-        return verb if verb in RANK_VERBS else ""
-
-    def checked_options(self) -> tuple[str | None, bool]:
-        """Check the options of such a verb: its backend, and whether the output of all ranks is shown.
-
-        The ranks themselves would report a wrong option only after they have joined.
-        """
-        if self.rank_verb not in OPTION_CHECKS:
-            return None, False
-        module = import_module(OPTION_CHECKS[self.rank_verb])
-        backend, shows_all = module.check_options(list(self.command[2:]))
-        return backend, shows_all
+        return "".join(self.command[1:2]) if is_ours else ""
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
-        if self.rank_verb.startswith("run"):
+        if self.verb in ("run", "run-function"):
             return (str(python), "-m", *self.command)
         kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
         return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
@@ -139,13 +126,12 @@ def _option(flags: str, text: str, default: Any = None, group: str = "", **more:
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given".
 
-    job: what each rank runs. backend: the one that the job's own options request, if known.
+    job: what each rank runs.
     variables: those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
     """
 
     job: RankProgram = field(default_factory=RankProgram)
-    backend: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
@@ -419,9 +405,12 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     refuse_misplaced(job, verb)
     given = {name: getattr(values, name) for name in _FIELDS}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    backend, shows_all = job.checked_options()
-    if shows_all and values.log_ranks == DEFAULT_RANKS:
-        given["log_ranks"] = "all"
+    if (
+        job.verb in OPTION_CHECKS
+    ):  # the ranks would refuse a wrong option only after they have joined
+        shows_all = import_module(OPTION_CHECKS[job.verb]).check_options(list(job.command[2:]))
+        if shows_all and values.log_ranks == DEFAULT_RANKS:
+            given["log_ranks"] = "all"
     prefix = os.environ.get(PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{PREFIX}={shown(prefix)}: expected auto, always or never.")
@@ -432,7 +421,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     for path in values.env_files:
         variables |= read_env_file(path, os.environ)
     variables |= parse_exports(values.exports, os.environ)  # these take precedence
-    return LaunchOptions(job, backend, variables, prefix, **given)
+    return LaunchOptions(job, variables, prefix, **given)
 
 
 # Options that people write behind the script by mistake.
@@ -492,31 +481,8 @@ def _job(values: argparse.Namespace) -> RankProgram:
         raise UserError(f"{command[0]} is not an option of mpiddp launch. {here}")
     if ":" in command:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
-    if not is_module and not is_command:
-        with named_by(""):
-            _check_script(command)
+    if not (is_module or is_command or os.path.isfile(command[0])):  # noqa: PTH113 - no error
+        hint = f" To start any program: mpiddp launch … -- {command[0]}"
+        hint = hint if shutil.which(command[0]) else ""
+        raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).{hint}")
     return RankProgram(tuple(command), is_module, is_command)
-
-
-def _check_script(command: Sequence[str]) -> None:
-    script = Path(command[0])
-    how = f"To start any program: mpiddp launch … -- {script}"
-    if script.is_file():
-        if not _may_be_python(script):
-            raise UserError(f"{script} is not a Python script. {how}")
-        return
-    if script.exists():
-        raise UserError(f"{script} is not a regular file. Expected a Python script.")
-    hint = f" {how}" if shutil.which(script.name) and script.name == str(script) else ""
-    if re.fullmatch(r"python[0-9.]*", script.name) and command[1:2]:
-        hint = f" mpiddp starts Python itself. Leave it out: mpiddp launch … {command[1]}"
-    raise UserError(f"{script} not found (looked in {Path.cwd()}).{hint}")
-
-
-def _may_be_python(script: Path) -> bool:
-    """Whether a file is no binary, and no script of another interpreter."""
-    if script.suffix in (".py", ".pyw"):
-        return True
-    with script.open("rb") as file:
-        first_line = file.readline(4096)
-    return b"python" in first_line if first_line.startswith(b"#!") else b"\0" not in first_line

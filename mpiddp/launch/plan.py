@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -25,8 +24,8 @@ from mpiddp.launch.choose import Past, choose, memory_of, of_earlier_jobs, remem
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import place, ranks_by_host, with_slots
-from mpiddp.launch.preflight import Checked, HostInfo, Needs, preflight, strangers
-from mpiddp.launch.starters.command import RankStarter, Request, StarterKind
+from mpiddp.launch.preflight import Checked, Needs, preflight
+from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
@@ -41,14 +40,13 @@ class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it.
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
-    infos: what the preflight has found on these. memory: the history of the named hosts; None for this one.
+    memory: the history of the named hosts; None for this one.
     """
 
     starter: RankStarter
     request: Request
     named: Hosts
     hosts: Hosts
-    infos: Mapping[Host, HostInfo]
     memory: Path | None
 
 
@@ -71,38 +69,41 @@ def make_plan(
     named = read_hosts(options, env) if named is None else named
     starter = find_starter(named.starter, options.mpirun, _python(), env)
     kind, is_first = starter.kind, past is None
-    _check(options, named, kind)
+    check_gpu_choice(named, options.variables)
+    needs_preflight = options.spares or options.wait_s or options.grow_s or options.min_hosts
+    if needs_preflight and (kind.has_scheduler or not options.check):
+        raise UserError(
+            "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
+            "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
+        )
     wanted = wanted_hosts(named, options.spares, options.min_hosts, past and past.enough)
     resolve_all([host.name for host in named.hosts])
-    if options.verbose:
-        log.info(f"{starter.name}, {starter.program}")
-        if len(named.hosts) > 1 and not kind.has_scheduler:
-            log.info(f"{named.transport.name} reaches the other hosts")
-
     is_local = all(is_this_host(host.name) for host in named.usable)
     memory = None if is_local else memory_of(options.hostfile)
     past = past or (of_earlier_jobs(memory, named) if memory else Past())
-    checked = run_preflight(options, named, starter, env, past.proven)
+    # The first attempt may wait for hosts; a restart has pauses of its own.
+    wait_s = options.wait_s or 0.0 if is_first else 0.0
+    checked = run_preflight(options, named, starter, env, wait_s=wait_s)
     if memory and checked.silent:
         remember(memory, failed={host.key: why for host, why in checked.silent.items()})
     chosen = choose(named, checked.complaints, wanted, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
+    is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
+    by_number = is_default and options.names_ranks
+    with_counts = with_slots(
+        *(chosen, infos, options.variables), by_number=by_number, dry_run=options.dry_run
+    )
+    if not options.names_hosts:
+        log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     placed = place(
-        with_slots(chosen, infos, options),
-        kind,
-        options.n,
-        options.npernode,
+        *(with_counts, kind, options.n, options.npernode),
         may_be_fewer=len(chosen.usable) < max(wanted.hosts, past.enough or 0),
         max_ranks=past.max_ranks,
     )
     if is_first:
         options.check_log_ranks(placed.world_size)
     network = find_network(placed, infos.values(), options.interface, dry_run=options.dry_run)
-    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
-        for line in ranks_by_host(placed):
-            log.info(line)
-    if options.verbose and network.interface:
-        log.info(f"{network.interface.name} ({network.interface.address}) leads to the other hosts")
+    _explain(options, starter, placed, network)
     settings = options.settings(network.networks)
     request = Request(
         hosts=placed,
@@ -115,7 +116,7 @@ def make_plan(
         mpi_args=options.mpi_args,
         is_command=options.job.is_command,
     )
-    return Plan(starter, request, named, chosen, infos, memory)
+    return Plan(starter, request, named, chosen, memory)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -124,16 +125,14 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     Args:
         is_first: the job has not begun. Later, a host of --exclude may be gone from an edited hostfile.
     """
-    hosts = THIS_MACHINE
     if options.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
         is_file = os.path.isfile(options.hostfile)  # noqa: PTH113 - False for any error
-        read = read_hostfile if is_file else _read_once
-        hosts = read(options.hostfile)
+        hosts = (read_hostfile if is_file else _read_once)(options.hostfile)
     elif options.host_list is not None:
         hosts = parse_host_list(options.host_list)
-    elif granted := find_allocation(env):
-        hosts = granted
+    else:
+        hosts = find_allocation(env) or THIS_MACHINE
     if options.exclude is None:
         return hosts
     return exclude(hosts, options.exclude, may_be_gone=not is_first)
@@ -141,36 +140,17 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
 def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
     """The hosts without those of `--exclude node1,node2`."""
-    keys = [name.strip().lower() for name in names.split(",")]
-    known_keys = {host.key for host in hosts.hosts}
-    for key in keys:
-        if key not in known_keys and not may_be_gone:
-            known = listed([host.name for host in hosts.hosts])
-            raise UserError(
-                f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
-            )
-    left = tuple(host for host in hosts.hosts if host.key not in set(keys))
+    excluded = {name.strip().lower() for name in names.split(",")}
+    unknown = sorted(excluded - {host.key for host in hosts.hosts})
+    if unknown and not may_be_gone:
+        known = listed([host.name for host in hosts.hosts])
+        raise UserError(
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {known}.'
+        )
+    left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
         raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
-
-
-def _check(options: LaunchOptions, hosts: Hosts, kind: StarterKind) -> None:
-    """Raise UserError for options that contradict each other, or that have no effect here."""
-    check_gpu_choice(hosts, options.variables)
-    if options.check and not kind.has_scheduler:
-        return
-    needing = {
-        "--spares": options.spares,
-        "--wait-for-hosts": options.wait_s and not kind.has_scheduler,  # it waits for nothing
-        "--grow": options.grow_s,
-        "--min-hosts": options.min_hosts and kind.has_scheduler,
-    }
-    how = "Leave out --no-check."
-    if kind.has_scheduler:
-        how = "Start the ranks over ssh instead of srun: --mpirun PATH"
-    for option in (each for each, value in needing.items() if value):
-        raise UserError(f"{option} needs the preflight, which finds the hosts that answer. {how}")
 
 
 def run_preflight(
@@ -178,18 +158,12 @@ def run_preflight(
     named: Hosts,
     starter: RankStarter,
     env: Mapping[str, str],
-    proven: Collection[Host] | None = None,
-    known: Mapping[Host, HostInfo] = MappingProxyType({}),
+    *,
+    wait_s: float = 0.0,
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
-    Hosts with slots=0 take no rank and are not checked. The first attempt may wait for hosts; a restart has
-    pauses of its own.
-
-    Args:
-        proven: the hosts that have run the job, none before the first attempt. The others must have the same
-            versions, or those of the first host. None: versions are not compared.
-        known: the results of hosts that need no new preflight.
+    Hosts with slots=0 take no rank and are not checked.
     """
     is_local = all(is_this_host(host.name) for host in named.usable)
     program = options.job.command[0] if options.job.is_command else None
@@ -208,15 +182,23 @@ def run_preflight(
         program=program,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    wait_s = 0.0 if proven else options.wait_s or 0.0
-    asked = [host for host in named.usable if host not in known]
-    found, complaints, silent = preflight(asked, needs, named.transport, wait_s=wait_s)
-    infos = {**known, **found}
-    infos = {host: infos[host] for host in named.usable if host in infos}
-    if proven is not None:
-        fine = [info for host, info in infos.items() if host not in complaints]
-        complaints = {**complaints, **strangers(fine, proven, str(starter.program))}
-    return Checked(infos, complaints, silent)
+    return preflight(named.usable, needs, named.transport, wait_s=wait_s)
+
+
+def _explain(
+    options: LaunchOptions, starter: RankStarter, placed: Hosts, network: JobNetwork
+) -> None:
+    """Log what --verbose or a dry run shows of a plan."""
+    if options.verbose:
+        log.info(f"{starter.name}, {starter.program}")
+        if len(placed.hosts) > 1 and not starter.kind.has_scheduler:
+            log.info(f"{placed.transport.name} reaches the other hosts")
+        if network.interface:
+            own = f"{network.interface.name} ({network.interface.address})"
+            log.info(f"{own} leads to the other hosts")
+    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
+        for line in ranks_by_host(placed):
+            log.info(line)
 
 
 def _python() -> Path:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from platform import python_version
 from types import MappingProxyType, ModuleType
@@ -25,7 +25,7 @@ from mpiddp.hosts.remote import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, did_not_run, login_failed, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
-from mpiddp.text import all_of, counted, duration, listed, names_by_value
+from mpiddp.text import all_of, duration, listed
 
 LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
@@ -87,8 +87,9 @@ def preflight(
     complaints: dict[Host, str] = {}
     for host in hosts:
         if info := _read(host, answers[host]):
+            fine = [each for each in infos.values() if each.host not in complaints]
+            complaint = _complaint(info, needs) or _difference([*fine, info][0], info, needs.mpirun)
             infos[host] = info
-            complaint = _complaint(info, needs)
         else:
             complaint = _no_answer(host, answers[host], needs, transport)
         if complaint:
@@ -103,7 +104,7 @@ def _answers(
     hosts: Sequence[Host], needs: Needs, transport: Transport, wait_s: float
 ) -> dict[Host, Answer]:
     """The answer of each host, or how it failed. One that lacks the interpreter has answered."""
-    began, count = time.monotonic(), counted(len(hosts), "host")
+    waits_until = time.monotonic() + wait_s
     answers: dict[Host, Answer] = {}
     waiting, said = [*hosts], list[Host]()
     while True:
@@ -113,24 +114,19 @@ def _answers(
             work_s=facts.LONGEST_S,
             transport=transport,
         )
-        waiting = [host for host in waiting if not _has_answered(answers[host])]
         # Only people change a host's key.
-        waiting = [host for host in waiting if _NEW_KEY not in answers[host].stderr]
-        left_s = wait_s - (time.monotonic() - began)
+        final = [host for host in waiting if _NEW_KEY in answers[host].stderr]
+        waiting = [
+            host for host in waiting if not _has_answered(answers[host]) and host not in final
+        ]
+        left_s = waits_until - time.monotonic()
         if not waiting or left_s <= 0:
-            break
+            return answers
         if waiting != said:
             said, some = waiting, listed([host.name for host in waiting], most=3)
-            log.info(
-                f"{len(hosts) - len(waiting)} of {count} answer; waiting for {some} "
-                f"(up to {duration(max(1.0, left_s))})"
-            )
+            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
         time.sleep(min(PAUSE_S, left_s))
-        names.forget_addresses()
-        names.resolve_all([host.name for host in waiting])
-    if said and not waiting:
-        log.info(f"all {count} answer after {duration(wait_s - left_s)}")
-    return answers
+        names.forget_addresses()  # a name may resolve by now
 
 
 def probe_program(needs: Needs) -> str:
@@ -208,31 +204,20 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
     return login_failed(host, answer.exit_code, answer.stderr, limit_s=LOGIN_S, missing=missing)
 
 
-def strangers(infos: Sequence[HostInfo], proven: Collection[Host], mpirun: str) -> dict[Host, str]:
-    """A sentence for each host with other versions than one that has run the job, else than the first."""
-    judge = [*(info for info in infos if info.host in proven), *infos][:1]
-    found = {info.host: disagreements([*judge, info], mpirun) for info in infos}
-    return {host: sentences[0] for host, sentences in found.items() if sentences}
+def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:
+    """How the versions of a host differ from those of the first host without a complaint; "" if they do not.
 
-
-def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
-    """The version differences between hosts that can each be used alone. `mpirun` is its path."""
-    infos = tuple(infos)
-    found = []
-    for what, name, same in (
+    `mpirun` is its path.
+    """
+    for attribute, name, same in (
         ("torch", "torch", "version"),
         ("mpi4py", "mpi4py", "version"),
         ("mpirun", mpirun, "MPI"),
     ):
-        versions = {info.host.name: getattr(info, what) or "missing" for info in infos}
-        if len(set(versions.values())) > 1:
-            found.append(
-                f"{name} differs: {by_value(versions)}. Install the same {same} on every host."
+        here, there = (getattr(each, attribute) or "missing" for each in (first, other))
+        if here != there:
+            return (
+                f"{name} differs: {here} on {first.host.name}, {there} on {other.host.name}. "
+                f"Install the same {same} on every host."
             )
-    return found
-
-
-def by_value(values: Mapping[str, str]) -> str:
-    """{"a": "1", "b": "1", "c": "2"} to "1 on a and b, 2 on c"."""
-    groups = names_by_value(values).items()
-    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups)
+    return ""

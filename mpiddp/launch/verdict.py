@@ -111,7 +111,7 @@ class Outcome(NamedTuple):
         known_cause: a sentence to print below `sentence`.
         stop: who has requested a stop of the ranks.
         announcement: what the ranks have announced.
-        has_started: a rank has reported. made_steps: a rank has made a step.
+        made_steps: a rank has made a step.
         slow_hosts: those of stragglers, and their part of the others' speed.
     """
 
@@ -124,7 +124,6 @@ class Outcome(NamedTuple):
     known_cause: str = ""
     stop: Stop = Stop.NONE
     announcement: Announcement = NOTHING_ANNOUNCED
-    has_started: bool = False
     made_steps: bool = False
     slow_hosts: Mapping[str, float] = MappingProxyType({})
 

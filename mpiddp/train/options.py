@@ -11,7 +11,7 @@ import difflib
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import mpiddp
 from mpiddp.errors import UserError
@@ -40,13 +40,6 @@ OF_RUN = (
     *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "per_rank_log"),
     *("stop_at_step", "check_determinism", "check_divergence"),
 )
-
-
-class Hints(NamedTuple):
-    """What the options mean for `mpiddp launch`."""
-
-    backend: str  # "nccl", "gloo", or "auto" for nccl on GPUs
-    shows_all_ranks: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -189,10 +182,9 @@ def parse(argv: list[str]) -> Namespace:
     return options
 
 
-def check_options(argv: list[str]) -> Hints:
-    """Check the options before a job starts. Raises UserError as `parse`."""
-    options = parse(argv)
-    return Hints(options.backend or "auto", options.per_rank_log)
+def check_options(argv: list[str]) -> bool:
+    """Check the options before a job starts. Returns whether every rank prints."""
+    return bool(parse(argv).per_rank_log)
 
 
 def _dashed(argument: str) -> str:

@@ -679,7 +679,6 @@ def test_hosts_that_come_up_late(hosts: Hosts) -> None:
         names.write_text(whole)
         start_sshd([hosts["node2"]])
     assert [rank["host"] for rank in job.wait().assert_ok().records] == hosts.hosts
-    assert "all 3 hosts answer" in job.stderr
 
 
 # First on rank 1's path is a folder whose modules hang, as on a disk that does not answer.

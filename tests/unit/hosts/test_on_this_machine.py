@@ -194,10 +194,7 @@ def test_a_host_is_asked_until_it_answers(tmp_path, capfd, monkeypatch):
     refused = error("Where ssh", "shell c.invalid ", said, ": --hostfile FILE ")
     assert re.fullmatch(rf"{refused}\nAsk for help\.", complaints[c])
     err = capfd.readouterr().err
-    assert "2 of 3 hosts answer; waiting for b.invalid (up to " in err
-    (tmp_path / "came").unlink()
-    assert preflight([a, b], needs(tmp_path), slow, wait_s=600.0)[1] == {}
-    assert "all 2 hosts answer after " in capfd.readouterr().err
+    assert err.startswith("mpiddp: waiting for b.invalid (up to ")
 
 
 # --- what is left of a job ---

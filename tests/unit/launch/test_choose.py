@@ -15,8 +15,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
 from mpiddp.launch.choose import Past, choose, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import THIS_MACHINE, _check, exclude, read_hosts, working_folder
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.plan import THIS_MACHINE, exclude, read_hosts, working_folder
 from tests.support.errors import error
 
 A, B, C = Host("a"), Host("b"), Host("c")
@@ -73,7 +72,7 @@ def test_a_host_that_fails_ends_the_start_unless_fewer_are_enough() -> None:
 def test_an_avoided_host_is_left_out_if_the_options_allow(
     min_hosts: int | None, enough: int | None, expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    past = Past({"b": "b has failed"}, (A, B, C), enough)
+    past = Past({"b": "b has failed"}, enough)
     assert kept(Hosts("file", (B, C, A)), min_hosts=min_hosts, past=past) == expected
     said = "b has failed: --exclude HOST does without it."
     said = "leaving out a host: b has failed." if expected == "ca" else said
@@ -147,16 +146,3 @@ def test_the_working_folder_has_the_shells_name(
     for pwd in ("", "link", str(tmp_path / "other"), str(tmp_path / "gone")):
         assert working_folder({"PWD": pwd}) == str(tmp_path / "real")
     assert working_folder({}) == str(tmp_path / "real")
-
-
-@pytest.mark.parametrize("option", ["--spares=1", "--grow=1h"])
-def test_options_that_need_a_preflight_are_refused_without_one(option: str) -> None:
-    name = option.partition("=")[0]
-    for kind in STARTERS:
-        for without in ((), ("--no-check",)):
-            options = parse_options(["-H", "a,b,c", option, *without, "-m", "train"])
-            if not (kind.has_scheduler or without):
-                _check(options, ALL, kind)
-                continue
-            with pytest.raises(UserError, match=f"^{name} needs the preflight"):
-                _check(options, ALL, kind)

@@ -157,7 +157,7 @@ def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:
     ]
     err = plan("-H", "localhost:1", "-v", "--interface", "127.0.0.1")[2].splitlines()
     assert err[1:3] == [
-        f"mpiddp: {HERE}: rank 0",
         "mpiddp: lo (127.0.0.1) leads to the other hosts",
+        f"mpiddp: {HERE}: rank 0",
     ]
     assert "reaches" not in plan("-H", "a.invalid:1,b.invalid:1")[2]

@@ -166,14 +166,6 @@ def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
     assert planned.request.world_size == 2
 
 
-def test_hosts_on_which_no_rank_has_started_prove_nothing(jobs: Jobs) -> None:
-    job = jobs("--max-restarts", "1")
-    job.learn_from(Outcome(FAILED))
-    assert job.past.proven == ()
-    job.learn_from(Outcome(FAILED, has_started=True))
-    assert [host.name for host in job.past.proven] == ["localhost"]
-
-
 def test_the_pause_ends_with_the_time_of_the_job(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,14 +21,13 @@ from mpiddp.launch.preflight import (
     HostInfo,
     Needs,
     _complaint,
+    _difference,
     _no_answer,
     _read,
-    disagreements,
-    strangers,
 )
 from tests.support.errors import error
 
-A, B, C = Host("a"), Host("b"), Host("c")
+A, B = Host("a"), Host("b")
 NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", "/bin")
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", 0, (ETH0,))
@@ -147,21 +146,12 @@ def test_the_answer_is_the_last_line_that_is_one() -> None:
 
 
 def test_versions_that_differ() -> None:
-    others = (replace(FINE, host=B), replace(FINE, host=C, torch=None))
-    assert disagreements([FINE, others[0]], "/mpi/bin/mpirun") == []
-    (torch,) = disagreements([FINE, *others], "/mpi/bin/mpirun")
-    assert re.fullmatch(error("same version", "torch ", "2.6 on a and b, missing on c"), torch)
-    changed = replace(FINE, host=B, mpi4py="4.0", mpirun="mpirun 4.1")
-    mpi4py, mpi = disagreements([FINE, changed], "/mpi/bin/mpirun")
-    assert re.fullmatch(error("same version", "mpi4py ", "4.1 on a, 4.0 on b"), mpi4py)
-    versions = "mpirun 5.0 on a, mpirun 4.1 on b"
-    assert re.fullmatch(error("same MPI on", "/mpi/bin/mpirun ", versions), mpi)
-
-
-def test_a_host_that_differs_from_those_that_have_run_the_job() -> None:
-    infos = [FINE, replace(FINE, host=B, torch="2.5"), replace(FINE, host=C)]
-    for proven, odd in (([A], [B]), ([], [B]), ([B], [A, C]), ([C], [B])):
-        found = strangers(infos, proven, "/mpi/bin/mpirun")
-        assert list(found) == odd
-    assert re.fullmatch(error("same version", "torch ", "2.6 on c, 2.5 on b"), found[B])
-    assert strangers([], [], "mpirun") == {}
+    mpirun = "/mpi/bin/mpirun"
+    assert _difference(FINE, replace(FINE, host=B), mpirun) == ""
+    for change, words, values in (
+        ({"torch": None}, "same version", ("torch ", "2.6 on a, missing on b")),
+        ({"mpi4py": "4.0", "mpirun": "x"}, "same version", ("mpi4py ", "4.1 on a, 4.0 on b")),
+        ({"mpirun": "mpirun 4"}, "same MPI on", (f"{mpirun} ", "mpirun 5.0 on a, mpirun 4 on b")),
+    ):
+        said = _difference(FINE, replace(FINE, host=B, **change), mpirun)
+        assert re.fullmatch(error(words, *values), said)
