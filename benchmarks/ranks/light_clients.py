@@ -19,7 +19,7 @@ from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.attempt import Terms, run_attempt
-from mpiddp.launch.events import queued_signals
+from mpiddp.launch.control import queued_signals
 from mpiddp.launch.options import parse_options
 from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
 from mpiddp.protocol.server import PER_RANK, ChannelServer

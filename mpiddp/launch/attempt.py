@@ -14,14 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any, ClassVar
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch import log
-from mpiddp.launch.control import ControlServer
-from mpiddp.launch.events import STOP_SIGNALS, SignalQueue, TimedSelector
+from mpiddp.launch.control import STOP_SIGNALS, ControlServer, SignalQueue, TimedSelector
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
@@ -77,13 +74,13 @@ class Event(Enum):
     STOP = auto()  # the user's first request
     SECOND_STOP = auto()
     HOST_FOUND = auto()  # it can join the job
+    STOP_AFTER = auto()  # --stop-after is over
     START_TIMEOUT = auto()
-    START_STACKS = auto()  # the stacks are there, for a sentence about ranks of which none joins
     JOIN_TIMEOUT = auto()
     JOIN_STACKS = auto()  # the stacks are there, for the report of the ranks that have not joined
     SEE_STEPS = auto()
     WATCH_STACKS = auto()  # the stacks are there, for the watch
-    VIEW_STACKS = auto()  # the stacks are there, for viewers alone
+    VIEW_STACKS = auto()  # the stacks are there, and only viewers have asked
     STACKS_LATE = auto()
     STACKS_OVER = auto()
     SEE_GRACE = auto()
@@ -163,7 +160,7 @@ def run_attempt(
             printed=output.last_errors if is_all_shown else {},
         )
         if is_all_shown:
-            _keep(output.settle(is_said=found.is_complete), options.log_dir)
+            output.settle(is_said=found.is_complete, log_dir=options.log_dir)
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
         left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
@@ -173,19 +170,6 @@ def run_attempt(
         made_steps=bool(ranks.steps),
         slow_hosts=attempt.watch.slow_hosts,
     )
-
-
-def _keep(left_out: bytes, log_dir: str | None) -> None:
-    """Write what mpirun has said, and what is not shown, into the folder of --log-dir."""
-    if not left_out or log_dir is None:
-        return
-    path = Path(log_dir, "mpirun.log")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(left_out)
-    except OSError as error:
-        log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
 
 
 Action = Callable[["Attempt"], None] | None
@@ -213,7 +197,6 @@ class Attempt:
         self.stop = Stop.NONE
         self._input = Input()
         self._phase = Phase.STARTING
-        self._stop_at = terms.stop_at
         self._stop_reason = ""
         self._stopping_since = 0.0
         self._wanted: Event | None = None  # what the stacks are for that are on their way
@@ -221,8 +204,9 @@ class Attempt:
         self._viewers: list[Peer] = []  # that wait for stacks
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
-        self._join_timeout_s = 0.0
+        self._join_timeout_s = self._join_by = 0.0
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self._options.timeout_s or 0))
+        self._timers.after(terms.stop_at - time.monotonic(), Event.STOP_AFTER)
         if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
 
@@ -248,7 +232,7 @@ class Attempt:
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
-        until = min(self._timers.next_at, self._stop_at, self._server.next_deadline)
+        until = min(self._timers.next_at, self._server.next_deadline)
         wait_s = min(at_most_s, max(0.0, until - time.monotonic()))
         ready = [key.data for key, _ in self._timers.select(wait_s)]
         for data in ready:
@@ -265,9 +249,6 @@ class Attempt:
                 self.on_signal(number)
             else:
                 self._mpirun.reap_adopted()
-        if self._stop_at <= time.monotonic():
-            self._stop_at = float("inf")
-            self.request_stop("--stop-after")
         for event in self._timers.due():
             self.on(event)
 
@@ -307,7 +288,7 @@ class Attempt:
         A second signal ends the wait for a terminal that is stopped, and so does a stop after some time. That
         of a silent host, and of a rank that does not end, is not waited for.
         """
-        self._timers.clear_timers()
+        self._timers.cancel(*(set(Event) - {Event.STOP_AFTER}))
         ranks, began_at, late = self.ranks, time.monotonic(), ""
         while True:
             limit_s = (
@@ -341,7 +322,7 @@ class Attempt:
         if action := self._TABLE[event][self._phase.value]:
             action(self)
         if self._phase.value > Phase.RUNNING.value:
-            self._output.show_status([])
+            self._output.begin_end()
 
     def on_signal(self, number: int) -> None:
         if self.stop < Stop.BY_USER:
@@ -366,12 +347,11 @@ class Attempt:
                 self.on(Event.STARTED)
                 if self.stop is Stop.BY_USER:
                     self._server.request_stop(message.rank)
-            case "mpi_init" if not ranks.joining:  # MPI waits for all ranks
-                if not message.facts["active"]:
-                    self._timers.cancel(Event.JOIN_TIMEOUT)
-                elif len(ranks.in_mpi_init) == 1:
-                    self._join_timeout_s = self._options.timeout_s or JOIN_TIMEOUT_S
-                    self.on(Event.FIRST_JOINED)
+            case "mpi_init" if not ranks.joining and len(ranks.in_mpi_init) <= 1:
+                is_waiting = message.facts["active"]  # MPI waits for all ranks
+                own_s = self._options.timeout_s or JOIN_TIMEOUT_S
+                self._join_timeout_s = own_s if is_waiting else self._start_timeout_s
+                self.on(Event.FIRST_JOINED)
             case "joining":
                 self._join_timeout_s = message.facts["timeout_s"]
                 if len(ranks.joining) == 1:
@@ -381,13 +361,13 @@ class Attempt:
             case "stopped":
                 self.on(Event.LAST_STEP)
             case "failed" | "lost" if message.rank in ranks.failures:
-                self._output.note_failure()
                 self.on(Event.FAILED)
         # Of a script, only an early exit is the rank's end.
         ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
         if message.kind in ends:
             self._mute.discard(message.rank)
-            self._report_complete_stacks()
+            if self._wanted is not None and not self._mute:
+                self._report_stacks()
         if ranks.done and not self._server.has_ranks:
             self.on(Event.ALL_LEFT)
 
@@ -402,18 +382,16 @@ class Attempt:
     def _collect(self, event: Event) -> None:
         """Let `event` happen when every rank has sent its stacks, or the time is over.
 
-        Viewers wait for any collection. Of two others, the later event happens.
+        Viewers wait for any collection, and each phase has one other event.
         """
         if self._wanted is not None:
             self._wanted = self._wanted if event is Event.VIEW_STACKS else event
             return
         self._wanted = event
         self.ranks.stacks.clear()
-        self._server.request_stacks()
-        self._mute = self._server.connected - self.ranks.done.keys()
+        self._mute = self._server.request_stacks() - self.ranks.done.keys()
         self._timers.after(STACKS_S, Event.STACKS_LATE)
-        self._timers.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
-        self._report_complete_stacks()
+        self._timers.after(STACKS_S + INTERRUPTED_S if self._mute else 0.0, Event.STACKS_OVER)
 
     def _interrupt(self) -> None:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
@@ -421,10 +399,6 @@ class Attempt:
         if not is_guess and self._wanted is not Event.VIEW_STACKS:
             for rank in self._mute:
                 self._server.send(rank, "stacks")  # its agent interrupts the script
-
-    def _report_complete_stacks(self) -> None:
-        if self._wanted is not None and not self._mute:
-            self._report_stacks()
 
     def _report_stacks(self) -> None:
         self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
@@ -448,9 +422,10 @@ class Attempt:
     # --- starting, joining ---
 
     def _join(self) -> None:
+        """All ranks may import torch from a file system that is away, or is only slow."""
         self._phase = Phase.JOINING
-        self._timers.cancel(Event.START_TIMEOUT)
-        self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
+        self._join_timeout_s = self._start_timeout_s
+        self._await_rest()
 
     def _end_unstarted(self) -> None:
         """mpirun hangs, and no other limit would end it."""
@@ -459,23 +434,22 @@ class Attempt:
             "hangs. If a start takes that long, raise --timeout."
         )
 
-    def _ask_stacks_of_start(self) -> None:
-        """All ranks may import torch from a file system that is away, or is only slow."""
-        if not (self.ranks.joining or self.ranks.in_mpi_init):  # JOIN_TIMEOUT limits these
-            self._collect(Event.START_STACKS)
-
-    def _report_late_start(self) -> None:
-        self._log(missing_sentence(self.ranks, self._start_timeout_s))
-
     def _await_rest(self) -> None:
-        self._timers.cancel(Event.JOIN_TIMEOUT)
+        self._join_by = time.monotonic() + self._join_timeout_s
         self._timers.after(self._join_timeout_s, Event.JOIN_TIMEOUT)
 
     def _ask_stacks_of_missing(self) -> None:
         self._collect(Event.JOIN_STACKS)
 
-    def _end_not_joined(self) -> None:
-        self._end_job(missing_sentence(self.ranks, self._join_timeout_s))
+    def _report_missing(self) -> None:
+        """Name the ranks that have not joined. If others wait for them, that ends the job."""
+        if time.monotonic() < self._join_by:  # the first one has joined since
+            return
+        sentence = missing_sentence(self.ranks, self._join_timeout_s)
+        if self.ranks.joining or self.ranks.in_mpi_init:
+            self._end_job(sentence)
+        else:
+            self._log(sentence)
 
     def _run_on(self) -> None:
         self._phase = Phase.RUNNING
@@ -540,13 +514,15 @@ class Attempt:
                 f"{self._stop_reason}: the ranks are saving and stopping; another signal kills them at once."
             )
 
+    def _stop_after(self) -> None:
+        self.request_stop("--stop-after")
+
     def _ask_to_stop(self) -> None:
         for rank in self._server.connected:
             self._server.request_stop(rank)
 
     def _begin_grace(self) -> None:
         self._stopping_since = time.monotonic()
-        self._timers.cancel(Event.SEE_GRACE)
         self._timers.after(self._options.grace_s, Event.SEE_GRACE)
 
     def _save_to_grow(self) -> None:
@@ -632,8 +608,8 @@ class Attempt:
     _TABLE: ClassVar[dict[Event, tuple[Action, ...]]] = {
         #                     STARTING     JOINING      RUNNING      STOPPING     ENDING
         Event.STARTED:       (_join,       __,          __,          __,          __),
-        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __),
-        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __),
+        Event.FIRST_JOINED:  (__,          _await_rest, __,          __,          __),
+        Event.ALL_JOINED:    (__,          _run_on,     __,          __,          __),
         Event.HOST_FOUND:    (__,          __,          _grow,       __,          __),
         Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    _ask_all,    __),
         Event.LAST_STEP:     (__,          __,          _save_to_grow, __,        __),
@@ -641,10 +617,10 @@ class Attempt:
         Event.FAILED:        (_fail,       _fail,       _fail,       _fail,       __),
         Event.SECOND_STOP:   (_kill_now,) * len(Phase),
         # Timers, and what the stacks that one of them has requested are for:
-        Event.START_TIMEOUT: (_end_unstarted, _ask_stacks_of_start, __, __,       __),
-        Event.START_STACKS:  (__,          _report_late_start, __,   __,          __),
-        Event.JOIN_TIMEOUT:  (_ask_stacks_of_missing, _ask_stacks_of_missing, __, __, __),
-        Event.JOIN_STACKS:   (_end_not_joined, _end_not_joined, __,  __,          __),
+        Event.STOP_AFTER:    (_stop_after,) * len(Phase),
+        Event.START_TIMEOUT: (_end_unstarted, __,       __,          __,          __),
+        Event.JOIN_TIMEOUT:  (__,          _ask_stacks_of_missing, __, __,        __),
+        Event.JOIN_STACKS:   (__,          _report_missing, __,      __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __),
         Event.WATCH_STACKS:  (__,          __,          _judge_stacks, __,        __),
         Event.VIEW_STACKS:   (__,) * len(Phase),

@@ -1,24 +1,162 @@
-"""The launcher's end of the job channel: where it listens, what it asks of the ranks, and who waits for it.
+"""What the launcher waits for: its ranks, signals and timers. And what it asks of the ranks.
 
-It listens on one address only. `mpiddp.protocol.server` handles the connections and the protocol.
+The launcher's end of the job channel listens on one address only. `mpiddp.protocol.server` handles the
+connections and the protocol.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
+import selectors
+import signal
 import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.events import TimedSelector
 from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+# coreutils' timeout signals its child and then the child's process group, systemd and a closing terminal
+# do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
+_REPEAT_S = {signal.SIGINT: 0.3}
+_DEFAULT_REPEAT_S = 1.0
+
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+class TimedSelector(selectors.DefaultSelector):
+    """A selector with timers. Times are time.monotonic()'s seconds.
+
+    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timers: list[tuple[float, Any]] = []  # times and events, the next one first
+
+    def after(self, seconds: float, event: object) -> None:
+        """Let `due` return `event` in so many seconds, and no sooner."""
+        self.cancel(event)
+        self._timers.append((time.monotonic() + seconds, event))
+        self._timers.sort(key=lambda timer: timer[0])
+
+    def cancel(self, *events: object) -> None:
+        self._timers = [timer for timer in self._timers if timer[1] not in events]
+
+    @property
+    def next_at(self) -> float:
+        """The time of the next timer, infinity without one."""
+        return self._timers[0][0] if self._timers else float("inf")
+
+    def due(self) -> Iterator[Any]:
+        """The events of the timers that are over."""
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            yield self._timers.pop(0)[1]
+
+
+class SignalQueue:
+    """The signals that have arrived. Its file descriptor is readable when there are any.
+
+    The kernel may deliver a signal to another thread. Python then runs no handler before the selector
+    returns, but writes the number to `sender` at once.
+    """
+
+    def __init__(self) -> None:
+        self._receiver, self.sender = os.pipe()
+        for file in (self._receiver, self.sender):
+            os.set_blocking(file, False)
+        self._first_at: dict[int, float] = {}
+
+    def fileno(self) -> int:
+        return self._receiver
+
+    def close(self) -> None:
+        os.close(self._receiver)
+        os.close(self.sender)
+
+    def receive(self) -> list[int]:
+        """The signals that are new. A stop signal that only repeats an equal one is left out."""
+        with suppress(BlockingIOError):
+            return [each for each in os.read(self._receiver, 4096) if self._is_new(each)]
+        return []
+
+    def _is_new(self, number: int) -> bool:
+        if number not in STOP_SIGNALS:
+            return True
+        now = time.monotonic()
+        since = now - self._first_at.get(number, float("-inf"))
+        if since < _REPEAT_S.get(signal.Signals(number), _DEFAULT_REPEAT_S):
+            return False
+        self._first_at[number] = now
+        return True
+
+    def has_stop(self, within_s: float) -> bool:
+        """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
+        deadline = time.monotonic() + within_s
+        while True:
+            if any(number in STOP_SIGNALS for number in self.receive()):
+                return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            select.select([self], [], [], left_s)
+
+
+@contextmanager
+def queued_signals() -> Iterator[SignalQueue]:
+    """A queue of STOP_SIGNALS, and of SIGCHLD.
+
+    Signals that were ignored when this process started stay ignored, as SIGHUP under `nohup`.
+    """
+    queue = SignalQueue()
+    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    wakeup = signal.set_wakeup_fd(queue.sender, warn_on_full_buffer=False)
+    with _handled_by(_queue, [*numbers, signal.SIGCHLD]):
+        try:
+            yield queue
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            queue.close()
+
+
+def _queue(number: int, frame: FrameType | None) -> None:
+    """Handle a signal, whose number is in the queue."""
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """Within the body, a stop signal raises KeyboardInterrupt: what it does may block, as logins to hosts."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handled_by(
+        interrupt, [each for each in STOP_SIGNALS if signal.getsignal(each) == _queue]
+    ):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Handler, numbers: Sequence[int]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class ControlServer(ChannelServer):
@@ -49,7 +187,12 @@ class ControlServer(ChannelServer):
                 self._socket = socket.create_server((where, 0), family=family, backlog=1024)
                 shown = "{}:{}".format(*self._socket.getsockname()[:2])
         except OSError as error:
-            raise _cannot_listen(where, error) from None
+            of, hint = "", ""
+            if not self._is_local:
+                of, hint = " of this machine", " Name another interface: --interface NAME"
+            raise cause_of(error)(
+                f"cannot listen on {where}{of} ({error.strerror}).{hint}"
+            ) from None
         super().__init__(self._socket, secret, world_size, selector)
         self.settings = {ADDRESS: shown, SECRET: secret}  # the variables that the ranks need
 
@@ -57,10 +200,15 @@ class ControlServer(ChannelServer):
         super().close()
         self._socket.close()
 
-    def request_stacks(self) -> None:
-        """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
+    def request_stacks(self) -> set[int]:
+        """Request the stacks of every connected rank: of its script, if that talks to this server itself.
+
+        Returns:
+            The ranks that were asked.
+        """
         for rank in self.connected:
             self.send(rank, "stacks", to_script=rank in self._scripts)
+        return self.connected
 
     def request_stop(self, rank: int) -> None:
         """Request a stop of the rank, if it is connected."""
@@ -80,9 +228,3 @@ class ControlServer(ChannelServer):
             if any(fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4)))
         ]
         return [message for peer in silent for message in self.lose(peer, silent=True)]
-
-
-def _cannot_listen(where: str | Path, error: OSError) -> UserError | JobFailed:
-    of = "" if isinstance(where, Path) else " of this machine"
-    hint = "" if isinstance(where, Path) else " Name another interface: --interface NAME"
-    return cause_of(error)(f"cannot listen on {where}{of} ({error.strerror}).{hint}")

@@ -19,7 +19,7 @@ from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Terms, run_attempt
 from mpiddp.launch.choose import Past, key_of, remember
-from mpiddp.launch.events import SignalQueue, interrupting, queued_signals
+from mpiddp.launch.control import SignalQueue, interrupting, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
 from mpiddp.launch.options import LaunchOptions
@@ -198,7 +198,7 @@ class _Job:
         if self._must_stop(pause_s):
             return interrupted
         try:
-            with interrupting(self.signals):
+            with interrupting():
                 forget_addresses()
                 try:
                     self.named = read_hosts(self.options, os.environ, is_first=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import socket
 import threading
@@ -20,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
@@ -29,28 +29,9 @@ from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TICK_S = 0.25
-_HELD_S = 1.0  # for which mpirun's text waits, in case that it is about a failure
+_HELD_S = 1.0  # for which mpirun's text waits, in case that it is about the end of a rank
 _TAIL = 1 << 16  # bytes of stderr that are kept, of all ranks
 _LATEST = 256  # bytes that are kept of what each rank has written last
-
-# What an mpirun says about the end of a rank, between two rules, and what Hydra adds below.
-_BLOCK = re.compile(rb"^(-{60,}|={60,})[ \t]*\n.*?^\1[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
-_ABOUT_THE_END = re.compile(
-    rb"detected that one or more processes exited with non-zero|noticed that process rank|"
-    rb"^Primary job\s+terminated normally, but|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
-    re.MULTILINE,
-)
-_ADDED = re.compile(
-    rb"^(?:YOUR APPLICATION TERMINATED WITH THE EXIT .*|This typically refers to a problem with your "
-    rb"application\.|Please see the FAQ page for debugging suggestions)\s*\n?",
-    re.MULTILINE,
-)
-
-
-def without_end_message(text: bytes) -> bytes:
-    """What mpirun has printed, without what it says about the end of a rank."""
-    shown = _BLOCK.sub(lambda found: b"" if _ABOUT_THE_END.search(found[0]) else found[0], text)
-    return shown if shown == text else _ADDED.sub(b"", shown)
 
 
 def open_closed_streams() -> None:
@@ -80,7 +61,7 @@ class JobOutput:
     Args:
         selection: the ranks that are shown, see `protocol.messages.is_shown`.
         has_prefix: each of their lines begins with the rank and its host.
-        shows_end: also show what mpirun says about the end of a rank.
+        shows_end: also show what mpirun says of the end of the job.
 
     Attributes:
         latest: by rank, the end of what it has printed last. Another thread changes it.
@@ -98,7 +79,7 @@ class JobOutput:
         self.latest: dict[int, bytes] = {}
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
-        self._has_failed = self._is_ending = False
+        self._has_begun_to_end = self._is_ending = False
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
         self._thread = threading.Thread(target=self._copy, daemon=True)
@@ -145,9 +126,10 @@ class JobOutput:
             self._status = lines
             os.eventfd_write(self._wake, 1)
 
-    def note_failure(self) -> None:
-        """A rank has failed: what mpirun prints from now on waits for the verdict."""
-        self._has_failed = True
+    def begin_end(self) -> None:
+        """The job stops or has failed: what mpirun prints from now on waits for the verdict."""
+        self._has_begun_to_end = True
+        self.show_status([])
 
     @property
     def last_errors(self) -> dict[int, list[str]]:
@@ -155,8 +137,6 @@ class JobOutput:
         texts: dict[int, bytes] = {}
         for rank, text in self._tail:
             texts[rank] = texts.get(rank, b"") + text
-        if -1 in texts:  # what an mpirun says of the end of a rank is no cause
-            texts[-1] = without_end_message(texts[-1])
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
     def _of_ranks(self) -> list[_Stream]:
@@ -200,29 +180,32 @@ class JobOutput:
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
-    def settle(self, *, is_said: bool) -> bytes:
-        """Show the rest of what mpirun has said, once all is finished, and close.
+    def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
+        """Show what mpirun has said at the end, once all is finished, and close.
 
         Args:
-            is_said: the verdict says what mpirun says about the end.
-
-        Returns:
-            What was not shown.
+            is_said: the verdict says it. Then it goes to mpirun.log in `log_dir`, if any.
         """
         left_out = b""
         for stream in self._of_mpirun:
-            shown = bytes(stream.buffer)
-            if is_said and not self._shows_end:
-                shown = without_end_message(shown)
-                left_out += stream.buffer if len(shown) < len(stream.buffer) else b""
-            if shown.strip():
-                self._screens[stream.number].show(stream.source, shown)
+            if is_said and self._has_begun_to_end and not self._shows_end:
+                left_out += stream.buffer
+            elif stream.buffer.strip():
+                self._show_mpirun(stream)
             self._screens[stream.number].end(stream.source)
         for screen in set(self._screens.values()):
             screen.close()
         self._poll.close()
         os.close(self._wake)
-        return left_out
+        if not left_out or log_dir is None:
+            return
+        path = Path(log_dir, "mpirun.log")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(left_out)
+        except OSError as error:
+            log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
 
     # --- the thread ---
 
@@ -236,7 +219,6 @@ class JobOutput:
                     os.eventfd_read(file)
                 elif not self._take(self._streams[file]):
                     self._end(self._streams.pop(file))
-            self._show_held()
             self._say()
             if any(file != self._wake for file, _ in ready):
                 self._copied_at = time.monotonic()
@@ -251,10 +233,14 @@ class JobOutput:
 
     @property
     def _holds_text(self) -> bool:
-        return any(stream.buffer for stream in self._of_mpirun) and not self._has_failed
+        return any(stream.buffer for stream in self._of_mpirun) and not self._has_begun_to_end
 
     def _say(self) -> None:
-        """Show what the launcher itself says."""
+        """Show what the launcher itself says, and what mpirun has written a while ago."""
+        for stream in self._of_mpirun:
+            is_old = time.monotonic() - stream.since >= _HELD_S
+            if stream.buffer and is_old and not self._has_begun_to_end:
+                self._show_mpirun(stream)
         screen = self._screens[2]
         while self._sentences:
             screen.show_lines(log.line(self._sentences.popleft()))
@@ -309,13 +295,6 @@ class JobOutput:
             self._tail_size += len(self._tail[-1][1])
             while self._tail_size > _TAIL:
                 self._tail_size -= len(self._tail.popleft()[1])
-
-    def _show_held(self) -> None:
-        """Show what mpirun has written a while ago, unless a rank has failed."""
-        for stream in self._of_mpirun:
-            is_old = time.monotonic() - stream.since >= _HELD_S
-            if stream.buffer and is_old and not self._has_failed:
-                self._show_mpirun(stream)
 
     def _show_mpirun(self, stream: _Stream) -> None:
         self._screens[stream.number].show(stream.source, bytes(stream.buffer))

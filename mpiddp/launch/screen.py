@@ -33,13 +33,6 @@ class Source:
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
 
-    def without_torch(self, text: bytes) -> bytes:
-        """The text without torch's own prefix of this rank, "[rank1]: ", if ours says the same."""
-        own = b"[rank%d]:" % self.rank
-        if not self.prefix or own not in text:
-            return text
-        return re.sub(rb"^%b ?" % re.escape(own), b"", text, flags=re.MULTILINE)
-
 
 class Screen:
     """The file descriptor `target`, the launcher's `name`. One thread at a time uses it.
@@ -100,7 +93,6 @@ class Screen:
             begin = (b"\n" if is_other else b"") + source.prefix
         self._at = None if text.endswith(b"\n") else source
         if source.prefix:
-            text = source.without_torch(text)
             text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
             text = _REDRAWN.sub(b"\r" + source.prefix, text)
         self._draw(begin + text)
@@ -165,7 +157,6 @@ class Screen:
 def _prefixed(lines: bytes, source: Source) -> bytes:
     """The lines, each behind the source's prefix and as it looks in the end."""
     prefix = source.prefix
-    lines = source.without_torch(lines)
     if b"\r" in lines:
         lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
     return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"

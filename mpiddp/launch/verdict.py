@@ -162,6 +162,8 @@ def verdict(
     if found.first and first and (sentence := _lack_of_memory(first)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
+    if found.is_complete:  # what mpirun says of the end of a rank is no cause
+        printed = {rank: lines for rank, lines in printed.items() if rank >= 0}
     cause = None if found.names_cause else explained(found.first, printed)
     if cause is None:
         return found

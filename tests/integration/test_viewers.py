@@ -21,7 +21,7 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.control import TimedSelector
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol import viewers

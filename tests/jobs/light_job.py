@@ -14,8 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mpiddp.launch.control import ControlServer
-from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.output import JobOutput
 from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT

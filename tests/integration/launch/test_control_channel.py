@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer
-from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.output import without_end_message
 from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import LONGEST_LINE, is_shown
 from tests.support.patience import PATIENCE_S
@@ -208,57 +207,3 @@ def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(
     terminal.screen.show(source, b"open")
     terminal.screen.close()
     assert terminal.shown() == "open\n"
-
-
-TORCH_PREFIX = """
-own = "[rank%d]:" % rank
-os.write(2, f"{own} Traceback\\n{own}   File\\n[rank7]: another\\n{own}[W121] c\\n".encode())
-"""
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_torchs_own_prefix_is_not_shown_beside_ours(count: int) -> None:
-    _, stderr = run(*[TORCH_PREFIX] * count, prefix=True)
-    for rank in range(count):
-        own = f"[rank {rank} node1] ".encode()
-        lines = [line.removeprefix(own) for line in stderr.splitlines() if line.startswith(own)]
-        assert lines == [b"Traceback", b"  File", b"[rank7]: another", b"[W121] c"]
-
-
-# --- what mpirun says about the end ---
-
-RULE, DOUBLE = b"-" * 74 + b"\n", b"=" * 83 + b"\n"
-WARNING = RULE + b"WARNING: no such component\n" + RULE
-OPEN_MPI_5 = (
-    RULE
-    + b"prterun detected that one or more processes exited with non-zero status,\nthus\n"
-    + RULE
-)
-OPEN_MPI_4 = (
-    RULE
-    + b"Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n"
-    + RULE
-)
-HYDRA = (
-    b"\n" + DOUBLE + b"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + DOUBLE
-    + b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
-    + b"This typically refers to a problem with your application.\n"
-    + b"Please see the FAQ page for debugging suggestions\n"
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("end", [OPEN_MPI_5, OPEN_MPI_4, OPEN_MPI_4 + OPEN_MPI_5, HYDRA])
-def test_only_the_message_about_the_end_is_left_out(end: bytes) -> None:
-    before, after = b"text\n" + WARNING + b"- no rule\n\nmore\n", b"a later line\nand a last one"
-    shown = without_end_message(before + end + after)
-    assert shown.splitlines() in (
-        (before + after).splitlines(),
-        (before + b"\n" + after).splitlines(),
-    )
-
-
-@pytest.mark.parametrize(
-    "text", [b"no newline", b"-", RULE + b"one rule", b"\n", WARNING, RULE * 3]
-)
-def test_other_text_of_mpirun_is_shown(text: bytes) -> None:
-    assert without_end_message(text) == text

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer
-from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
-from mpiddp.launch.control import ControlServer
-from mpiddp.launch.events import TimedSelector
+from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.exchange import Answer, Exchange
 from mpiddp.launch.launch_function import _final
 from mpiddp.launch.verdict import FirstFailure, Outcome

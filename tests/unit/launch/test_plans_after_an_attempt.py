@@ -20,7 +20,7 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
-from mpiddp.launch.events import SignalQueue, queued_signals
+from mpiddp.launch.control import SignalQueue, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -49,11 +50,11 @@ def begun(outputs: JobOutput) -> list[IO[bytes]]:
 
 @pytest.mark.parametrize("shows_end", [False, True])
 def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
-    shows_end: bool, capfd: pytest.CaptureFixture[str]
+    shows_end: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     outputs = JobOutput("all", 2, has_prefix=True, shows_end=shows_end)
     ours = begun(outputs)
-    outputs.note_failure()
+    outputs.begin_end()
     pairs = [socket.socketpair() for _ in range(3)]
     for (_, theirs), (stream, rank) in zip(pairs, [(1, 0), (2, 1), (1, 1)], strict=True):
         outputs.add(stream, rank, f"host{rank}", theirs)
@@ -73,7 +74,8 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     outputs.finish()
     while not outputs.is_finished(0.01) and time.monotonic() < deadline:
         pass
-    assert outputs.settle(is_said=True) == (b"" if shows_end else SAID)
+    outputs.settle(is_said=True, log_dir=str(tmp_path))
+    assert (tmp_path / "mpirun.log").exists() is not shows_end
     seen = capfd.readouterr()
     assert sorted(seen.out.splitlines()) == ["[rank 0 host0] a", "[rank 1 host1] c"]
     assert sorted(seen.err.splitlines()) == sorted(

@@ -1,6 +1,6 @@
 """Which of several equal or different signals count.
 
-Tests mpiddp/launch/events.py, mpiddp/runtime/job/stop.py.
+Tests mpiddp/launch/control.py, mpiddp/runtime/job/stop.py.
 python -m pytest tests/unit/launch/test_signal_counts.py
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.events import SignalQueue, queued_signals
+from mpiddp.launch.control import SignalQueue, queued_signals
 from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -33,8 +33,8 @@ def received(queue: SignalQueue, monkeypatch: pytest.MonkeyPatch) -> Received:
     """The times of the arrivals that count, of signals that arrive at some times."""
 
     def arrived(number: int, at: float) -> bool:
-        monkeypatch.setattr("mpiddp.launch.events.time.monotonic", lambda: at)
-        queue.add(number, None)
+        monkeypatch.setattr("mpiddp.launch.control.time.monotonic", lambda: at)
+        os.write(queue.sender, bytes([number]))
         return queue.receive() == [number]
 
     return lambda number, times: [at for at in times if arrived(number, at)]
