@@ -37,7 +37,7 @@ PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
-# What accept() reports while this machine has no file or no memory left. The connection then waits.
+# What accept() reports while this machine has no file or no memory left.
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _WRONG = (
     ValueError,
@@ -57,7 +57,7 @@ class Message(NamedTuple):
     "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
     is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
     message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
-    "full", of no rank (-1): for want of facts["error"], connections wait until `accept_again`.
+    "full", of no rank (-1): for want of facts["error"], no more connections are accepted.
     `from_script`: from the script of a rank, whose agent has a connection of its own.
     """
 
@@ -153,10 +153,6 @@ class ChannelServer:
         for peer in [*self._scripts.values(), *self._ranks.values()]:
             peer.send(line)
 
-    def accept_again(self) -> None:
-        """Accept the connections that wait since a message "full"."""
-        self._selector.modify(self._listener, selectors.EVENT_READ, self._listener)
-
     def receive(self, data: object) -> list[Message]:
         """The new messages for the owner, of a ready socket. `data` is its data in the selector.
 
@@ -206,7 +202,7 @@ class ChannelServer:
             except OSError as error:
                 if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
                     return []
-                # The selector would report the socket without end. Now it may report only its errors.
+                # The selector would report the socket without end. Now it reports only its errors.
                 self._selector.modify(listener, selectors.EVENT_WRITE, listener)
                 full = Message(-1, "full", {"error": error.strerror}, self._now())
                 return [] if may_view else [full]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.messages import LINE_LIMIT, is_valid
+from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
@@ -62,11 +62,23 @@ def announce(
         "global_batch_size": global_batch_size,
         "max_ranks": max_ranks,
     }
-    if not is_valid("announce", facts) or len(json.dumps(facts)) > LINE_LIMIT // 2:
+    numbers = [each for each in (global_batch_size, max_ranks) if each is not None]
+    is_right = all(map(_is_argument, resume_args)) and all(
+        isinstance(each, int) and 0 < each < 1 << 63 for each in numbers
+    )
+    if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:
         raise ValueError(
             f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
         )
     script_session().send("announce", **facts)
+
+
+def _is_argument(text: object) -> bool:
+    """Whether a program can get `text` as an argument."""
+    try:
+        return isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 def announced(env: Mapping[str, str] | None = None) -> Announced | None:

@@ -21,7 +21,6 @@ from mpiddp.protocol.server import PER_RANK, ChannelServer
 # A batch system and a terminal signal every process of a job, and the ranks may still save.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
-_ACCEPT_AGAIN_S = 1.0  # until a machine without files is asked again
 _NEVER = float("inf")
 
 # Without `site`, whose .pth files may cost more than this process.
@@ -66,17 +65,15 @@ def main() -> None:
 def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
     """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
-    ends_at = accepts_again_at = _NEVER
+    ends_at = _NEVER
     while not (is_gone and not server.has_members) and time.monotonic() < ends_at:
-        deadline = min(server.next_deadline, ends_at, accepts_again_at)
+        deadline = min(server.next_deadline, ends_at)
         wait_s = None if deadline == _NEVER else max(0.0, deadline - time.monotonic())
         was_there = not is_gone
         for key, _ in selector.select(wait_s):
             for message in server.receive(key.data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()
-                elif message.kind == "full":
-                    accepts_again_at = time.monotonic() + _ACCEPT_AGAIN_S
                 elif message.rank or message.from_script:
                     pass
                 elif message.kind == "leave":
@@ -87,7 +84,4 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
             # It serves torch's store, without which the others form no process group.
             server.send_all("lost")
             ends_at = time.monotonic() + _LAST_S
-        if time.monotonic() >= accepts_again_at:
-            accepts_again_at = _NEVER
-            server.accept_again()
         server.expire()

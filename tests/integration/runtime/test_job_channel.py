@@ -348,9 +348,6 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "progress", "step": "x"}',
         b'{"type": "progress", "step": 1}\t1',
         b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
-        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
-        b'{"type": "joining", "timeout_s": NaN}',
         b'{"type": "gather"}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": 1}',
         b'{"type": "gather", "key": 1, "timeout_s": 1}\t1',
@@ -461,9 +458,7 @@ def test_a_server_without_files_waits_instead_of_spinning(job: Job) -> None:
             for key, _ in job.selector.select(0.1):
                 job.server.receive(key.data)
         assert not job.selector.select(0.05)
-    job.server.accept_again()
     job.start()
-    assert job.connect(1).world_size == RANKS
     assert channel.gather is not None
 
 
