@@ -130,18 +130,23 @@ def signal_all(find: Callable[[], Collection[int]], number: int) -> list[int]:
     return signalled
 
 
-def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> None:
-    """End the processes that `find` returns: SIGTERM, and SIGKILL after `grace_s`."""
-    if not find():
-        return
+def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collection[int]:
+    """End the processes that `find` returns: SIGTERM, and SIGKILL after `grace_s`.
+
+    Returns:
+        Those that cannot be killed.
+    """
+    if not (left := find()):
+        return left
     if grace_s:
         signal_all(find, signal.SIGTERM)
         signal_all(find, signal.SIGCONT)
     deadline = time.monotonic() + grace_s
-    while find() and time.monotonic() < deadline + KILL_S:
+    while (left := find()) and time.monotonic() < deadline + KILL_S:
         if time.monotonic() >= deadline:
             signal_all(find, signal.SIGKILL)
         time.sleep(_PAUSE_S)
+    return left
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,13 @@ SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them sa
 ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # a host to acknowledge a message
 OUTPUT_S = 5.0  # output that neither continues nor ends
-KILLED_S = 0.5  # the last lines of a job that a second signal has killed
+# The last lines of a job, by who has requested its stop. A terminal may be stopped.
+_LAST_OUTPUT_S = {
+    Stop.NONE: float("inf"),
+    Stop.TO_GROW: OUTPUT_S,
+    Stop.BY_USER: OUTPUT_S,
+    Stop.AT_ONCE: 0.5,
+}
 
 CHECK_S = 1.0  # between two looks at the ranks' steps, or at their saves
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
@@ -104,7 +110,7 @@ class Terms:
 
     options: LaunchOptions
     stop_at: float = float("inf")
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: Exchange | None = None
     search: HostSearch | None = None
     console: Console = field(default_factory=Console)
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -125,51 +131,43 @@ def run_attempt(
         JobFailed: it cannot be started, because a machine failed.
     """
     options, console, job = terms.options, terms.console, os.urandom(8).hex()
+    hosts, kind = request.hosts.hosts, starter.kind
+    others = [host for host in hosts if not is_this_host(host.name)]
     ranks = Ranks(request.names_of_ranks)
-    has_scheduler = starter.kind.has_scheduler
+    world_size = ranks.world_size
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
-        is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
         # A container may have a /tmp of its own, without this launcher's socket.
-        has_path = is_local and not has_scheduler and not request.is_command
+        has_path = not (others or kind.has_scheduler or request.is_command)
         where = folder / "control" if has_path else request.network.control_address
-        server = stack.enter_context(closing(ControlServer(where, ranks.world_size, selector)))
+        server = stack.enter_context(closing(ControlServer(where, world_size, selector)))
         if console.listener is not None:
             selector.register(console.listener, selectors.EVENT_READ, console.listener)
         console.attempts += 1
-        terms.exchange.begin(server)
+        if terms.exchange is not None:
+            terms.exchange.begin(server)
         own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
-        given = (terms.arguments, {**terms.settings, **own}, str(folder))
-        output = JobOutput(
-            options.log_ranks,
-            ranks.world_size,
-            has_prefix=options.has_prefix(ranks.world_size),
-            shows_end=options.verbose,
-        )
-        mpirun = MpirunProcess(starter, starter.compose(request, *given), output)
+        settings = {**terms.settings, **own}
+        command = starter.compose(request, terms.arguments, settings, str(folder))
+        has_prefix = options.has_prefix(world_size)
+        output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
+        mpirun = MpirunProcess(starter, command, output)
         attempt = Attempt(terms, ranks, server, mpirun, output, signals)
         attempt.run()
         # A terminal may be stopped, and a second signal then ended the wait.
-        is_all_shown = output.is_finished(0.0)
+        printed = output.last_errors if output.is_finished(0.0) else None
+        elsewhere = {host.name for host in others}
+        beside = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
         found = verdict(
-            ranks,
-            mpirun.end,
-            attempt.history,
-            beside_mpirun={rank for rank, host in enumerate(ranks.hosts) if is_this_host(host)},
-            printed=output.last_errors if is_all_shown else {},
+            ranks, mpirun.end, attempt.history, beside_mpirun=beside, printed=printed or {}
         )
-        if is_all_shown:
+        if printed is not None:
             output.settle(is_said=found.is_complete, log_dir=options.log_dir)
-    if found.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
-        left = [host for host in request.hosts.hosts if host.name not in ranks.silent_hosts]
+    if others and found.code not in (DONE, BAD_INPUT, STOPPED) and not kind.has_scheduler:
+        left = [host for host in others if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
-    return found._replace(
-        stop=attempt.stop,
-        announcement=ranks.announcement,
-        made_steps=bool(ranks.steps),
-        slow_hosts=attempt.watch.slow_hosts,
-    )
+    return found._replace(slow_hosts=attempt.watch.slow_hosts)
 
 
 Action = Callable[["Attempt"], None] | None
@@ -194,7 +192,6 @@ class Attempt:
         self.ranks = ranks
         self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
         self.history = History()
-        self.stop = Stop.NONE
         self._input = Input()
         self._phase = Phase.STARTING
         self._stop_reason = ""
@@ -221,12 +218,10 @@ class Attempt:
             while self._mpirun.code is None:
                 self._wait()
             self._receive_last_messages()
-            if left := self._mpirun.end_orphans(0.0 if self.stop is Stop.AT_ONCE else ORPHANS_S):
-                processes = ", ".join(map(str, left))
-                self._log(
-                    f"processes {processes} cannot be killed: they are blocked in the kernel.",
-                    is_error=True,
-                )
+            grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
+            if left := ", ".join(map(str, self._mpirun.end_orphans(grace_s))):
+                blocked = f"processes {left} cannot be killed: they are blocked in the kernel."
+                self._log(blocked, is_error=True)
             self._receive_last_output()
             self._mpirun.reap_adopted()
 
@@ -258,7 +253,7 @@ class Attempt:
                 self._output.add(rank=message.rank, **message.facts)
             case "input":
                 self._input.add(message.facts["connection"])
-            case "function" | "answer":
+            case "function" | "answer" if self._terms.exchange is not None:
                 self._terms.exchange.take(message, self._server)
             case "view_job":
                 self._answer([message.facts["viewer"]], self._job_facts)
@@ -285,35 +280,37 @@ class Attempt:
     def _receive_last_output(self) -> None:
         """Copy the rest of the output.
 
-        A second signal ends the wait for a terminal that is stopped, and so does a stop after some time. That
-        of a silent host, and of a rank that does not end, is not waited for.
+        A second signal ends the wait for a terminal that is stopped, and so does a stop after some time.
         """
         self._timers.cancel(*(set(Event) - {Event.STOP_AFTER}))
-        ranks, began_at, late = self.ranks, time.monotonic(), ""
-        while True:
-            limit_s = (
-                KILLED_S if self.stop is Stop.AT_ONCE else OUTPUT_S if self.stop else float("inf")
-            )
-            stuck, silent = self._server.connected, ranks.silent_hosts
-            open_ranks = [rank for rank in self._output.open_ranks if rank not in stuck]
-            late = ranks.names([rank for rank in open_ranks if ranks.hosts[rank] not in silent])
-            late = late or ("a rank" if self._mpirun.agents() else "")
-            if not late or time.monotonic() > began_at + limit_s:
+        began_at = time.monotonic()
+        while late := self._late_output():
+            if time.monotonic() > began_at + _LAST_OUTPUT_S[self.history.stop]:
                 break
             if self._output.idle_s > OUTPUT_S:
-                self._log(
-                    f"the last output of {late} has not arrived; it may be missing here.",
-                    is_error=True,
-                )
+                missing = f"the last output of {late} has not arrived; it may be missing here."
+                self._log(missing, is_error=True)
                 break
             self._wait(0.02)
         if late:
             self._mpirun.kill_agents()
         self._output.finish()
-        while not self._output.is_finished(0.05) and self.stop is not Stop.AT_ONCE:
-            if self.stop and time.monotonic() > began_at + OUTPUT_S:
+        while not self._output.is_finished(0.05):
+            if time.monotonic() > began_at + _LAST_OUTPUT_S[self.history.stop]:
                 return
             self._wait(0.05)
+
+    def _late_output(self) -> str:
+        """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
+        stuck, silent = self._server.connected, self.ranks.silent_hosts
+        late = [
+            rank
+            for rank in self._output.open_ranks
+            if rank not in stuck and self.ranks.hosts[rank] not in silent
+        ]
+        if late:
+            return self.ranks.names(late)
+        return "a rank" if self._mpirun.agents() else ""
 
     # --- events ---
 
@@ -325,15 +322,15 @@ class Attempt:
             self._output.begin_end()
 
     def on_signal(self, number: int) -> None:
-        if self.stop < Stop.BY_USER:
+        if self.history.stop < Stop.BY_USER:
             self.request_stop(signal.Signals(number).name)
         elif number != signal.SIGHUP:  # a closing terminal may send two
             self.on(Event.SECOND_STOP)
 
     def request_stop(self, reason: str) -> None:
         """The user requests a stop, unless this has happened before."""
-        if self.stop < Stop.BY_USER:
-            self.stop, self._stop_reason = Stop.BY_USER, reason
+        if self.history.stop < Stop.BY_USER:
+            self.history.stop, self._stop_reason = Stop.BY_USER, reason
             # A request after a failure explains nothing.
             self.history.is_requested = self._phase is not Phase.ENDING
             self.on(Event.STOP)
@@ -345,7 +342,7 @@ class Attempt:
         match message.kind:
             case "started":
                 self.on(Event.STARTED)
-                if self.stop is Stop.BY_USER:
+                if self.history.stop is Stop.BY_USER:
                     self._server.request_stop(message.rank)
             case "mpi_init" if not ranks.joining and len(ranks.in_mpi_init) <= 1:
                 is_waiting = message.facts["active"]  # MPI waits for all ranks
@@ -489,13 +486,13 @@ class Attempt:
         most = self.ranks.announcement.max_ranks
         is_full = most is not None and self.ranks.world_size >= most
         is_last_interval = self._terms.stop_at - time.monotonic() < (self._options.grow_s or 0.0)
-        if self.stop or self.ranks.done or is_full or is_last_interval:
+        if self.history.stop or self.ranks.done or is_full or is_last_interval:
             return
         if why_not := self.ranks.why_not_resumable:
             self._log(f"{self._found}, but {why_not}, so the job continues without a restart.")
             return
         self._log(f"{self._found}: stopping to restart.")
-        self.stop = Stop.TO_GROW
+        self.history.stop = Stop.TO_GROW
         self._ask_to_stop()
 
     # --- stopping, saving ---
@@ -527,7 +524,7 @@ class Attempt:
 
     def _save_to_grow(self) -> None:
         """A rank has made its last step, and the others are in the same one."""
-        if self.stop is Stop.TO_GROW:
+        if self.history.stop is Stop.TO_GROW:
             self._begin_grace()
             self._phase = Phase.STOPPING
 
@@ -551,7 +548,7 @@ class Attempt:
             self._output.give_up()
         else:
             self.history.limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
-            if self.stop is Stop.BY_USER:
+            if self.history.stop is Stop.BY_USER:
                 self._end_mpirun()
             else:
                 self._end_job(f"{self.history.limit}.")
@@ -570,7 +567,7 @@ class Attempt:
 
         Only this process notices a host that has stopped answering.
         """
-        self.history.failed_in_stop = self.stop is Stop.BY_USER
+        self.history.failed_in_stop = self.history.stop is Stop.BY_USER
         self._phase = Phase.ENDING
         spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
         self._timers.after(spread_s, Event.END_RANKS)
@@ -599,7 +596,7 @@ class Attempt:
         self._mpirun.kill_all()
 
     def _kill_now(self) -> None:
-        self.stop = Stop.AT_ONCE
+        self.history.stop = Stop.AT_ONCE
         self._phase = Phase.ENDING
         self._kill()
 

@@ -49,7 +49,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     with queued_signals() as signals, closing(open_console(name)) as console:
         if why := taken():
             log.info(why)
-        return _Job(options, plan, stop_at, signals, exchange or Exchange(), console).run()
+        return _Job(options, plan, stop_at, signals, exchange, console).run()
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Job:
     plan: Plan  # of the latest attempt
     stop_at: float  # in time.monotonic()'s seconds
     signals: SignalQueue
-    exchange: Exchange
+    exchange: Exchange | None
     console: Console
 
     def __post_init__(self) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.processes import (
     adopt_orphans,
     descendants,
@@ -129,13 +128,12 @@ class MpirunProcess:
         self._was_ended = True
         signal_all(self._left, signal.SIGKILL)
 
-    def end_orphans(self, grace_s: float) -> list[int]:
+    def end_orphans(self, grace_s: float) -> Collection[int]:
         """End the job's remaining processes on this host: SIGTERM, and SIGKILL after `grace_s`.
 
         Returns the processes that cannot be killed.
         """
-        end_all(self._left, grace_s=grace_s)
-        return self._left()
+        return end_all(self._left, grace_s=grace_s)
 
     def agents(self) -> list[int]:
         """The ranks' agents that still run on this host."""
@@ -171,7 +169,7 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
 
 
 def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:
-    """Kill the remaining processes of `job` on all other hosts at once, and log how many there were.
+    """Kill the remaining processes of `job` on these other hosts at once, and log how many there were.
 
     A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
     were started with the job's id in their environment are killed.
@@ -179,11 +177,10 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
     Args:
         python: an interpreter that every host has.
     """
-    others = [host for host in hosts if not is_this_host(host.name)]
     if not transport.is_installed:
         return
     answers = run_on_hosts(
-        others, python, remote_program(job), timeout_s=ORPHANS_S, transport=transport
+        hosts, python, remote_program(job), timeout_s=ORPHANS_S, transport=transport
     )
     for host, answer in answers.items():
         if answer.exit_code != 0:

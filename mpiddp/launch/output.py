@@ -24,7 +24,7 @@ from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.screen import Screen, Source
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS
 from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -59,7 +59,6 @@ class JobOutput:
     """The job's stdout and stderr, and the thread that copies them.
 
     Args:
-        selection: the ranks that are shown, see `protocol.messages.is_shown`.
         has_prefix: each of their lines begins with the rank and its host.
         shows_end: also show what mpirun says of the end of the job.
 
@@ -68,10 +67,10 @@ class JobOutput:
     """
 
     def __init__(
-        self, selection: str, world_size: int, *, has_prefix: bool = False, shows_end: bool = False
+        self, world_size: int, *, has_prefix: bool = False, shows_end: bool = False
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
-        self._screens = _screens(selection, world_size)
+        self._screens = _screens(world_size)
         self._of_mpirun: list[_Stream] = []
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._sentences: deque[str] = deque()  # that are not shown yet
@@ -301,17 +300,9 @@ class JobOutput:
         stream.buffer.clear()
 
 
-def _screens(selection: str, world_size: int) -> dict[int, Screen]:
+def _screens(world_size: int) -> dict[int, Screen]:
     """Where each stream is shown. They share a screen if stdout and stderr lead to one place."""
     first, second = os.fstat(1), os.fstat(2)
     is_one = (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
-    screens: dict[int, Screen] = {}
-    for group in [(1, 2)] if is_one else [(1,), (2,)]:
-        ranks = {
-            rank
-            for rank in range(world_size)
-            if any(is_shown(selection, rank, each) for each in group)
-        }
-        screen = Screen(group[0], STREAMS[group[0]], is_shared=len(ranks) > 1)
-        screens |= dict.fromkeys(group, screen)
-    return screens
+    stdout, is_shared = Screen(1, STREAMS[1], is_shared=world_size > 1), world_size > 1
+    return {1: stdout, 2: stdout if is_one else Screen(2, STREAMS[2], is_shared=is_shared)}

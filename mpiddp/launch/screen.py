@@ -1,7 +1,7 @@
 """Where the launcher's stdout or stderr leads to: a terminal, a file or a pipe, which many sources share.
 
-Where one rank is shown, its bytes pass as they come, with its prefix at the beginning of each line. Where
-several are, only whole lines pass, and a line that is still open is shown below all others on a terminal. A
+The bytes of a job of one rank pass as they come, with its prefix at the beginning of each line. Of several
+ranks, only whole lines pass, and a line that is still open is shown below all others on a terminal. A
 line that a rank has drawn over and over, with "\\r", is shown as it looks in the end.
 
 A terminal also has a status below all lines, while no other line is open there.
@@ -41,7 +41,7 @@ class Screen:
     job.
 
     Args:
-        is_shared: several ranks are shown here.
+        is_shared: the job has several ranks.
     """
 
     def __init__(self, target: int, name: str, *, is_shared: bool) -> None:

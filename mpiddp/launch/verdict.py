@@ -79,12 +79,14 @@ class History:
     """What an attempt has done to its job, beside what the ranks and mpirun report.
 
     Args:
+        stop: who has requested a stop of the ranks.
         ended_because: the reason for which the launcher ended the job, "" if it did not.
         is_requested: the user requested a stop, before the job began to end.
         limit: the time limit that the ranks exceeded after the request, "" if none.
         failed_in_stop: a rank failed after the request and before it was forced to end.
     """
 
+    stop: Stop = Stop.NONE
     ended_because: str = ""
     is_requested: bool = False
     limit: str = ""
@@ -156,7 +158,11 @@ def verdict(
         printed: the last lines on stderr of each rank, and of mpirun (-1).
     """
     first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
-    found = _judge(ranks, mpirun, history, first, beside_mpirun)
+    found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
+        stop=history.stop,
+        announcement=ranks.announcement,
+        made_steps=bool(ranks.steps),
+    )
     if found.code != FAILED:
         return found
     if found.first and first and (sentence := _lack_of_memory(first)):
@@ -164,7 +170,8 @@ def verdict(
         return found._replace(known_cause=sentence, host_at_fault="")
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         printed = {rank: lines for rank, lines in printed.items() if rank >= 0}
-    cause = None if found.names_cause else explained(found.first, printed)
+    is_known = found.names_cause or not (found.first or printed)
+    cause = None if is_known else explained(found.first, printed)
     if cause is None:
         return found
     row = cause.failure

@@ -57,7 +57,6 @@ class Watch:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._paces = PaceWatch(now)
-        self._due_step_at: float | None = None  # the newest step when --hang-timeout was over
         self._signs: tuple[object, ...] = ()
         self._quiet_since = self._look_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
@@ -88,24 +87,8 @@ class Watch:
         Args:
             silent_s: for how long no rank has printed anything. It counts until there are steps.
         """
-        if self._due_step_at is not None:  # the answers are on their way
-            return False
-        newest = self._ranks.newest_step_at
-        if self._timeout_s is None or newest is None:
-            return self._is_quiet_for_long(now, silent_s)
-        is_due = now - newest >= self._timeout_s
-        self._due_step_at = newest if is_due else None
-        return is_due
-
-    def judge_stacks(self, now: float) -> list[str]:
-        """Sentences about a hang by the stacks, which are there."""
-        if self._timeout_s is None or self._due_step_at is None:
-            return self._find_hang(now)
-        has_moved = self._ranks.newest_step_at != self._due_step_at
-        self._due_step_at = None
-        return [] if has_moved else stuck_sentences(self._ranks, self._timeout_s)
-
-    def _is_quiet_for_long(self, now: float, silent_s: float) -> bool:
+        if (limit := self._limit_at) is not None:
+            return now >= limit
         ranks = self._ranks
         self._note_steps()
         signs = (self._step, len(ranks.done), len(ranks.saving), ranks.last_saved_at)
@@ -115,6 +98,19 @@ class Watch:
             self._quiet_since = now if self._step else now - silent_s
             self._look_at = self._quiet_since + self._patience_s
         return now >= self._look_at
+
+    def judge_stacks(self, now: float) -> list[str]:
+        """Sentences about a hang by the stacks, which are there."""
+        if (limit := self._limit_at) is None:
+            return self._find_hang(now)
+        assert self._timeout_s is not None
+        return stuck_sentences(self._ranks, self._timeout_s) if now >= limit else []
+
+    @property
+    def _limit_at(self) -> float | None:
+        """When --hang-timeout is over, if there are steps."""
+        newest = self._ranks.newest_step_at
+        return None if self._timeout_s is None or newest is None else newest + self._timeout_s
 
     def _note_steps(self) -> None:
         step, at = max(self._ranks.steps.values(), default=(0, 0.0))

@@ -57,7 +57,7 @@ sys.exit(Alone(Program(COMMAND, "python"), world).run())
 def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
     with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
         server = ControlServer(Path(folder, "control"), len(codes), selector)
-        outputs = JobOutput(selection, len(codes), has_prefix=prefix == "prefix")
+        outputs = JobOutput(len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks, inputs = [], []
         pipes = {number: os.pipe() for number in STREAMS}

@@ -237,10 +237,10 @@ def test_an_mpirun_that_cannot_be_started() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
-    output = JobOutput("default", 1)
+    output = JobOutput(1)
     with files_left(1), pytest.raises(JobFailed, match=no_file):
         MpirunProcess(starter, Command("mpirun", (), ()), output)
     for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
-            MpirunProcess(starter, Command(program, (), (argument,)), JobOutput("default", 1))
+            MpirunProcess(starter, Command(program, (), (argument,)), JobOutput(1))
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -52,7 +52,7 @@ class Job:
         self.selector = TimedSelector()
         self.folder = Path(tempfile.mkdtemp())
         self.server = ControlServer(self.folder / "control", 2, self.selector)
-        self.outputs = JobOutput("none", 2)
+        self.outputs = JobOutput(2)
         self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)), self.outputs)
         self.signals = SignalQueue()
         self.connections: list[socket.socket] = []
@@ -216,13 +216,13 @@ def test_a_failure_has_time_to_reach_the_others(
     job.attempt.on(Event.END_MPIRUN)
     assert job.end == -signal.SIGHUP
     assert job.attempt.history.ended_because == ""
-    assert job.attempt.stop == Stop.NONE
+    assert job.attempt.history.stop == Stop.NONE
 
 
 def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
     job = started(jobs)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stop == Stop.BY_USER
+    assert job.attempt.history.stop == Stop.BY_USER
     assert job.end == -signal.SIGHUP
 
 
@@ -232,10 +232,10 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
     job.attempt.request_stop("SIGINT")
     job.attempt.request_stop("--stop-after")  # only the first one counts
     job.attempt.on_signal(signal.SIGHUP)
-    assert job.attempt.stop == Stop.BY_USER
+    assert job.attempt.history.stop == Stop.BY_USER
     assert job.mpirun.code is None
     job.attempt.on_signal(signal.SIGTERM)
-    assert job.attempt.stop == Stop.AT_ONCE
+    assert job.attempt.history.stop == Stop.AT_ONCE
     assert job.end == -signal.SIGKILL
 
 
@@ -253,7 +253,7 @@ def test_a_rank_that_does_not_stop_in_time_is_named(
     assert job.mpirun.code is None
     job.until(Event.SEE_GRACE)
     late = "rank 0 on a was still saving 0.2 s after the request"
-    assert (job.attempt.stop, job.attempt.history.limit) == (Stop.BY_USER, late)
+    assert (job.attempt.history.stop, job.attempt.history.limit) == (Stop.BY_USER, late)
     assert job.end == -signal.SIGHUP
     stopping = "SIGUSR1: the ranks are saving and stopping; another signal kills them at once."
     assert stopping in job.said
@@ -267,7 +267,7 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     failure = {"code": 1, "error": "ValueError: x", "traceback": "t", "is_verdict": False}
     job.say(1, "failed", **failure)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.stop == Stop.BY_USER  # no restart
+    assert job.attempt.history.stop == Stop.BY_USER  # no restart
     found = verdict(job.ranks, MpirunEnd("mpirun", 1), job.attempt.history)
     assert found.code == FAILED
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
@@ -310,7 +310,7 @@ def test_a_job_that_would_lose_work_does_not_grow(jobs: list[Job]) -> None:
     job.say(0, "supports_stop")
     job.say(1, "supports_stop")
     job.find("c can join")
-    assert job.attempt.stop == Stop.NONE
+    assert job.attempt.history.stop == Stop.NONE
     assert job.said.splitlines() == [
         "c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
         "without a restart.",
@@ -325,7 +325,7 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
     job.find("c can join")
-    assert (job.attempt.stop == Stop.TO_GROW) == grows
+    assert (job.attempt.history.stop == Stop.TO_GROW) == grows
     assert ("c can join: stopping to restart." in job.said) == grows
 
 
@@ -333,11 +333,11 @@ def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
     job.find("c can join")
-    assert job.attempt.stop == Stop.NONE
+    assert job.attempt.history.stop == Stop.NONE
     job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
     job.say(0, "done")
     job.find("c can join")
-    assert job.attempt.stop == Stop.NONE
+    assert job.attempt.history.stop == Stop.NONE
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
@@ -348,5 +348,5 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
     job.say(0, "exited")
     job.until(Event.SEE_GRACE)
     late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
-    assert (job.attempt.stop, job.attempt.history.limit) == (Stop.TO_GROW, late)
+    assert (job.attempt.history.stop, job.attempt.history.limit) == (Stop.TO_GROW, late)
     assert job.attempt.history.ended_because == f"{late}."

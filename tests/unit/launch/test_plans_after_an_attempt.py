@@ -21,7 +21,6 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
 from mpiddp.launch.control import SignalQueue, queued_signals
-from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -53,7 +52,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             parsed = parse_options([*where, *options, "--", "./program"])
             stop_at = time.monotonic() + left_s
             plan = make_plan(parsed, os.environ)
-            return jobs_of._Job(parsed, plan, stop_at, signals, Exchange(), Console())
+            return jobs_of._Job(parsed, plan, stop_at, signals, None, Console())
 
         yield make
 

@@ -52,7 +52,7 @@ def begun(outputs: JobOutput) -> list[IO[bytes]]:
 def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     shows_end: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outputs = JobOutput("all", 2, has_prefix=True, shows_end=shows_end)
+    outputs = JobOutput(2, has_prefix=True, shows_end=shows_end)
     ours = begun(outputs)
     outputs.begin_end()
     pairs = [socket.socketpair() for _ in range(3)]
@@ -84,7 +84,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
 
 
 def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
-    outputs = JobOutput("all", 1)
+    outputs = JobOutput(1)
     begun(outputs)
     ours, theirs = socket.socketpair()
     outputs.add(1, 0, "a", theirs)
