@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.control import ControlServer, TimedSelector
-from mpiddp.launch.mpirun import MpirunProcess, private_folder
+from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
@@ -139,15 +138,6 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Laun
         assert "MPIDDP_CONTROL" not in rank.communicate(timeout=PATIENCE_S)[0]
 
 
-def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
-    host, _port = launcher.address
-    launcher.server.settings[ADDRESS] = f"{host}:1"  # nothing listens there
-    with launcher.rank("pass") as rank:
-        stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = (f"rank 1 on {socket.gethostname()} ", f"at {host} port 1 ")
-    assert re.search(error("reach the launcher", *where), stderr.splitlines()[-1])
-
-
 IMPATIENT = """
 from mpiddp.runtime.job import connect
 connect.CONNECT_TIMEOUT_S = connect._ATTEMPT_S = 0.2
@@ -190,14 +180,6 @@ def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line
         assert rank.stderr.read().endswith("lost the connection to the launcher; exiting.\n")
 
 
-def test_a_rank_that_was_dropped_before_its_proof_comes_again(launcher: Launcher) -> None:
-    with launcher.rank("pass"):
-        launcher.receive_until(lambda: launcher.connections == 1)
-        (peer,) = launcher.server._peers  # as more strangers at once would do
-        launcher.server._drop(peer)
-        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
-
-
 @pytest.fixture
 def local_launcher() -> Iterator[Launcher]:
     launcher = Launcher(address=None)
@@ -217,19 +199,6 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
 
 
 NO_FILE = os.strerror(errno.EMFILE)
-
-
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JobFailed), (errno.EROFS, UserError)])
-def test_a_folder_that_cannot_be_created(
-    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
-) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "mkdir", fail)
-    sentence = error("cannot create", "/tmp ", f"({os.strerror(number)})")
-    with pytest.raises(kind, match=sentence), private_folder({}):
-        pass
 
 
 def test_an_mpirun_that_cannot_be_started() -> None:

@@ -72,14 +72,6 @@ def test_a_script_may_ignore_sigchld_and_its_programs_inherit_no_mask(tmp_path: 
         assert done.stdout.count("set()") >= 1, done.stdout
 
 
-def test_by_hand_nobody_blames_a_victim(tmp_path: Path) -> None:
-    text = "import os, mpiddp, time\nmpiddp.init(backend='gloo')\n"
-    text += "if os.environ['RANK'] == '0': raise SystemExit(3)\ntime.sleep(600)\n"
-    done = mpirun(2, script(tmp_path, text))
-    assert done.returncode == 3, done.stderr
-    assert "rank 1 on" not in done.stderr
-
-
 def test_a_long_announcement_is_the_scripts_own_error(tmp_path: Path) -> None:
     text = "import mpiddp\nmpiddp.announce(resume_args=['x' * 100_000] * 6)\n"
     done = launch(script(tmp_path, text))

@@ -70,21 +70,6 @@ def test_a_line_without_an_end_is_cut() -> None:
     assert out.replace(b"\n", b"") == b"x" * (LONGEST_LINE + 10) + b"y"
 
 
-def test_a_signal_to_all_processes_of_a_rank_loses_nothing() -> None:
-    """Open MPI, Hydra and batch systems signal process groups."""
-    code = """
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_IGN)
-os.setpgid(0, 0)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    os.killpg(0, number)
-    subprocess.run(["pkill", f"-{int(number)}", "-P", str(os.getpid())])
-print("still here")
-"""
-    out, _ = run(code)
-    assert out == b"still here\n"
-
-
 def read_until(reader: int, end: bytes) -> bytes:
     text = b""
     while not text.endswith(end):
@@ -182,17 +167,6 @@ def test_the_status_stays_below_whole_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert terminal.shown() == f"{UP}{ERASED}"
     terminal.screen.show(source, b"d\n")
     assert terminal.shown() == "d\n"
-
-
-def test_the_status_stands_below_the_open_line_of_several_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    terminal = Terminal(monkeypatch, is_shared=True)
-    terminal.screen.show(Source(0, b"[0] "), b"\r10 %")
-    terminal.screen.show_status(STATUS)
-    assert terminal.shown() == f"[0] 10 %{ERASED}[0] 10 %\nstep 7\n2 ranks"
-    terminal.screen.close()
-    assert terminal.shown() == f"\x1b[2A{ERASED}[0] 10 %"
 
 
 def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(

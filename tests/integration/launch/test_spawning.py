@@ -43,7 +43,6 @@ from mpiddp.spawning.spawn import (
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.ranks import mpiddp as mpiddp_command
 
 LOCK = threading.Lock()
 
@@ -64,12 +63,6 @@ def uses_a_lock() -> None:
 )
 def test_keywords_become_options(keywords: dict[str, Any], options: list[str]) -> None:
     assert launch_options(keywords) == options
-
-
-def test_a_call_instead_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_a_user(monkeypatch)
-    with pytest.raises(TypeError, match="expected a function, not 3"):
-        mpiddp.spawn(3)  # type: ignore[arg-type]
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +104,6 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_may_not_spawn(env: dict[str, str], id: str, values: list[str]) -> None:
     with pytest.raises(UserError, match=error(id, *values)):
         _refuse_within_a_job(env)
-
-
-@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2"}])
-def test_others_may_spawn(env: dict[str, str]) -> None:
-    _refuse_within_a_job(env)
 
 
 def _sentence(connection: Any) -> None:
@@ -185,18 +173,6 @@ def test_what_cannot_be_pickled_is_named() -> None:
             pickled_call(function, args, MAX_RESULT_BYTES)
 
 
-def test_without_cloudpickle_the_sentence_has_the_pip_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    values = ("cloudpickle", f"Run: {sys.executable} -m pip install '", "[spawn]' ")
-    with pytest.raises(UserError, match=error("have. Run", "mpiddp.spawn ", *values)):
-        pickled_call(print, (), MAX_RESULT_BYTES)
-    on_node1 = error("have. Run", "mpiddp.spawn on node1 ", *values)
-    with pytest.raises(UserError, match=on_node1):
-        run_function.unpickled({"name": "work"}, b"", "node1")
-
-
 def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     body = pickle.dumps((subprocess.run, ()))
     facts = {"name": "work", "cloudpickle": "0"}
@@ -220,12 +196,6 @@ def test_a_result_is_pickled_within_the_limit() -> None:
     values = ("rank 1 on node1: work ", "generator ", ": TypeError: ")
     with pytest.raises(UserError, match=error("has returned", *values)):
         run_function.pickled_result((x for x in [1]), facts, "rank 1 on node1")
-
-
-def test_an_exception_that_cannot_be_pickled_is_left_out() -> None:
-    assert run_function.pickled_error(ValueError(threading.Lock())) == b""
-    raised = pickle.loads(run_function.pickled_error(ValueError(7)))
-    assert (type(raised), raised.args) == (ValueError, (7,))
 
 
 # What the caller gets
@@ -291,13 +261,6 @@ def test_a_rank_that_has_said_itself_why_it_refuses() -> None:
         launcher._receive(ours, report)
     with pytest.raises(UserError, match=f"^{error('has refused')}$"):
         _raise_failure(report)
-
-
-def test_a_rank_of_spawn_by_hand() -> None:
-    done = mpiddp_command("run-function", "work")
-    assert (done.returncode, done.stdout) == (2, "")
-    internal = error("mpiddp run-function", "mpiddp run-function ", "mpiddp.spawn")
-    assert re.fullmatch(f"{internal}\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

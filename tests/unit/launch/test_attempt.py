@@ -219,13 +219,6 @@ def test_a_failure_has_time_to_reach_the_others(
     assert job.attempt.history.stop == Stop.NONE
 
 
-def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.history.stop == Stop.BY_USER
-    assert job.end == -signal.SIGHUP
-
-
 def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) -> None:
     job = started(jobs)
     job.connect(0)
@@ -301,22 +294,6 @@ def resumable(
     announced = {"resume_args": ["--resume"], "global_batch_size": None, "max_ranks": max_ranks}
     job.say(0, "announce", **announced)
     return job
-
-
-def test_a_job_that_would_lose_work_does_not_grow(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.join()
-    job.find("c can join")
-    job.say(0, "supports_stop")
-    job.say(1, "supports_stop")
-    job.find("c can join")
-    assert job.attempt.history.stop == Stop.NONE
-    assert job.said.splitlines() == [
-        "c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
-        "without a restart.",
-        "c can join, but the script has announced nothing that resumes it (mpiddp.announce), so the "
-        "job continues without a restart.",
-    ]
 
 
 @pytest.mark.parametrize(("max_ranks", "grows"), [(None, True), (3, True), (2, False)])

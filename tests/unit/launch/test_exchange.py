@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.exchange import Answer, Exchange
 from mpiddp.launch.launch_function import _final
-from mpiddp.launch.verdict import FirstFailure, Outcome
+from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, received_function, reporting_errors
@@ -75,14 +75,6 @@ def test_the_function_arrives_and_the_answer_is_there_before_the_rank_continues(
         assert exchange.answers == {}
 
 
-def test_a_result_may_be_larger_than_the_values_of_ranks() -> None:
-    size = 100 << 20
-    exchange = Exchange(FUNCTION, size)
-    with script_of(exchange) as channel:
-        answer(channel, "result", body=bytes(size))
-        assert len(exchange.answers[1].pickle) == size
-
-
 def test_what_a_stranger_has_written_is_not_unpickled() -> None:
     """Whoever has taken over a connection does not have the secret."""
     exchange = Exchange(FUNCTION)
@@ -120,7 +112,6 @@ def test_the_caller_receives_errors(raised: BaseException, form: str, reason: st
 # --- what the caller gets ---
 
 RESULT = ("result", "")
-FIRST = FirstFailure(1, "b", "KeyError: 3")
 
 
 def answered(*answers: tuple[int, tuple[str, str]]) -> Exchange:
@@ -139,11 +130,3 @@ def test_a_rank_without_a_result_makes_the_job_fail(code: int) -> None:
     )
     neither = _final(Outcome(code), answered())
     assert neither.sentence == "rank 0 and rank 1 ended without a result."
-
-
-def test_a_refusal_has_the_sentence_of_the_lowest_rank() -> None:
-    refusals = [(rank, ("refusal", f"no {rank}.")) for rank in (1, 0)]
-    assert _final(Outcome(BAD_INPUT, "x"), answered(*refusals)).sentence == "no 0."
-    assert _final(Outcome(BAD_INPUT, "x"), answered((0, RESULT))).sentence == "x"
-    assert _final(Outcome(BAD_INPUT, "", FIRST), answered()).sentence == "KeyError: 3"
-    assert _final(Outcome(BAD_INPUT, ""), answered()).sentence == ""

@@ -48,10 +48,3 @@ def test_a_look(tmp_path: Path, options: str, spares: int, later: str, found: st
     plan = make_plan(parsed, os.environ)
     hostfile.write_text(later)
     assert look(replace(parsed, spares=spares), plan) == found
-
-
-def test_a_host_that_the_job_avoids_does_not_join(tmp_path: Path) -> None:
-    where = ["--mpirun", an_mpirun(tmp_path), "-H", "localhost:1", "--no-check"]
-    plan = make_plan(parse_options([*where, "--", "true"]), os.environ)
-    later = parse_options(["-H", "localhost:1,a.invalid:1,b.invalid:1", "--no-check", "--", "true"])
-    assert look(later, plan, avoided={"a.invalid"}) == "b.invalid can join"

@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_pace.py
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -93,14 +92,6 @@ def test_equal_ranks_are_not_named(own_s: list[float], step_s: float | None) -> 
     assert Job().steps(2000, own_s, step_s) == []
 
 
-def test_ranks_that_take_turns_are_not_named() -> None:
-    job, draw = Job(), random.Random(1)
-    for _ in range(5000):
-        own_s = [0.05] * 4
-        own_s[draw.randrange(4)] = 0.2
-        assert job.steps(1, own_s) == []
-
-
 def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
     paces = {0: Pace(), 1: Pace()}
     watch = PaceWatch(0.0)
@@ -108,16 +99,6 @@ def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
         paces[0].add(second, progress(10 * second, own_s=second))
         paces[1].add(second, progress(100 * second, own_s=second))
         assert watch.judge(second, paces, 100 * second) is None
-
-
-def test_a_script_that_begins_anew_is_measured_anew() -> None:
-    pace = Pace()
-    for at in range(5):
-        pace.add(at, progress(at + 1, own_s=at))
-    pace.add(5, progress(1, own_s=0.1))
-    assert pace.step_time is None
-    pace.add(6, progress(3, own_s=0.5))
-    assert pace.step_time == (0.5, 0.2, 0.2)
 
 
 def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:

@@ -55,12 +55,3 @@ def test_the_status_says_when_the_job_saves() -> None:
     assert status_lines(ranks, 1, "", 6.0)[1] == "1 rank on 1 host  1.1 GB a rank  saving"
     ranks.note(Message(0, "saving", {"active": False}, 7.0))
     assert status_lines(ranks, 1, "", 40.0)[1] == "1 rank on 1 host  1.1 GB a rank  saved 33 s ago"
-
-
-def test_loss_accuracy_and_lr_come_first() -> None:
-    ranks = Ranks(["a"])
-    report(ranks, 0, 1, 0.0, epoch=2, step_time_s=0.1, lr=0.5, train_loss=1.5)
-    report(ranks, 0, 2, 1.0, test_accuracy=0.9)
-    assert status_lines(ranks, 1, "", 1.0)[0].endswith(
-        "  epoch 2  train_loss 1.5  test_accuracy 0.9  lr 0.5  step_time_s 0.1"
-    )

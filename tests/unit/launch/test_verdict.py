@@ -118,12 +118,6 @@ CASES = [
         (-11, None),
     ),
     Case(
-        "stopped, some had finished before",
-        Outcome(STOPPED, "stopped on request."),
-        [*from_all("supports_stop"), message(1, "stopped"), *DONE_BY_ALL],
-        history=BY_USER,
-    ),
-    Case(
         "done before the stop",
         Outcome(DONE),
         [*from_all("supports_stop"), *DONE_BY_ALL],
@@ -145,14 +139,6 @@ CASES = [
         was_ended=True,
     ),
     Case(
-        "killed by a second signal",
-        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
-        started(0, 1, 2),
-        (-9, ""),
-        history=BY_USER,
-        was_ended=True,
-    ),
-    Case(
         "too slow to stop",
         Outcome(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
         [*started(0, 1, 2), lost(1)],
@@ -162,12 +148,6 @@ CASES = [
         "failed while it saved",
         of_rank(1, f"rank 1 on b failed first: OSError: full.{OTHERS}", "OSError: full"),
         [*from_all("supports_stop"), failed(1, "OSError: full"), lost(0)],
-        history=WHILE_SAVING,
-    ),
-    Case(
-        "refused while it saved",
-        of_rank(0, "", "", BAD_INPUT),
-        [*from_all("supports_stop"), failed(0, "", code=2, traceback="")],
         history=WHILE_SAVING,
     ),
     Case(
@@ -183,12 +163,6 @@ CASES = [
         history=WHILE_SAVING,
     ),
     Case(
-        "failed before it could stop",
-        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
-        [failed(1)],
-        history=WHILE_SAVING,
-    ),
-    Case(
         "ended by the launcher",
         Outcome(FAILED, "the job hung and was stopped."),
         [*started(0, 1, 2), lost(0)],
@@ -196,18 +170,10 @@ CASES = [
         was_ended=True,
     ),
     Case(
-        "mpirun was ended when all were done", Outcome(DONE), DONE_BY_ALL, (9, None), was_ended=True
-    ),
-    Case(
         "mpirun was killed",
         by_mpirun("the job failed: mpirun was killed by SIGKILL."),
         [*started(0, 1, 2), lost(0)],
         (-9, ""),
-    ),
-    Case(
-        "mpirun was killed by a signal without a name",
-        by_mpirun("the job failed: mpirun was killed by signal 40."),
-        mpirun=(-40, ""),
     ),
     Case(
         "mpirun could not start",
@@ -220,18 +186,11 @@ CASES = [
         mpirun=(0, ""),
     ),
     Case("bad input before the first report", by_mpirun("", BAD_INPUT), mpirun=(2, "")),
-    Case("a stop before the first report", by_mpirun("", STOPPED), mpirun=(75, "")),
     Case(
         "a code of ranks that have started",
         by_mpirun("the job failed: mpirun ended with exit code 2."),
         started(0),
         (2, ""),
-    ),
-    Case(
-        "a signal, but no rank is missing",
-        by_mpirun("the job failed: a rank was killed by SIGTERM."),
-        started(0),
-        (143, "SIGTERM"),
     ),
     Case(
         "an exception",
@@ -264,16 +223,6 @@ CASES = [
         [failed(1, "--x: bad", code=2), failed(0, "--x: bad", code=2, at=3.0)],
     ),
     Case(
-        "a refusal of one rank",
-        of_rank(2, "--x: bad", "--x: bad", BAD_INPUT),
-        [failed(2, "--x: bad", code=2), lost(0, at=2.0)],
-    ),
-    Case(
-        "a rank's own exit code 75",
-        of_rank(0, "", "", STOPPED),
-        [failed(0, "", code=75, traceback="")],
-    ),
-    Case(
         "a host is lost",
         of_rank(1, f"lost b (ranks 1, 2): the host stopped answering.{OTHERS}"),
         [lost(0, 12.0), lost(1, 13.0, silent=True), lost(2, 13.1, silent=True)],
@@ -302,36 +251,15 @@ CASES = [
         (1, None),
     ),
     Case(
-        "a rank vanished, and the others later",
-        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
-        [lost(2, 1.0), lost(0, 1.3)],
-    ),
-    Case(
         "a script within a command",
         of_rank(1, f"rank 1 on b failed first: ValueError: x.{OTHERS}", "ValueError: x"),
         [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
-    ),
-    Case(
-        "a bug after another rank has finished",
-        of_rank(0, f"rank 0 on a failed first: KeyError: 3.{OTHERS}", "KeyError: 3"),
-        [message(1, "done"), failed(0, "KeyError: 3", at=2.0)],
     ),
     Case("all ended by os._exit(0)", Outcome(DONE), from_all("exited"), (0, "")),
     Case(
         "one ended by os._exit(0), then another failed",
         of_rank(0, f"{EARLY}rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
         [message(1, "exited"), lost(1, 1.5), failed(0, RESET, at=2.0)],
-    ),
-    Case(
-        "one ended by os._exit(0), then another by an exit code",
-        of_rank(0, f"{EARLY}rank 0 on a ended first, with exit code 3.{OTHERS}"),
-        [message(1, "exited"), failed(0, "", at=2.0, code=3, traceback="")],
-    ),
-    Case(
-        "one ended by os._exit(0), then another was killed",
-        of_rank(0, f"{EARLY}rank 0 on a was killed by SIGABRT.{OTHERS}"),
-        [message(1, "exited"), lost(0, 2.0)],
-        (134, "SIGABRT"),
     ),
     Case(
         "two ended by os._exit(0), then the job hung",
@@ -348,12 +276,6 @@ CASES = [
         "one failed, then another ended by os._exit(0)",
         of_rank(0, f"rank 0 on a failed first: ValueError: x.{OTHERS}", "ValueError: x"),
         [failed(0), message(1, "exited", 2.0)],
-    ),
-    Case(
-        "one ended by os._exit(0), then another refused",
-        of_rank(0, "no data", "no data", BAD_INPUT),
-        [message(1, "exited"), failed(0, "no data", at=2.0, code=2, traceback="")],
-        (2, ""),
     ),
     Case(
         "one ended by os._exit(0), then a host was lost",
