@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts.names import is_this_host
+from mpiddp.launch import stdin
 from mpiddp.launch.control import STOP_SIGNALS, ControlServer, SignalQueue, TimedSelector
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch
@@ -27,7 +29,6 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.status import job_facts, status_lines
-from mpiddp.launch.stdin import Input
 from mpiddp.launch.verdict import History, Outcome, Stop, verdict
 from mpiddp.launch.watch import Watch, missing_sentence, places_sentence
 from mpiddp.protocol.channel import encode
@@ -192,7 +193,7 @@ class Attempt:
         self.ranks = ranks
         self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
         self.history = History()
-        self._input = Input()
+        self._input: socket.socket | None = None  # of rank 0, which a thread writes
         self._phase = Phase.STARTING
         self._stop_reason = ""
         self._stopping_since = 0.0
@@ -214,16 +215,19 @@ class Attempt:
         self._timers.register(self._signals, selectors.EVENT_READ, self._signals)
         if self._terms.search is not None:
             self._timers.register(self._terms.search, selectors.EVENT_READ, self._terms.search)
-        with closing(self._input):
-            while self._mpirun.code is None:
-                self._wait()
+        while self._mpirun.code is None:
+            self._wait()
+        if self._server.has_ranks:
             self._receive_last_messages()
-            grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
-            if left := ", ".join(map(str, self._mpirun.end_orphans(grace_s))):
-                blocked = f"processes {left} cannot be killed: they are blocked in the kernel."
-                self._log(blocked, is_error=True)
-            self._receive_last_output()
-            self._mpirun.reap_adopted()
+        grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
+        if left := ", ".join(map(str, self._mpirun.end_orphans(grace_s))):
+            blocked = f"processes {left} cannot be killed: they are blocked in the kernel."
+            self._log(blocked, is_error=True)
+        self._receive_last_output()
+        self._mpirun.reap_adopted()
+        if self._input is not None:
+            with suppress(OSError):  # it has ended
+                self._input.shutdown(socket.SHUT_RDWR)
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
@@ -252,7 +256,8 @@ class Attempt:
             case "output":
                 self._output.add(rank=message.rank, **message.facts)
             case "input":
-                self._input.add(message.facts["connection"])
+                self._input = message.facts["connection"]
+                stdin.begin(self._input)
             case "function" | "answer" if self._terms.exchange is not None:
                 self._terms.exchange.take(message, self._server)
             case "view_job":

@@ -191,7 +191,6 @@ class JobOutput:
                 left_out += stream.buffer
             elif stream.buffer.strip():
                 self._show_mpirun(stream)
-            self._screens[stream.number].end(stream.source)
         for screen in set(self._screens.values()):
             screen.close()
         self._poll.close()

@@ -80,8 +80,10 @@ class Screen:
             self._draw(b"")
 
     def close(self) -> None:
-        """End the open line on a terminal, since a shell's prompt follows."""
+        """End the open lines, and that of the only rank on a terminal, since a shell's prompt follows."""
         self._status = []
+        for source in list(self._open):
+            self.end(source)
         if self.is_terminal:
             self.show_lines(b"")
 

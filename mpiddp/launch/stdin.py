@@ -20,21 +20,12 @@ _CHUNK = 1 << 16  # bytes
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
 
-class Input:
-    """The stdin of an attempt, which a thread copies. The next attempt continues where this one stops."""
+def begin(connection: socket.socket) -> None:
+    """Copy stdin to rank 0, which reads this connection, until the caller shuts it down.
 
-    def __init__(self) -> None:
-        self._connection: socket.socket | None = None
-
-    def add(self, connection: socket.socket) -> None:
-        """Rank 0 reads this connection."""
-        self._connection = connection
-        threading.Thread(target=_copy, args=(connection,), daemon=True).start()
-
-    def close(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                self._connection.shutdown(socket.SHUT_RDWR)
+    The next attempt continues where this one stops.
+    """
+    threading.Thread(target=_copy, args=(connection,), daemon=True).start()
 
 
 def _copy(connection: socket.socket) -> None:
