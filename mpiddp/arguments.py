@@ -10,33 +10,24 @@ from typing import NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
-# verb: (module with main(argv) -> int, or its function, its line in `mpiddp --help`), in the help's order
+# verb: (module of mpiddp with main(argv) -> int, or its function, its line in `mpiddp --help`)
 VERBS = {
-    "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
-    "run": (
-        "mpiddp.runtime.agent",
-        "run a script, or any command, as one rank, under mpirun, srun or torchrun",
-    ),
-    "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
-    "ps": ("mpiddp.watch.table:ps", "list your jobs on this machine"),
-    "top": ("mpiddp.watch.table:top", "watch the ranks of a job"),
-    "stacks": ("mpiddp.watch.stop_and_stacks:stacks", "print the current source line of each rank"),
-    "stop": ("mpiddp.watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
-    "hosts": (
-        "mpiddp.hosts.main",
-        "check hostfiles; log in to hosts, push a folder, run a command, pull a run",
-    ),
-    "doctor": ("mpiddp.doctor.main", "check the hosts before a job"),
-    "explain": ("mpiddp.explain.explain", "say why a job failed, from its log"),
-    "runs": ("mpiddp.report.runs", "list runs with state, accuracy, rate and duration"),
-    "report": ("mpiddp.report.main", "write a page about runs: curves, settings, failures"),
-    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and export checkpoints"),
-    "drill": ("mpiddp.drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "bench": (
-        "mpiddp.bench.main",
-        "measure scaling, all-reduce, start-up, steps, data",
-    ),
+    "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
+    "run": ("runtime.agent", "run a script or command as one rank, under mpirun, srun or torchrun"),
+    "train": ("train.main", "train a ResNet, as one rank of a job or alone"),
+    "ps": ("watch.table:ps", "list your jobs on this machine"),
+    "top": ("watch.table:top", "watch the ranks of a job"),
+    "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),
+    "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
+    "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
+    "doctor": ("doctor.main", "check the hosts before a job"),
+    "explain": ("explain.explain", "say why a job failed, from its log"),
+    "runs": ("report.runs", "list runs with state, accuracy, rate and duration"),
+    "report": ("report.main", "write a page about runs: curves, settings, failures"),
+    "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
+    "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
+    "mesh": ("meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
+    "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
 }
 
 # The groups of `mpiddp --help`.
@@ -48,61 +39,55 @@ GROUPS = {
     "more": ("drill", "mesh", "bench"),
 }
 
-# Each verb's help opens with them; those of launch and train have their own.
-EXAMPLES = {
-    "run": (
-        "mpirun -np 2 python -m mpiddp run train.py --lr 0.1",
-        "srun --ntasks-per-node 8 python -m mpiddp run -m my.training",
-    ),
-    "ps": ("mpiddp ps", "watch mpiddp ps"),
-    "top": ("mpiddp top", "mpiddp top train.py --once --sort own"),
-    "stacks": ("mpiddp stacks", "mpiddp stacks train.py --rank 3"),
-    "stop": ("mpiddp stop", "mpiddp stop train.py"),
-    "hosts": ("mpiddp hosts push hosts.txt", "mpiddp hosts run hosts.txt -- nvidia-smi -L"),
-    "doctor": (
-        "mpiddp doctor --hostfile hosts.txt",
-        "mpiddp doctor -H node1,node2 --script train.py",
-    ),
-    "explain": ("mpiddp explain train.log", "mpiddp explain nccl-timeout"),
-    "runs": ("mpiddp runs", "mpiddp runs /shared/runs"),
-    "report": ("mpiddp report runs/a", "mpiddp report runs/a runs/b -o compared.html"),
-    "checkpoints": (
-        "mpiddp checkpoints list runs/a",
-        "mpiddp checkpoints export runs/a whole",
-    ),
-    "drill": (
-        "mpiddp drill -n 2 train.py --epochs 2 --out {out}",
-        "mpiddp drill --only kill,sigterm -n 2 train.py --out {out}",
-    ),
-    "mesh": (
-        "mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
-        "mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096",
-    ),
-    "bench": (
-        "mpiddp bench allreduce --hostfile hosts.txt",
-        "mpiddp bench scaling -H node1:8,node2:8 --arch resnet50",
-    ),
-}
-
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {
-    "bench-rank": "mpiddp.bench.ranks.main",
-    "launch-function": "mpiddp.launch.launch_function",
-    "run-function": "mpiddp.runtime.function",
+    "bench-rank": "bench.ranks.main",
+    "launch-function": "launch.launch_function",
+    "run-function": "runtime.function",
 }
 
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
-
 # rank verb: the module whose check_options(argv) checks its options before a job starts, and returns whether
 # all ranks are shown unless the user names some.
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
+# A verb's help opens with its examples; those of launch and train have their own.
+_EXAMPLES = """\
+  mpirun -np 2 python -m mpiddp run train.py --lr 0.1
+  srun --ntasks-per-node 8 python -m mpiddp run -m my.training
+  mpiddp ps
+  watch mpiddp ps
+  mpiddp top
+  mpiddp top train.py --once --sort own
+  mpiddp stacks
+  mpiddp stacks train.py --rank 3
+  mpiddp stop
+  mpiddp stop train.py
+  mpiddp hosts push hosts.txt
+  mpiddp hosts run hosts.txt -- nvidia-smi -L
+  mpiddp doctor --hostfile hosts.txt
+  mpiddp doctor -H node1,node2 --script train.py
+  mpiddp explain train.log
+  mpiddp explain nccl-timeout
+  mpiddp runs
+  mpiddp runs /shared/runs
+  mpiddp report runs/a
+  mpiddp report runs/a runs/b -o compared.html
+  mpiddp checkpoints list runs/a
+  mpiddp checkpoints export runs/a whole
+  mpiddp drill -n 2 train.py --epochs 2 --out {out}
+  mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
+  mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2
+  mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096
+  mpiddp bench allreduce --hostfile hosts.txt
+  mpiddp bench scaling -H node1:8,node2:8 --arch resnet50"""
+
 
 def examples(prog: str) -> str:
-    """The lines of EXAMPLES for `mpiddp VERB`; "" for another program."""
-    return "\n".join(f"  {line}" for line in EXAMPLES.get(prog.removeprefix("mpiddp "), ()))
+    """The examples of `mpiddp VERB`, or of a verb of it; "" if there are none."""
+    return "\n".join(line for line in _EXAMPLES.split("\n") if f"{prog} " in f"{line} ")
 
 
 class OneSentenceParser(argparse.ArgumentParser):

@@ -72,10 +72,9 @@ def _call(verb: str, args: list[str]) -> int:
     if verb not in modules:
         hint = _hint(verb, args) or f" Expected one of: {', '.join(VERBS)}."
         raise UserError(f'mpiddp: unknown command "{verb}".{hint}')
-    _check_working_folder()
     module, _, function = modules[verb].partition(":")
     try:
-        main = getattr(import_module(module), function or "main")
+        main = getattr(import_module(f"mpiddp.{module}"), function or "main")
         if verb == "train" and not {"-h", "--help"} & {*args}:
             from mpiddp.runtime.script import run_trainer
 
@@ -95,16 +94,6 @@ def _hint(verb: str, args: list[str]) -> str:
     if verb in ("kill", "cancel", "end"):  # the nearest name is "drill", which injects faults
         return ' Did you mean "stop"?'
     return did_you_mean(verb, VERBS)
-
-
-def _check_working_folder() -> None:
-    """Raise UserError if this folder has been removed: no relative path means anything then."""
-    try:
-        os.getcwd()  # noqa: PTH109 - no pathlib for one call
-    except FileNotFoundError:
-        raise UserError(
-            "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR"
-        ) from None
 
 
 def _usage() -> str:

@@ -108,12 +108,13 @@ def package_we_lack(error: BaseException) -> str:
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
         return ""
-    import traceback  # takes 5 ms, and few runs need it
-
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    importers = [file for file in files if not file.startswith("<frozen importlib")]
-    is_ours = Path(importers[-1]).is_relative_to(Path(__file__).parent)
-    return package if is_ours else ""
+    importer = ""
+    step = error.__traceback__
+    while step is not None:
+        name = str(step.tb_frame.f_globals.get("__name__"))
+        importer = importer if name.startswith("importlib.") else name
+        step = step.tb_next
+    return package if importer.partition(".")[0] == "mpiddp" else ""
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:

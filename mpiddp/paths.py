@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -20,34 +19,8 @@ from mpiddp.text import escaped
 # The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
 _WRONG = {
     *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
-    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR),
-    *(errno.EPERM, errno.EROFS),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
 }
-
-# Open files whose locks say that this process is alive, by the folders that it owns.
-_LOCKS: dict[Path, int] = {}
-
-
-def new_private_folder(parent: Path) -> Path:
-    """A new folder in `parent`, for this process alone. Those that killed processes have left are removed."""
-    for lock in parent.glob("mpiddp-*/owner.lock"):
-        # An error: its owner is alive, or another user.
-        with contextlib.suppress(OSError), lock.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = parent / f"mpiddp-{os.urandom(8).hex()}"
-    folder.mkdir(mode=0o700)
-    unnamed = folder / "owner"
-    _LOCKS[folder] = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(_LOCKS[folder], fcntl.LOCK_EX)
-    unnamed.rename(folder / "owner.lock")  # nobody sees it without its lock
-    return folder
-
-
-def remove_private_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(KeyError):
-        os.close(_LOCKS.pop(folder))
 
 
 def from_here(path: str | Path) -> str:
@@ -58,15 +31,8 @@ def from_here(path: str | Path) -> str:
         return str(path)
 
 
-def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type[JobFailed]:
-    """UserError if the path or the command is wrong, JobFailed if a machine failed.
-
-    Args:
-        has_run: an earlier attempt has written there. Then a file system that is read-only is no wrong path,
-            but a disk that failed.
-    """
-    if error.errno == errno.EROFS and has_run:
-        return JobFailed
+def cause_of(error: OSError) -> type[UserError] | type[JobFailed]:
+    """UserError if the path or the command is wrong, JobFailed if a machine failed."""
     return UserError if error.errno in _WRONG else JobFailed
 
 
@@ -76,7 +42,7 @@ def read_error(file: str, error: OSError) -> UserError | JobFailed:
 
 
 @contextlib.contextmanager
-def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
+def named_by(option: str) -> Iterator[None]:
     """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
 
     UserError and JobFailed are raised as by `cause_of`.
@@ -87,7 +53,7 @@ def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
         if error.filename is None or error.strerror is None:  # not an error of a file
             raise
         sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
-        raise cause_of(error, has_run=has_run)(sentence.lstrip()) from None
+        raise cause_of(error)(sentence.lstrip()) from None
 
 
 def read_limited(path: Path, limit: int) -> bytes:

@@ -188,7 +188,7 @@ class Checkpoints:
     def _set_newer_aside(self, run: Run, step: int) -> None:
         """Rename the checkpoints of later steps: a restart would resume from the newest of them."""
         moved: list[Path] = []
-        with run.together(), named_by("cannot rename", has_run=True):
+        with run.together(), named_by("cannot rename"):
             moved = folders.set_aside(self._dir.checkpoints, step) if run.is_writer else []
         for each in moved:
             log.info(

@@ -59,13 +59,12 @@ class RunDir:
 
         Raises:
             UserError: the path is wrong.
-            JobFailed: a machine failed, or a file system has become read-only since the run began.
+            JobFailed: a machine failed, or a file system is read-only.
         """
         try:
             yield
         except OSError as error:
-            has_run = is_restart(os.environ) or (self.path / "metrics.jsonl").exists()
-            kind = cause_of(error, has_run=has_run)
+            kind = cause_of(error)
             hint = " Name another folder." if kind is UserError else ""
             raise kind(f"{self} cannot be written: {error.strerror}.{hint}") from None
 

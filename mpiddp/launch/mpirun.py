@@ -7,6 +7,7 @@ mpirun's orphans, so that none of them outlives the job.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from mpiddp.launch import log
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.verdict import MpirunEnd
-from mpiddp.paths import cause_of, new_private_folder, remove_private_folder
+from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
@@ -158,14 +159,15 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     is_fit = " " not in parent and len(parent) < _LONGEST_PARENT and parent.startswith("/")
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
+    folder = Path(parent, f"mpiddp-{os.urandom(8).hex()}")
     try:
-        folder = new_private_folder(Path(parent))
+        folder.mkdir(mode=0o700)
     except OSError as error:
         raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
     try:
         yield folder
     finally:
-        remove_private_folder(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:

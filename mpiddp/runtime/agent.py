@@ -47,7 +47,6 @@ from mpiddp.protocol.variables import (
     REPORT,
     SECRET,
     VERBOSE,
-    is_restart,
 )
 from mpiddp.runtime.child import NEVER, PASSED, Child
 from mpiddp.runtime.gpu import limit_threads, prepare
@@ -197,7 +196,7 @@ class Agent:
         self._send("started", host=world.hostname, pid=os.getpid())
         self.output.connect(launcher, world)
         if self._selection and (folder := os.environ.get(LOG_DIR)):
-            with named_by("--log-dir", has_run=is_restart(os.environ)):
+            with named_by("--log-dir"):
                 files, path = open_logs(Path(folder).absolute(), world.rank)
             self.output.write_to(files)
             self._send("log", path=str(path))

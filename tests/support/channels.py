@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpiddp.paths import new_private_folder
 from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer
 from mpiddp.runtime.job.channel import JobChannel
@@ -70,4 +70,4 @@ def serving(world_size: int) -> Iterator[Server]:
 
 def place_to_listen(address: str | None) -> str | Path:
     """The address, or for None the path of a Unix socket in a new folder of this process."""
-    return address or new_private_folder(Path("/tmp")) / "control"
+    return address or Path(tempfile.mkdtemp()) / "control"
