@@ -35,12 +35,7 @@ class Command:
         return any(OUT in argument for argument in self.job)
 
     def arguments(self, out: Path, *, fewer: int = 0, hang_s: int = 0) -> list[str]:
-        """The arguments of `mpiddp` for a run in `out`.
-
-        Args:
-            fewer: ranks fewer than asked for.
-            hang_s: for --hang-timeout, unless the user gave one; 0 for none.
-        """
+        """The arguments of `mpiddp` for a run in `out`. The user's own --hang-timeout wins over `hang_s`."""
         own = ["--hang-timeout", str(hang_s)] if hang_s else []
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]

@@ -26,27 +26,23 @@ class History:
 
     attempts: list[Attempt]
     steps: list[State] = field(default_factory=list)
-    resumed_from: list[int | None] = field(default_factory=list)  # of the later attempts
+    has_resumed: bool = False
+    last_resume: int | None = None  # the step from which the last attempt went on; None if unknown
 
     def __post_init__(self) -> None:
         for attempt in self.attempts:
             if attempt.first is None:
                 continue
-            at: int | None = 0
             if self.steps:
-                at = self.find(attempt.first["weights"])
-                self.resumed_from.append(at)
-            self.steps = [*(self.steps[: (at or 0) + 1] or [attempt.first]), *attempt.steps]
+                self.has_resumed = True
+                self.last_resume = self.find(attempt.first["weights"])
+            kept = self.steps[: (self.last_resume or 0) + 1] or [attempt.first]
+            self.steps = [*kept, *attempt.steps]
 
     def find(self, weights: str) -> int | None:
         """The newest step after which the weights had these bits; None if there is none."""
         found = (number for number, step in enumerate(self.steps) if step["weights"] == weights)
         return max(found, default=None)
-
-    @property
-    def last_resume(self) -> int | None:
-        """The step that the last attempt has resumed from; None if unknown, or without one."""
-        return self.resumed_from[-1] if self.resumed_from else None
 
 
 @dataclass(frozen=True)

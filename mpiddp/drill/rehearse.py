@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Drill:
-    """Runs rehearsals of one command, each in a new folder below `work`.
+    """Rehearsals of one command, each in a new folder below `work`.
 
     last: the step that ends every run; 0 for where the script ends.
     """
@@ -73,7 +74,8 @@ class Drill:
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
         limit_s = max(_LEAST_S, 4 * undisturbed.seconds)
         hang_s = 5 + round(undisturbed.seconds) if fault.act == "hang" else 0
-        return self._rehearse(fault, self._plan(fault, undisturbed.recording), limit_s, hang_s)
+        plan = self._plan(fault, undisturbed.recording)
+        return self._rehearse(fault, plan, limit_s, hang_s)
 
     def _plan(self, fault: Fault, undisturbed: Recording) -> Plan:
         """When the fault hits: after the first save, if the undisturbed run has saved, and before its end."""
@@ -93,16 +95,16 @@ class Drill:
         return random.Random(f"{self.seed} {fault.name}")
 
     def _rehearse(self, fault: Fault, plan: Plan, limit_s: float, hang_s: int = 0) -> Rehearsal:
-        """The run, and its resume if it has not come to its end."""
+        """The run, and its resume if it has not come to its end. Each has `limit_s`."""
         command, folder, fewer = self.command, self.work / fault.name, fault.fewer_ranks_first
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
         plan.write(records)
         since = time.monotonic()
-        run = _Run(records, command.folder(out), limit_s)
         first = command.arguments(out, fewer=fewer, hang_s=hang_s)
-        ended = [run.run(first, "first", command.ranks - fewer, fault.send)]
+        run = partial(_run, folder, command.folder(out), limit_s)
+        ended = [run("first", first, command.ranks - fewer, fault.send)]
         injected = (records / FIRED).exists()
         if injected and fault.damage:
             damage_newest_save(out, fault.damage, self._random(fault))
@@ -110,67 +112,61 @@ class Drill:
             again = command.arguments(out, fewer=fault.fewer_ranks_at_resume)
             if not fault.changes_ranks:
                 again = command.resume(ended[0].said, again)
-            ended.append(run.run(again, "resume"))
+            ended.append(run("resume", again))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Runs the commands of one rehearsal, in the working folder `out`, each for `limit_s` at most."""
+def _run(
+    folder: Path,
+    working: Path,
+    limit_s: float,
+    label: str,
+    arguments: list[str],
+    ranks: int = 0,
+    send: Callable[[int], None] | None = None,
+) -> Ended:
+    """Run `mpiddp ARGUMENTS` in the folder `working`, for `limit_s` at most; keep what it prints in `folder`.
 
-    records: Path
-    out: Path
-    limit_s: float
+    When so many ranks hold, `send` gets the pid of the launcher.
+    """
+    records = folder / "records"
+    path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+    own = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
+    said, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
+    with (
+        printed.open("w") as stdout,
+        said.open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-m", "mpiddp", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **own},
+            cwd=working,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
+        ) as process,
+    ):
+        deadline = time.monotonic() + limit_s
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if send is not None and len([*records.glob("held_*")]) == ranks:
+                    send(process.pid)
+                    time.sleep(0.2)  # its effects are seen before the ranks go on
+                    (records / FIRED).touch()
+                    send = None
+                time.sleep(_POLL_S)
+        finally:
+            code = process.poll()
+            if code is None:
+                _end_leftover(records, wait_s=0.0)
+                process.kill()
+    return Ended(code, said.read_text(errors="replace"), _end_leftover(records, _END_S))
 
-    def run(
-        self,
-        arguments: list[str],
-        label: str,
-        ranks: int = 0,
-        send: Callable[[int], None] | None = None,
-    ) -> Ended:
-        """Run `mpiddp ARGUMENTS`. When so many ranks hold, `send` gets the pid of the launcher."""
-        path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            OBSERVER: "mpiddp.drill.observer",
-            DRILL: str(self.records),
-        }
-        said, printed = (self.records.parent / f"{label}.{end}" for end in ("err", "out"))
-        with (
-            printed.open("w") as stdout,
-            said.open("w") as stderr,
-            subprocess.Popen(
-                [sys.executable, "-m", "mpiddp", *arguments],
-                env=env,
-                cwd=self.out,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
-            ) as process,
-        ):
-            deadline = time.monotonic() + self.limit_s
-            try:
-                while process.poll() is None and time.monotonic() < deadline:
-                    if send is not None and len([*self.records.glob("held_*")]) == ranks:
-                        send(process.pid)
-                        time.sleep(0.2)  # its effects are seen before the ranks go on
-                        (self.records / FIRED).touch()
-                        send = None
-                    time.sleep(_POLL_S)
-            finally:
-                code = process.poll()
-                if code is None:
-                    self._end_leftover(wait_s=0.0)
-                    process.kill()
-        return Ended(code, said.read_text(errors="replace"), self._end_leftover(_END_S))
 
-    def _end_leftover(self, wait_s: float) -> int:
-        """Give the processes of the run this time to end. Kill those that remain, and return their number."""
-        mark = f"{DRILL}={self.records}".encode()
-        deadline = time.monotonic() + wait_s
-        while marked(mark) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return len(kill_marked(mark))
+def _end_leftover(records: Path, wait_s: float) -> int:
+    """Give the processes of the run this time to end. Kill those that remain, and return their number."""
+    mark = f"{DRILL}={records}".encode()
+    deadline = time.monotonic() + wait_s
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return len(kill_marked(mark))

@@ -178,7 +178,7 @@ def _resume(case: _Case) -> Iterator[str]:
             f"the run begins anew, although it had saved at step {max(saved)}: load the newest checkpoint "
             "at the start"
         )
-    is_unknown = at is None and bool(after.ranks[0].resumed_from)
+    is_unknown = at is None and after.ranks[0].has_resumed
     if fault.damage is not None and (is_unknown or case.weights_equal is False):
         yield (
             "the damage was loaded without an error: keep a checksum beside the checkpoint, as "

@@ -14,7 +14,6 @@ COLOURS = (
     *("#E69F00", "#56B4E9", "#A0A000", "#444444"),
 )
 MAX_RUNS = len(COLOURS)  # more curves in one chart cannot be told apart
-_MOST_CHARACTERS = 4000
 
 # For a phone and for a wide screen.
 STYLE = """
@@ -47,8 +46,7 @@ footer { margin: 40px 0 8px; font-size: 13px; }
 
 def text(value: object) -> str:
     """A text of a run's files as HTML: none of it is markup."""
-    whole = str(value)
-    return escape(whole if len(whole) <= _MOST_CHARACTERS else f"{whole[:_MOST_CHARACTERS]}…")
+    return escape(str(value))
 
 
 def section(title: str, content: str) -> str:

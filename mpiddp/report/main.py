@@ -1,6 +1,9 @@
-"""`mpiddp report RUN…`: what the folders of runs tell, as one page that needs no other file and no network.
+"""`mpiddp report RUN…`: one page about runs, without any other file. `mpiddp runs DIR`: a line for each run.
 
-mpiddp report runs/a runs/b -o report.html
+    mpiddp report runs/a runs/b -o report.html
+    mpiddp runs runs
+
+`runs` needs the standard library alone, and reads only the end of the records.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
 from mpiddp.report import tables
 from mpiddp.report.html import MAX_RUNS, STYLE, items, legend, section, text
-from mpiddp.report.read import Run, read_run
-from mpiddp.text import counted, escaped, listed, shown
+from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
+from mpiddp.text import align_columns, counted, duration, escaped, listed, shown
+
+_HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 
 
 def main(argv: list[str]) -> int:
@@ -65,13 +70,13 @@ def page(runs: Sequence[Run]) -> str:
     marks = '<p class="quiet">Dotted: a save. Solid: a restart went on from here.</p>'
     body = "\n".join(
         [
-            _head(runs),
+            _title(runs),
             section("What ran", tables.facts(runs)),
             section("Failures", tables.failures(runs)),
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
             section("Settings", tables.compared("setting", [run.config for run in runs])),
-            # mpiddp/train/record.py writes it: versions, git commit and changes, packages, variables.
+            # mpiddp/train/record.py writes it: command, hosts, packages, git commit.
             section("Environment", tables.compared("fact", [run.start_record for run in runs])),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]
@@ -92,7 +97,69 @@ def page(runs: Sequence[Run]) -> str:
 """
 
 
-def _head(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return f"<h1>{text(runs[0].name)}</h1>"
     return f"<h1>{len(runs)} runs</h1>{legend([run.path for run in runs])}"
+
+
+def list_runs(argv: list[str]) -> int:
+    """Run `mpiddp runs ARGV`.
+
+    Raises:
+        UserError: bad usage, or DIR contains no run, or cannot be read.
+        JobFailed: a disk has failed.
+    """
+    parser = OneSentenceParser(
+        prog="mpiddp runs",
+        description="List the runs of a folder with state, step, accuracy, loss, rate and duration.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="(default: runs)")
+    folder = Path(parser.parse_args(argv).dir)
+    with named_by(""):
+        rows = [_HEAD, *map(_row_of, _find(folder))]
+    columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]
+    kept = [column[0] for column in columns]
+    right = [index for index, name in enumerate(kept) if name not in ("RUN", "STATE")]
+    print(align_columns(list(zip(*columns, strict=True)), right=right))
+    return DONE
+
+
+def _find(folder: Path) -> list[Path]:
+    """The folder itself if it is a run's, else the runs in it, by name."""
+    if is_run(folder):
+        return [folder]
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}. Expected a folder of runs.")
+    found = sorted(each for each in folder.iterdir() if _is_run(each))
+    if not found:
+        raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and is_run(folder)
+    except OSError:  # another user's, or lost+found
+        return False
+
+
+def _row_of(folder: Path) -> tuple[str, ...]:
+    try:
+        return _row(read_run(folder, only_end=True))
+    except OSError as error:
+        return (escaped(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    return (
+        escaped(run.name),
+        run.state,
+        UNKNOWN if run.step is None else f"{run.step:,}",
+        run.shown("{:.2%}", "test_accuracy"),
+        run.shown("{:.4g}", "train_loss", "loss"),
+        run.shown("{:,.0f} images/s", "images_per_s"),
+        UNKNOWN if run.seconds is None else duration(run.seconds),
+    )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +22,9 @@ from mpiddp.checkpoints.run import RunDir, is_locked
 from mpiddp.errors import UserError
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
-from mpiddp.paths import read_limited
 from mpiddp.report.curves import Curve
 from mpiddp.text import counted
 
-_MAX_JSON_BYTES = 16 << 20
 _TAIL_BYTES = 1 << 20
 _MAX_CURVES = 40
 _NOT_CURVES = ("step", "epoch")
@@ -101,15 +98,16 @@ class Run:
         return max([*recorded, *self.saves], default=None)
 
     def shown(self, form: str, *names: str) -> str:
-        """The last value of the first name that has one: the summary's at the run's end, else a record's."""
+        """The value of the first name that has one: the summary's, else that of the last record."""
         for name in names:
             curve = self.curves.get(name)
             if curve and curve.nan_since is not None:
                 return f"nan since step {curve.nan_since:,}"
-            values = [number(self.summary, name), curve.values[-1] if curve else None]
-            known = [value for value in values if value is not None]
-            if known:
-                return form.format(known[0 if self.state == "done" else -1])
+            value = number(self.summary, name)
+            if value is None and curve:
+                value = curve.values[-1]
+            if value is not None:
+                return form.format(value)
         return UNKNOWN
 
 
@@ -143,6 +141,9 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         )
     run, notes = RunDir(folder), list[str]()
     config, summary = _json(run.config, notes), _json(run.summary, notes)
+    # `mpiddp train` writes config.json at each start, and summary.json after its last step.
+    if not _mtime(run.summary) >= _mtime(run.config) > 0:
+        summary = {}
     curves = _curves(run.metrics, notes, only_end=only_end)
     saves = {step_of(each): _mtime(each) for each in list_steps(run.checkpoints)}
     is_running = is_locked(run.owner)
@@ -150,24 +151,21 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     if starts and starts[-1].ends is None:  # nothing else tells when it ended
         last = time.time() if is_running else _mtime(run.metrics)
         starts[-1].ends = max(last, starts[-1].begins)
-    # `mpiddp train` writes config.json at each start, and summary.json after its last step.
-    has_summary = _mtime(run.summary) >= _mtime(run.config) > 0
+    state = "failed" if run.owner.exists() else UNKNOWN
     if is_running:
         state = "running"
-    elif has_summary:
+    elif summary:
         state = "done"
     elif starts:
         is_cut = starts[-1].outcome == "done" and bool(config)
         state = "stopped" if is_cut else starts[-1].outcome or "failed"
-    else:
-        state = "failed" if run.owner.exists() else UNKNOWN
     files = [] if only_end else sorted((folder / "starts").glob("start_*.json"))
     record = _json(files[-1], notes) if files else {}
     return Run(folder, state, config, summary, curves, saves, starts, notes, record)
 
 
 def _starts(run: RunDir, notes: list[str]) -> list[Start]:
-    """The starts, from attempts.jsonl. The end of rank 0 is the start's; any rank may tell how it failed."""
+    """The starts, from attempts.jsonl. Rank 0 tells how it ended, any other rank how it failed."""
     starts: list[Start] = []
     for line in _lines(run.attempts, notes):
         at, step = number(line, "at"), number(line, "step")
@@ -177,19 +175,18 @@ def _starts(run: RunDir, notes: list[str]) -> list[Start]:
             starts.append(Start(at, int(step), named, str(line.get("versions", ""))))
         elif at is not None and starts and line.get("event") == "ended":
             start, rank = starts[-1], int(number(line, "rank") or 0)
-            start.ends = min(at, start.ends or at) if rank else at
-            if not rank or not start.outcome:
-                start.outcome = str(line.get("outcome", ""))
             if line.get("failure"):
                 failure = Failure(at, rank, str(line.get("host", "")), str(line["failure"]))
                 start.failures.append(failure)
+            start.ends = at
+            start.outcome = "failed" if start.failures else str(line.get("outcome", ""))
     return starts
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     """The object in a JSON file; empty if there is none, with a note if it is broken."""
     try:
-        found = json.loads(read_limited(path, _MAX_JSON_BYTES))
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
@@ -221,7 +218,7 @@ def _lines(path: Path, notes: list[str], most: int | None = None) -> Iterator[di
     """The records in the lines of a file, or of its last `most` bytes. One note counts the others."""
     if not path.is_file():
         return
-    kinds: Counter[bool] = Counter()
+    left_out = 0
     with path.open("rb") as file:
         if most is not None and file.seek(0, 2) > most:
             file.seek(-most, 2)
@@ -233,11 +230,12 @@ def _lines(path: Path, notes: list[str], most: int | None = None) -> Iterator[di
                 found = json.loads(line)
             except (ValueError, RecursionError):
                 found = None
-            kinds[isinstance(found, dict)] += 1
             if isinstance(found, dict):
                 yield found
-    if kinds[False]:
-        notes.append(f"{path}: {counted(kinds[False], 'line')} without a record.")
+            else:
+                left_out += 1
+    if left_out:
+        notes.append(f"{path}: {counted(left_out, 'line')} without a record.")
 
 
 def _mtime(path: Path) -> float:

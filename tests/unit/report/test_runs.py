@@ -1,6 +1,6 @@
 """`mpiddp runs DIR` prints a line for each run, with what the end of its records tells.
 
-Tests mpiddp/report/runs.py.
+Tests mpiddp/report/main.py.
 python -m pytest tests/unit/report/test_runs.py
 """
 
@@ -37,12 +37,12 @@ def test_columns_that_hold_nothing_are_not_printed(
 
 AS_NOBODY = """
 import os, sys
-from mpiddp.report import runs
+from mpiddp.report.main import list_runs
 os.chdir(sys.argv[1])
-runs.main(["a"])  # loads all that it needs
+list_runs(["a"])  # loads all that it needs
 if os.getuid() == 0:  # who may read everything
     os.setuid(65534)
-sys.exit(runs.main(["."]))
+sys.exit(list_runs(["."]))
 """
 
 
