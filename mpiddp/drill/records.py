@@ -77,11 +77,6 @@ class Recording:
         return sorted({step for step in written if step < self.reached})
 
     @property
-    def resumed_from(self) -> int | None:
-        """The step that rank 0 has resumed from last; None if its weights were those of no step."""
-        return self.ranks[0].last_resume if self.ranks else None
-
-    @property
     def reached(self) -> int:
         """The steps of rank 0's first attempt."""
         return len(self.ranks[0].attempts[0].steps)
@@ -89,7 +84,7 @@ class Recording:
     @property
     def ahead(self) -> int:
         """The batches that rank 0 had when it first called its model."""
-        first = self.ranks[0].attempts[0].first if self.ranks else None
+        first = self.ranks[0].attempts[0].first
         return first["ahead"] if first else 1
 
     def samples(self) -> Counter[int]:

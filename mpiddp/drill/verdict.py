@@ -59,7 +59,7 @@ class _Case:
     @property
     def differs_from(self) -> int | None:
         """If None, a resumed run should end with the same bits."""
-        if self.fault.fewer_ranks_first or not self.after.ranks or not self.before.ranks:
+        if self.fault.fewer_ranks_first:
             return None
         attempt = self.after.ranks[0].attempts[0]
         states = [*filter(None, [attempt.first]), *attempt.steps]
@@ -83,7 +83,7 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     before, after = undisturbed.recording, disturbed.recording
     case = _Case(fault, before, after, disturbed.ended)
     cause = next(_causes(case), "")
-    at, saved = after.resumed_from, after.saved_before_fault
+    at, saved = after.ranks[0].last_resume, after.saved_before_fault
     repeated, skipped = after.samples() - before.samples(), before.samples() - after.samples()
     return Result(
         fault.name,
@@ -160,7 +160,7 @@ def _habits(case: _Case) -> Iterator[str]:
 def _resume(case: _Case) -> Iterator[str]:
     """What is wrong with the resume as a whole."""
     fault, before, after, last = case.fault, case.before, case.after, case.ended[-1]
-    at, saved = after.resumed_from, after.saved_before_fault
+    at, saved = after.ranks[0].last_resume, after.saved_before_fault
     # A script whose first weights are others each time resumes from no known step, also if it begins anew.
     failed = at is None and last.code != DONE
     if not before.saves and not at and not failed:
