@@ -118,7 +118,10 @@ def list_runs(argv: list[str]) -> int:
     parser.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="(default: runs)")
     folder = Path(parser.parse_args(argv).dir)
     with named_by(""):
-        rows = [_HEAD, *map(_row_of, _find(folder))]
+        rows = _rows([folder]) or _rows(sorted(folder.iterdir()))
+    if not rows:
+        raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
+    rows = [_HEAD, *rows]
     columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]
     kept = [column[0] for column in columns]
     right = [index for index, name in enumerate(kept) if name not in ("RUN", "STATE")]
@@ -126,31 +129,17 @@ def list_runs(argv: list[str]) -> int:
     return DONE
 
 
-def _find(folder: Path) -> list[Path]:
-    """The folder itself if it is a run's, else the runs in it, by name."""
-    if is_run(folder):
-        return [folder]
-    if not folder.is_dir():
-        problem = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {problem}. Expected a folder of runs.")
-    found = sorted(each for each in folder.iterdir() if _is_run(each))
-    if not found:
-        raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
-    return found
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and is_run(folder)
-    except OSError:  # another user's, or lost+found
-        return False
-
-
-def _row_of(folder: Path) -> tuple[str, ...]:
-    try:
-        return _row(read_run(folder, only_end=True))
-    except OSError as error:
-        return (escaped(folder.name), f"({error.strerror})", *[UNKNOWN] * (len(_HEAD) - 2))
+def _rows(folders: Sequence[Path]) -> list[tuple[str, ...]]:
+    """A row for each folder that is a run's, or that may not be read: another user's, or lost+found."""
+    rows = list[tuple[str, ...]]()
+    for folder in folders:
+        try:
+            if is_run(folder):
+                rows.append(_row(read_run(folder, only_end=True)))
+        except OSError as error:
+            about = [UNKNOWN] * (len(_HEAD) - 2)
+            rows.append((escaped(folder.name), f"({error.strerror})", *about))
+    return rows
 
 
 def _row(run: Run) -> tuple[str, ...]:
