@@ -98,17 +98,15 @@ class OneSentenceParser(argparse.ArgumentParser):
         return "\n\n".join(part for part in (usage, examples(self.prog), rest) if part)
 
     def error(self, message: str) -> NoReturn:
-        hint = self._nearest_option(message)
+        unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        hint = self.hint(unknown[1]) if unknown else ""
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
-    def _nearest_option(self, message: str) -> str:
-        """A question that names the known option nearest to an unknown one."""
-        found = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
-        if found is None:
-            return ""
+    def hint(self, option: str) -> str:
+        """What somebody meant by an unknown option: a known one that is near; "" if there is none."""
         actions = self._option_string_actions.items()
         known = [name for name, action in actions if action.help != argparse.SUPPRESS]
-        return did_you_mean(found[1], known)
+        return did_you_mean(option, known)
 
 
 class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):

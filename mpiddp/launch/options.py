@@ -315,8 +315,8 @@ def _add(group: Any, name: str, option_strings: Sequence[str], **more: Any) -> N
 _ELSEWHERE = {
     "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
     "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it over MPI.",
-    "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one.",
+    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it over MPI",
+    "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
     "--num-processes": "Write: -n N",
     "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",
     "--env": "Write: -x NAME=VALUE",
@@ -325,7 +325,7 @@ _ELSEWHERE = {
     "--bind-to": "Write: --bind core",
     "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
     "--mca": "Write: --mpi-args='--mca NAME VALUE'",
-    "--no-python": "Write -- before the command.",
+    "--no-python": "Write -- before the command",
     "--local": "Write: -H localhost",
 }
 
@@ -333,18 +333,10 @@ _ELSEWHERE = {
 class _Parser(OneSentenceParser):
     """It knows what other launchers call an option."""
 
-    def error(self, message: str) -> Any:
-        found = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
-        if found and (here := instead_of(found[1])):
-            raise UserError(f"{found[1]} is not an option of mpiddp launch. {here}")
-        super().error(message)
-
-
-def instead_of(flag: str) -> str:
-    """What does here what the flag does in another launcher; "" if that is unknown."""
-    name = flag.replace("_", "-")
-    known = (text for pattern, text in _ELSEWHERE.items() if re.fullmatch(pattern, name))
-    return next(known, "")
+    def hint(self, option: str) -> str:
+        name = option.replace("_", "-")
+        here = [text for pattern, text in _ELSEWHERE.items() if re.fullmatch(pattern, name)]
+        return f" {here[0]}." if here else super().hint(option)
 
 
 _EXAMPLES = """\
@@ -476,9 +468,6 @@ def _job(values: argparse.Namespace) -> RankProgram:
             "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
             "mpiddp launch -n 2 -m mpiddp train"
         )
-    if command[0].startswith("-") and not is_command:
-        here = instead_of(command[0].partition("=")[0]) or "See: mpiddp launch --help-all"
-        raise UserError(f"{command[0]} is not an option of mpiddp launch. {here}")
     if ":" in command:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     if not (is_module or is_command or os.path.isfile(command[0])):  # noqa: PTH113 - no error

@@ -29,7 +29,7 @@ ALLOWED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-ALLOWED_BEGINNINGS = (
+BEGINNINGS = (
     *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
     *("TORCH_", "PYTORCH_", "OMP_", "HF_", "MPIDDP_"),
     *("HIP_", "ROCR_", "ZE_", "ONEAPI_"),
@@ -55,7 +55,6 @@ def variables_of_ranks(
     Args:
         exports: those that the user names.
         settings: what the launcher's options set, which takes precedence. None is not set.
-        env: of the launcher.
     """
     first, *others = placed.hosts
     has_scheduler = starter.kind.has_scheduler
@@ -81,15 +80,12 @@ def forwarded(env: Mapping[str, str]) -> dict[str, str]:
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
+    allowed = (name for name in sorted(env) if name in ALLOWED or name.startswith(BEGINNINGS))
     return {
         name: env[name]
-        for name in sorted(env)
-        if _is_allowed(name) and not is_secret(name) and not is_of_one_host(name, env[name])
+        for name in allowed
+        if not is_secret(name) and not is_of_one_host(name, env[name])
     }
-
-
-def _is_allowed(name: str) -> bool:
-    return name in ALLOWED or name.startswith(ALLOWED_BEGINNINGS)
 
 
 def is_secret(name: str) -> bool:
@@ -121,9 +117,7 @@ def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
     with named_by("--env-file"), Path(path).open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise UserError(
-            f"--env-file {path}: larger than {_MAX_BYTES >> 20} MiB: not a file of variables."
-        )
+        raise UserError(f"--env-file {path}: larger than 1 MiB: not a file of variables.")
     return dict(parse_env_file(data, path, env))
 
 
@@ -148,19 +142,15 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         yield name, value if has_value else env[name]
 
 
-def without_values(arguments: Sequence[str], exports: Iterable[str]) -> list[str]:
-    """Options that are safe to print: `VAR=…` for an `-x VAR=VALUE`, whatever the variable's name.
-
-    Args:
-        exports: the VAR=VALUE of `arguments`, as the parser has found them.
-    """
-    shown = list(arguments)
-    for export in exports:
-        name, has_value, _ = export.partition("=")
-        for index, argument in enumerate(arguments):
-            if has_value and argument.endswith(export) and argument.startswith(("-", export)):
-                shown[index] = f"{argument.removesuffix(export)}{name}={LEFT_OUT}"
-    return shown
+def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str]:
+    """Options that are safe to print: `VAR=…` for each -x VAR=VALUE of `exports`."""
+    shown = {each: f"{each.partition('=')[0]}={LEFT_OUT}" for each in exports if "=" in each}
+    for export in shown:
+        arguments = [
+            each.removesuffix(export) + shown[export] if each.endswith(export) else each
+            for each in arguments
+        ]
+    return [*arguments]
 
 
 # --- the GPUs of each host ---

@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_choose.py
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
 from mpiddp.launch.choose import Past, choose, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import THIS_MACHINE, exclude, read_hosts, working_folder
-from tests.support.errors import error
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -91,29 +89,10 @@ def test_a_host_that_held_a_job_up_is_said(
     )
 
 
-@pytest.mark.parametrize(
-    ("spares", "min_hosts", "sentence"),
-    [
-        (3, None, error("host for", "--spares 3 ", " file ", "3 hosts")),
-        (0, 4, error("but --min-hosts", "3 hosts", "--min-hosts is 4.")),
-        (1, 3, error("but --min-hosts", "2 hosts", " 1 spare", "--min-hosts is 3.")),
-    ],
-)
-def test_hosts_that_cannot_be_enough(spares: int, min_hosts: int | None, sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        wanted_hosts(ALL, spares, min_hosts)
-    assert re.fullmatch(sentence, str(refused.value))
-
-
 def test_exclude() -> None:
     hosts = parse_hostfile(b"node1 slots=4\nnode2 slots=2\nnode3 slots=0\n", "hosts.txt")
     assert [host.name for host in exclude(hosts, "NODE2, node3").hosts] == ["node1"]
     assert len(exclude(hosts, "node9", may_be_gone=True).hosts) == 3
-    values = ('--exclude: "node9"', "hosts.txt", "node1, node2, node3.")
-    with pytest.raises(UserError, match=error("--exclude", *values)):
-        exclude(hosts, "node1,node9")
-    with pytest.raises(UserError, match=error("no slots", "--exclude node1,node2 ", "hosts.txt")):
-        exclude(hosts, "node1,node2")
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:

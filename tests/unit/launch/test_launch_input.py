@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import facts
 from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
@@ -83,16 +82,6 @@ def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert ranks(placed(parse_host_list("localhost"), {})) == [count]
-
-
-def test_the_tool_of_a_vendor_is_on_the_path_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu_tool(tmp_path, monkeypatch)
-    monkeypatch.setenv("PATH", os.defpath)
-    for path, slots in ((f"{tmp_path}:{os.defpath}", 2), (os.defpath, 1)):
-        found = with_slots(parse_host_list("localhost"), {}, {"PATH": path})
-        assert [host.slots for host in found.hosts] == [slots]
 
 
 def test_more_slots_than_gpus(capfd: pytest.CaptureFixture[str]) -> None:
@@ -208,12 +197,3 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
     starter = identify(fake_mpirun(tmp_path, answer), os.environ)
     assert (starter.name, starter.kind.daemon) == (name, daemon)
-
-
-def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "VERSION_S", 0.1)
-    program = fake_mpirun(tmp_path, "")
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent = error("--version cannot", f"{program} --version ", " 10 s", ": --mpirun PATH ")
-    with pytest.raises(UserError, match=silent):
-        identify(program, os.environ)

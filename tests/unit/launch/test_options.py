@@ -18,7 +18,6 @@ from mpiddp.launch.options import (
     parse_mpi_args,
     parse_options,
 )
-from tests.unit.launch.test_starters import JOB as COMMAND
 from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")
@@ -130,14 +129,6 @@ def test_the_command_of_a_rank(argv, job, rank):
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_mpi_args_come_last_before_the_job_and_a_dry_run_shows_them(mpi):
-    arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
-    command = MPIS[mpi].compose(UNEQUAL._replace(mpi_args=arguments))
-    assert command.argv[-len(COMMAND) - 3 :] == ["--verbose", "--name=a b", "-q", *COMMAND]
-    assert "--verbose '--name=a b' -q\n      --mpi-args, as you wrote" in command.explained()
 
 
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])

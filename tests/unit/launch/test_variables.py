@@ -13,23 +13,19 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.starters.command import JobNetwork, RankStarter
 from mpiddp.launch.starters.table import STARTERS, find_starter
 from mpiddp.launch.variables import (
-    env_on_host,
     forwarded,
     is_secret,
     parse_env_file,
-    parse_exports,
     variables_of_ranks,
     without_values,
 )
 from tests.support.an_mpirun import an_mpirun
-from tests.support.errors import error
 
 PASSED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_DEVICE_ORDER"),
@@ -80,15 +76,6 @@ def test_the_format_of_the_file() -> None:
     assert parse("\ufeffA=1\r\nB='2'\r\n") == {"A": "1", "B": "2"}  # as Windows writes it
 
 
-@pytest.mark.parametrize("line", ["1A=private", "=private", "A-B=private", "A=\0private"])
-def test_a_bad_line_is_one_sentence_without_the_value(line: str) -> None:
-    """tests/refusals has others."""
-    sentence = error("expected NAME=VALUE", "f:2: ", "NAME=VALUE")
-    with pytest.raises(UserError, match=f"^{sentence}$") as refused:
-        parse(f"OK=1\n{line}\n")
-    assert "private" not in str(refused.value)
-
-
 def test_a_pipe_is_read_once_and_options_take_precedence(tmp_path: Path) -> None:
     """As `--env-file <(pass show wandb)` has it."""
     pipe = tmp_path / "pipe"
@@ -96,10 +83,6 @@ def test_a_pipe_is_read_once_and_options_take_precedence(tmp_path: Path) -> None
     threading.Thread(target=pipe.write_text, args=("A=1\nB=1\n",)).start()
     how = parse_options(["--env-file", str(pipe), "-x", "B=2", "-x", "C=", __file__])
     assert how.variables == {"A": "1", "B": "2", "C": ""}
-
-
-def test_a_variable_of_x() -> None:
-    assert parse_exports(["A", "B=1=2", "B=3", "C="], {"A": "x"}) == {"A": "x", "B": "3", "C": ""}
 
 
 def test_a_printed_command_has_no_values() -> None:
@@ -155,18 +138,3 @@ def test_mpi4py_gets_the_library_of_the_mpirun_in_use(tmp_path: Path) -> None:
     assert found(mpirun, env) == found(None, {"PATH": env["PATH"]}) == str(library)
     # mpi4py finds a library beside Python by itself.
     assert found(None, env, tmp_path / "bin" / "python") == "None"
-
-
-@pytest.mark.parametrize(
-    ("env", "exports", "host", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "localhost", "0"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
-    ],
-)
-def test_a_choice_of_gpus_stays_on_its_host(
-    env: dict[str, str], exports: dict[str, str], host: str, expected: str | None
-) -> None:
-    assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
