@@ -9,7 +9,9 @@ import contextlib
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TextIO
 
 from mpiddp.text import escaped
@@ -87,6 +89,16 @@ def missing_package(user: str, package: str) -> str:
         f"{user} needs {package}, which {sys.executable} does not have. "
         f"Run: {sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'"
     )
+
+
+def import_package(package: str, user: str) -> ModuleType:
+    """Import a package of an extra. Raises UserError if it is not installed."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(missing_package(user, package)) from None
 
 
 def _source() -> str:

@@ -10,17 +10,16 @@ import contextlib
 import io
 import json
 import linecache
-import os
 import pickle
 import sys
+import traceback
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import JobFailed, UserError, missing_package
+from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.protocol.channel import value_mac
-from mpiddp.protocol.variables import ADDRESS
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
@@ -36,8 +35,6 @@ def main(argv: list[str]) -> int:
     from mpiddp.runtime.agent import run_rank
     from mpiddp.runtime.program import FUNCTION, Program
 
-    if ADDRESS not in os.environ:
-        raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
     return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
 
 
@@ -49,10 +46,13 @@ def run_function(session: Session) -> None:
     with join() as coordinator:
         hostname, channel = coordinator.world.hostname, coordinator.channel
         assert channel is not None
-        with reporting_errors(channel):
+        try:
             with coordinator.all_or_none():
                 facts, body = received_function(channel)
-                _show_lines_of(facts["sources"])
+                for file, text in facts["sources"].items():
+                    if not Path(file).exists():  # a notebook's cell: tracebacks show its lines
+                        lines = text.splitlines(keepends=True)
+                        linecache.cache[file] = (len(text), None, lines, file)
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
                 function, args = unpickled(facts, body, hostname)
@@ -67,14 +67,29 @@ def run_function(session: Session) -> None:
             session.finish()
             body = pickled_result(result, facts, f"rank {channel.rank} on {hostname}")
             answer(channel, "result", body=body)
+        except BaseException as error:  # asyncio.CancelledError is no Exception
+            report_error(channel, error)
+            raise
+
+
+def report_error(channel: JobChannel, error: BaseException) -> None:
+    """Send the caller an error before the ranks end because of it."""
+    with contextlib.suppress(JobFailed):  # the agent notices it as well
+        match error:
+            case Refused():
+                answer(channel, "refusal", error.sentence)
+            case UserError():
+                answer(channel, "refusal", str(error))
+            case JobFailed() | SystemExit():
+                pass  # the launcher itself learns of them
+            case _:
+                frames = script_frames(error.__traceback__)
+                text = "".join(traceback.format_exception(type(error), error, frames))
+                answer(channel, "exception", text[-_MAX_TRACEBACK:], pickled_error(error))
 
 
 def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
-    """The facts about the function, and its pickle.
-
-    Raises:
-        JobFailed: the launcher cannot be reached, or a stranger has sent it.
-    """
+    """The facts about the function, and its pickle. Raises JobFailed if a stranger has sent it."""
     facts, value = channel.ask("function")
     if facts["mac"] != value_mac(channel.server.key, "function", value):
         raise channel.lost()
@@ -83,47 +98,17 @@ def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
 
 
 def answer(channel: JobChannel, form: str, text: str = "", body: bytes = b"") -> None:
-    """Send the answer of this rank, and wait until the launcher has it.
-
-    Raises:
-        JobFailed: the launcher cannot be reached.
-    """
+    """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
     mac = value_mac(channel.server.key, f"answer {channel.rank}", value)
     channel.ask("answer", value, answer_key="answered", form=form, text=text, mac=mac)
-
-
-@contextlib.contextmanager
-def reporting_errors(channel: JobChannel) -> Iterator[None]:
-    """Send the caller an error of the body before the ranks end because of it.
-
-    The launcher itself learns of a JobFailed and of an exit code.
-    """
-    try:
-        yield
-    except (UserError, Refused) as refusal:
-        sentence = refusal.sentence if isinstance(refusal, Refused) else str(refusal)
-        with contextlib.suppress(JobFailed):  # the agent notices it as well
-            answer(channel, "refusal", sentence)
-        raise
-    except (JobFailed, SystemExit):
-        raise
-    except BaseException as error:  # asyncio.CancelledError is no Exception
-        with contextlib.suppress(JobFailed):
-            answer(channel, "exception", _traceback(error), pickled_error(error))
-        raise
 
 
 def unpickled(
     facts: Mapping[str, Any], body: bytes, hostname: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and its arguments."""
-    try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
-        if error.name != "cloudpickle":
-            raise
-        raise UserError(missing_package(f"mpiddp.spawn on {hostname}", "cloudpickle")) from None
+    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {hostname}")
     try:
         function, args = pickle.loads(body)
     except Exception as error:
@@ -169,20 +154,6 @@ def pickled_error(error: BaseException) -> bytes:
         body: bytes = cloudpickle.dumps(error)
         return body if len(body) <= _LARGEST_ERROR else b""
     return b""
-
-
-def _traceback(error: BaseException) -> str:
-    import traceback  # takes 5 ms, and few ranks need it
-
-    frames = script_frames(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, frames))[-_MAX_TRACEBACK:]
-
-
-def _show_lines_of(sources: Mapping[str, str]) -> None:
-    """Let tracebacks show the lines of files that this host does not have: a notebook's cells."""
-    for file, text in sources.items():
-        if not Path(file).exists():
-            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 def _said(error: Exception) -> str:

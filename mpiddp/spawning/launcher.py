@@ -40,42 +40,46 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
     """
     report = Report()
     ours, theirs = socket.socketpair()
+    streams = {1: sys.stdout, 2: sys.stderr}
+    for stream in streams.values():
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     # If anything fails here, the launcher finds its socket closed, and stops the job.
     with ours:
         with theirs:
-            launcher = _start(theirs.fileno(), cwd)
+            launcher = subprocess.Popen(
+                [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=_target(streams[1], 1),
+                stderr=_target(streams[2], 2),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C reaches it once, from here
+            )
         with _forwarded_interrupts(launcher, report):
-            copies = _copy_output(launcher)
+            pairs = zip((launcher.stdout, launcher.stderr), streams.values(), strict=True)
+            copies = [
+                threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
+            ]
+            for copy in copies:
+                copy.start()
             with suppress(OSError):  # it has ended, and its last line says why
                 ours.sendall(call)
-                _receive(ours, report)
+                receive(ours, report)
             report.exit_code = launcher.wait()
-            for thread in copies:
-                thread.join(_LAST_S)
+            for copy in copies:
+                copy.join(_LAST_S)
     return report
 
 
-def _start(descriptor: int, cwd: str | None) -> subprocess.Popen[bytes]:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    return subprocess.Popen(
-        [sys.executable, "-m", "mpiddp", "launch-function", str(descriptor)],
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=None if _is_descriptor(sys.stdout, 1) else subprocess.PIPE,
-        stderr=None if _is_descriptor(sys.stderr, 2) else subprocess.PIPE,
-        pass_fds=[descriptor],
-        start_new_session=True,  # a Ctrl-C reaches it once, from here
-    )
-
-
-def _is_descriptor(stream: TextIO | None, number: int) -> bool:
-    """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
-    try:
-        return stream is not None and stream.fileno() == number
-    except (OSError, ValueError, AttributeError):  # that of a cell, of a test, of a closed file
-        return False
+def _target(stream: TextIO | None, number: int) -> int | None:
+    """None if a text stream writes to this file descriptor, so that the launcher can use it itself."""
+    with suppress(
+        OSError, ValueError, AttributeError
+    ):  # that of a cell, of a test, of a closed file
+        if stream is not None and stream.fileno() == number:
+            return None
+    return subprocess.PIPE
 
 
 @contextmanager
@@ -97,7 +101,8 @@ def _forwarded_interrupts(launcher: subprocess.Popen[bytes], report: Report) -> 
         signal.signal(signal.SIGINT, before)
 
 
-def _receive(connection: socket.socket, report: Report) -> None:
+def receive(connection: socket.socket, report: Report) -> None:
+    """Take the launcher's messages until it has sent the outcome."""
     for facts, body in messages_over(connection):
         if facts["type"] == "outcome":
             report.outcome = facts
@@ -105,30 +110,14 @@ def _receive(connection: socket.socket, report: Report) -> None:
         report.answers[facts["rank"]] = Answer(facts["form"], facts["text"], body)
 
 
-def _copy_output(launcher: subprocess.Popen[bytes]) -> list[threading.Thread]:
-    """Copy what the launcher prints to sys.stdout and sys.stderr, in a thread for each, until it ends."""
-    threads = []
-    for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
-        if pipe is not None:
-            threads.append(threading.Thread(target=_copy, args=(pipe, stream), daemon=True))
-            threads[-1].start()
-    return threads
-
-
-def _copy(pipe: IO[bytes], stream: TextIO | None) -> None:
+def _copy(pipe: IO[bytes], stream: Any) -> None:
+    """Copy what the launcher prints until it ends."""
     # With newline="", a progress bar keeps its carriage returns.
     with io.TextIOWrapper(pipe, "utf-8", "backslashreplace", newline="") as lines:
         for line in lines:
-            try:
-                if stream is not None:
-                    _write(stream, line)
-            except (OSError, ValueError):  # its reader went away: the output is lost, not the job
-                stream = None
-
-
-def _write(stream: TextIO, text: str) -> None:
-    try:
-        stream.write(text)
-    except UnicodeEncodeError as error:
-        stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-    stream.flush()
+            with suppress(
+                OSError, ValueError, AttributeError
+            ):  # its reader went away: the output is lost
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.flush()

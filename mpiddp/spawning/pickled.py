@@ -1,7 +1,7 @@
 """The pickle of a function, with what it needs from the caller's own modules.
 
 cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
-the installed packages, but not the caller's own files. So the modules of such files are pickled by value too.
+the installed packages, but not the files beside the caller's script. So these modules are pickled by value.
 """
 
 from __future__ import annotations
@@ -12,44 +12,41 @@ import io
 import linecache
 import pickle
 import sys
-import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import packages_distributions
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpiddp.errors import UserError, missing_package
+from mpiddp.errors import UserError, import_package
 from mpiddp.protocol.channel import encode_value
 
-_NEVER_OWN = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages
-
-_registry = threading.Lock()  # cloudpickle's is one for all threads
 
 
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
 ) -> bytes:
     """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them."""
-    try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
-        if error.name != "cloudpickle":
-            raise
-        raise UserError(missing_package("mpiddp.spawn", "cloudpickle")) from None
+    cloudpickle = import_package("cloudpickle", "mpiddp.spawn")
     name = name_of(function)
-    with _own_modules_by_value(cloudpickle):
-        try:
-            body = cloudpickle.dumps((function, args))
-        except Exception as error:
-            raise UserError(
-                f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
-                "function."
-            ) from error
+    before = cloudpickle.list_registry_pickle_by_value()
+    own = [module for module in _own_modules() if module.__name__ not in before]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        body = cloudpickle.dumps((function, args))
+    except Exception as error:
+        raise UserError(
+            f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
+            "function."
+        ) from error
+    finally:
+        for module in own:
+            with suppress(ValueError):  # another thread has
+                cloudpickle.unregister_pickle_by_value(module)
     facts = {
         "name": name,
         "cloudpickle": cloudpickle.__version__,
@@ -107,35 +104,14 @@ def _sources(function: Callable[..., Any]) -> dict[str, str]:
     return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
 
 
-@contextmanager
-def _own_modules_by_value(cloudpickle: ModuleType) -> Iterator[None]:
-    """In the body, cloudpickle pickles the caller's own modules by value."""
-    with _registry:
-        before = cloudpickle.list_registry_pickle_by_value()
-        added = [module for module in own_modules() if module.__name__ not in before]
-        for module in added:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in added:
-                cloudpickle.unregister_pickle_by_value(module)
-
-
-def own_modules() -> list[ModuleType]:
-    """The loaded modules of Python files that no installed package contains."""
-    candidates = []
+def _own_modules() -> list[ModuleType]:
+    """The loaded modules of Python files below the script's folder, or a notebook's working folder."""
+    folder, others, found = Path(sys.path[0]).resolve(), {"mpiddp", *sys.stdlib_module_names}, []
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        is_file = isinstance(module, ModuleType) and isinstance(file, str) and file.endswith(".py")
-        if not is_file or module.__name__ != name or _top_level(module) in _NEVER_OWN:
+        path = Path(getattr(module, "__file__", None) or ".").resolve()
+        is_own = path.suffix == ".py" and path.is_relative_to(folder)
+        if not is_own or _INSTALLED & set(path.parts) or name.partition(".")[0] in others:
             continue
-        if not _INSTALLED & set(Path(str(file)).parts):
-            candidates.append(module)
-    # An editable package is installed too, though its files are elsewhere.
-    installed = packages_distributions().keys() if candidates else ()
-    return [module for module in candidates if _top_level(module) not in installed]
-
-
-def _top_level(module: ModuleType) -> str:
-    return module.__name__.partition(".")[0]
+        if name == module.__name__ != "__main__":
+            found.append(module)
+    return found

@@ -57,8 +57,9 @@ def spawn(
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
     The function, its closure and its arguments are pickled by cloudpickle, which `pip install
-    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules of your own
-    files travel along; installed packages, and what the function itself imports, must be on every host.
+    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules below the
+    script's folder travel along; installed packages, and what the function itself imports, must be on every
+    host.
 
     Args:
         function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
@@ -73,7 +74,7 @@ def spawn(
         cwd: the ranks' working folder, which every host must have. By default the caller's.
         max_result_bytes: the most bytes that a rank's pickled result may have.
         options: any other option of `mpiddp launch` by its long name: `timeout=120`, `max_restarts=2`,
-            `max_restarts=2`, `log_ranks="all"`, `env_file=["a", "b"]`.
+            `log_ranks="all"`, `env_file=["a", "b"]`.
 
     Returns:
         The results in the order of the ranks. A job that a stop request or `stop_after` has ended returns
@@ -105,7 +106,12 @@ def spawn(
         env=dict(env or {}),
         max_result_bytes=max_result_bytes,
     )
-    report = _run(call, cwd)
+    try:
+        report = run_launcher(call, None if cwd is None else os.fspath(cwd))
+    except OSError as error:
+        if error.filename:
+            raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
+        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
     if report.was_interrupted:
         raise KeyboardInterrupt
     _raise_failure(report)
@@ -119,7 +125,12 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
 
     Each of them would start a job that starts it again.
     """
-    if _is_child_of_multiprocessing():
+    multiprocessing = sys.modules.get("multiprocessing")
+    # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
+    if multiprocessing and (
+        multiprocessing.parent_process() is not None
+        or getattr(multiprocessing.current_process(), "_inheriting", False)
+    ):
         raise UserError(
             "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
             'in the main process; in a script, below: if __name__ == "__main__":'
@@ -137,15 +148,6 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
         )
 
 
-def _is_child_of_multiprocessing() -> bool:
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None:
-        return False
-    # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
-    is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return is_starting or multiprocessing.parent_process() is not None
-
-
 def launch_options(options: Mapping[str, Value]) -> list[str]:
     """The arguments of `mpiddp launch` for these keywords. Its parser checks their names and values."""
     arguments = []
@@ -158,15 +160,6 @@ def launch_options(options: Mapping[str, Value]) -> list[str]:
         elif value:
             arguments += [f"{option}={each}" for each in value]
     return arguments
-
-
-def _run(call: bytes, cwd: str | os.PathLike[str] | None) -> Report:
-    try:
-        return run_launcher(call, None if cwd is None else os.fspath(cwd))
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
-    except OSError as error:
-        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
 
 
 def _raise_failure(report: Report) -> None:

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -26,19 +25,15 @@ import cloudpickle
 import pytest
 
 import mpiddp
-from mpiddp.errors import BAD_INPUT, RankFailed, UserError
-from mpiddp.launch import launch_function
-from mpiddp.launch.exchange import Answer, Exchange
-from mpiddp.launch.verdict import FirstFailure, Outcome
+from mpiddp.errors import RankFailed, UserError
+from mpiddp.launch.exchange import Answer
 from mpiddp.runtime import function as run_function
-from mpiddp.spawning import launcher, pickled
+from mpiddp.spawning import launcher
 from mpiddp.spawning.pickled import pickled_call
 from mpiddp.spawning.spawn import (
     MAX_RESULT_BYTES,
-    _raise_failure,
     _refuse_within_a_job,
     _result,
-    launch_options,
 )
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -50,19 +45,6 @@ LOCK = threading.Lock()
 def uses_a_lock() -> None:
     with LOCK:
         pass
-
-
-@pytest.mark.parametrize(
-    ("keywords", "options"),
-    [
-        ({"timeout": 120, "grace": 1.5}, ["--timeout=120", "--grace=1.5"]),
-        ({"push": True, "quiet": False, "mpirun": None}, ["--push"]),
-        ({"env_file": ["a", "b"]}, ["--env-file=a", "--env-file=b"]),
-        ({"mpi_args": "--mca pml ucx"}, ["--mpi-args=--mca pml ucx"]),
-    ],
-)
-def test_keywords_become_options(keywords: dict[str, Any], options: list[str]) -> None:
-    assert launch_options(keywords) == options
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +126,6 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
     )
     monkeypatch.syspath_prepend(tmp_path)
     own_work = importlib.import_module("own_work")
-    own = {module.__name__ for module in pickled.own_modules()}
-    assert {"own_helpers", "own_work", "tests.integration.launch.test_spawning"} <= own
-    assert not own & {"json", "pytest", "mpiddp", "mpiddp.world", "__main__"}
     _, body = travelled(pickled_call(own_work.work, (4,), MAX_RESULT_BYTES))
     code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); print(f(*a))"
     done = subprocess.run(
@@ -212,7 +191,9 @@ def test_a_failed_rank_has_its_traceback_and_can_be_pickled() -> None:
 
 
 class _Ascii:
-    """A stream of a limited encoding, which breaks after some text."""
+    """A stream of a limited encoding, whose reader goes away after some text."""
+
+    encoding = "ascii"
 
     def __init__(self) -> None:
         self.text = ""
@@ -229,7 +210,7 @@ class _Ascii:
 def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
     stream: Any = _Ascii()
     launcher._copy(io.BytesIO("a ä\rb\nbreak\nlost\n".encode()), stream)
-    assert stream.text == "a \\xe4\rb\nbreak\n"
+    assert stream.text.startswith("a \\xe4\rb\nbreak\n")
 
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,19 +229,6 @@ def test_a_result_whose_module_is_missing_here() -> None:
     sentence = error("Return plain", " work ", "rank 2 ", lacks)
     with pytest.raises(UserError, match=f"^{sentence}$"):
         _result(2, Answer("result", "", b64encode(body)), "work")
-
-
-def test_a_rank_that_has_said_itself_why_it_refuses() -> None:
-    """By a line of its own and `sys.exit(2)`, which is all that its launcher sees of it."""
-    exchange = Exchange(b"function", MAX_RESULT_BYTES)
-    refused = Outcome(BAD_INPUT, first=FirstFailure(1, "node1", error=""))
-    report = launcher.Report()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        launch_function._report(launch_function._final(refused, exchange), exchange, theirs)
-        launcher._receive(ours, report)
-    with pytest.raises(UserError, match=f"^{error('has refused')}$"):
-        _raise_failure(report)
 
 
 @pytest.mark.parametrize(
