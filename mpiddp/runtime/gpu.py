@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from mpiddp.errors import UserError, print_line
+from mpiddp.errors import print_line
 from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, read
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
-from mpiddp.text import counted, parse_whole, shown
+from mpiddp.text import counted, parse_whole
 from mpiddp.world import World
 
 _SYSFS = Path("/sys")
@@ -52,27 +52,11 @@ def limit_threads(world: World) -> int | None:
 
 def choose_gpus(world: World) -> None:
     """Set the variables that the launcher has for the ranks of this host."""
-    text = os.environ.get(GPUS)
-    if not text:
-        return
-    try:
-        os.environ.update(read(text, _host_number(os.environ.get(PLACEMENT, ""), world.rank)))
-    except (ValueError, IndexError):
-        raise UserError(
-            f'{GPUS}="{shown(text)}" does not fit {PLACEMENT}. Unset it; mpiddp launch sets it.'
-        ) from None
+    if text := os.environ.get(GPUS):
+        from mpiddp.runtime.rendezvous.placement import expected_hosts  # few ranks need it
 
-
-def _host_number(placement: str, rank: int) -> int:
-    """The position in `placement` of the host of this rank."""
-    from mpiddp.runtime.rendezvous.placement import expected_hosts  # few ranks need it
-
-    hosts = expected_hosts(placement)
-    return list(dict.fromkeys(hosts)).index(hosts[rank])
-
-
-class GpuUnknown(Exception):
-    """Why the GPU of a rank is not known, as the end of a sentence."""
+        hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
+        os.environ.update(read(text, list(dict.fromkeys(hosts)).index(hosts[world.rank])))
 
 
 def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
@@ -84,68 +68,49 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
         return
     # nvidia-smi numbers GPUs by PCI address, CUDA by speed unless this is set.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    cores: set[int] = set()
-    try:
-        address = gpu_address(world, os.environ)
-        near = near_cores(address, sysfs)
-        cores = near & os.sched_getaffinity(0)
-        if cores:
-            os.sched_setaffinity(0, cores)
-            sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
-        elif near:
-            sentence = f"is not bound: it may use no core near GPU {address}"
-        else:
-            sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
-    except GpuUnknown as reason:
-        sentence = f"is not bound: {reason}"
+    address = gpu_address(world, os.environ)
+    near = near_cores(address, sysfs)
+    cores = near & os.sched_getaffinity(0)
+    if cores:
+        os.sched_setaffinity(0, cores)
+        sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
+    elif near:
+        sentence = f"is not bound: it may use no core near GPU {address}"
+    elif address:
+        sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
+    else:
+        sentence = "is not bound: its GPU is not known"
     if os.environ.get(VERBOSE) or not cores:
         # The output is not redirected yet, and stdout may be the results of a script.
         print_line(f"rank {world.rank} on {world.hostname} {sentence}", sys.stderr)
 
 
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
-    """The PCI address of this rank's GPU: of the visible ones, the one with its local rank."""
+    """The PCI address of this rank's GPU, which `process_group.device_of` chooses; "" if it is not known."""
     addresses = gpu_addresses(env.get("PATH"))
-    name = next((name for name in VISIBLE if name in env), None)
-    if name is None:
-        return _own(addresses, world, "its GPU is not known")
-    value = f"{name}={shown(env[name])}"
-    entry = _own(env[name].split(","), world, f"{value} has no GPU for it").strip()
-    try:
-        return addresses[parse_whole(entry, high=len(addresses))]
-    except ValueError:
-        raise GpuUnknown("its GPU is not known") from None
-
-
-def _own(visible: Sequence[str], world: World, otherwise: str) -> str:
-    """The rank's own of the visible GPUs, the one that `process_group.device_of` chooses."""
-    if len(visible) == 1 and world.launcher.hides_gpus:
-        return visible[0]
+    everything = ",".join(map(str, range(len(addresses))))
+    visible = next((env[name] for name in VISIBLE if name in env), everything).split(",")
     # Some launchers do not set the local rank, which is not counted before the ranks have joined.
-    if world.local_rank is None or world.local_rank >= len(visible):
-        raise GpuUnknown(otherwise)
-    return visible[world.local_rank]
+    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
+    if index is None or index >= len(visible):
+        return ""
+    try:
+        return addresses[parse_whole(visible[index].strip())]
+    except (ValueError, IndexError):  # a name, or a number that no tool lists
+        return ""
 
 
 def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:
     """The cores of the NUMA node of a PCI device; empty if the kernel knows none."""
     try:
         node = (sysfs / "bus/pci/devices" / address / "numa_node").read_text().strip()
-        if node.startswith("-"):  # a machine, or a virtual one, that does not say
-            return set()
-        return parse_cores((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
+        # "-1" on a machine, or a virtual one, that does not say. Else "0-3,8-11".
+        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
+        parts = [part.partition("-") for part in text.strip().split(",")]
+        return {
+            core
+            for first, _, last in parts
+            for core in range(parse_whole(first), parse_whole(last or first, high=_MOST_CORES) + 1)
+        }
     except (OSError, ValueError):
         return set()
-
-
-def parse_cores(text: str) -> set[int]:
-    """The cores in the kernel's "0-3,8-11".
-
-    Raises:
-        ValueError: any other text.
-    """
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        cores.update(range(parse_whole(first), parse_whole(last or first, high=_MOST_CORES) + 1))
-    return cores

@@ -13,9 +13,8 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
-from mpiddp.errors import UserError
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.job.session import script_session
@@ -92,22 +91,9 @@ def announced(env: Mapping[str, str] | None = None) -> Announced | None:
 
     Returns:
         None in the first attempt, without `mpiddp launch`, or if no attempt announced a global batch.
-
-    Raises:
-        UserError: the variable was not set by `mpiddp launch`.
     """
     text = (os.environ if env is None else env).get(ANNOUNCED)
-    if not text:
-        return None
-    try:
-        found = Announced(**json.loads(text))
-        if all(type(each) is int and 0 < each < 1 << 63 for each in astuple(found)):
-            return found
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise UserError(
-        f'{ANNOUNCED}="{shown(text)}" is not what mpiddp launch sets for a restart. Unset it.'
-    )
+    return Announced(**json.loads(text)) if text else None
 
 
 def saving() -> contextlib.AbstractContextManager[None]:

@@ -18,20 +18,16 @@ import time
 
 import pytest
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import gpu_table
 from mpiddp.runtime.gpu import (
-    GpuUnknown,
     bind_to_gpu,
     choose_gpus,
     gpu_address,
     near_cores,
-    parse_cores,
 )
 from mpiddp.world import RANK_SOURCES, World
-from tests.support.errors import error
 from tests.support.gpu_tools import NVIDIA, tool
 from tests.support.patience import PATIENCE_S
 
@@ -149,16 +145,6 @@ def test_a_rank_takes_the_variables_of_its_host(monkeypatch, rank, gpus):
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpus
 
 
-@pytest.mark.parametrize("text", ["x", "[{}]", '[{"PATH": "/x"}, {}]', "[[], []]", "7"])
-def test_a_table_that_the_launcher_did_not_write(monkeypatch, text):
-    monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
-    monkeypatch.setenv("MPIDDP_GPUS", text)
-    rank = 0 if "PATH" in text else 1
-    foreign = error("it; mpiddp", f'MPIDDP_GPUS="{text}" ', "MPIDDP_PLACEMENT")
-    with pytest.raises(UserError, match=rf"^{foreign}$"):
-        choose_gpus(World(rank, 2, 0, 1))
-
-
 @pytest.fixture
 def sysfs(tmp_path):
     """Two GPUs on two NUMA nodes, and one of which the kernel knows no node."""
@@ -184,7 +170,6 @@ def affinity():
 
 
 def test_cores_near_a_gpu(affinity, sysfs):
-    assert parse_cores("0-3,8-9\n") == {0, 1, 2, 3, 8, 9}
     assert near_cores("0000:18:00.0", sysfs) == {min(affinity), 70, 71}
     assert near_cores("0000:bb:00.0", sysfs) == set()  # as a virtual machine has it
     assert near_cores("0000:ff:00.0", sysfs) == set()
@@ -210,8 +195,7 @@ def test_the_gpu_of_a_local_rank(tmp_path, env, local_rank, address):
 @pytest.mark.parametrize("visible", ["7", "9" * 5000, "", "-1", "GPU-18ac"])
 def test_a_gpu_that_no_tool_lists(tmp_path, visible):
     env = {"CUDA_VISIBLE_DEVICES": visible, "PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
-    with pytest.raises(GpuUnknown, match="its GPU is not known"):
-        gpu_address(World(0, 2, 0, 2), env)
+    assert gpu_address(World(0, 2, 0, 2), env) == ""
 
 
 def test_a_rank_that_sees_its_own_gpu_alone(tmp_path):
@@ -220,10 +204,10 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path):
     env = {"CUDA_VISIBLE_DEVICES": "1", "PATH": path}
     srun = next(launcher for launcher in RANK_SOURCES if launcher.name == "slurm")
     assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
-    with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=1 has no GPU for it"):
-        gpu_address(World(1, 2, 1, 2), env)
-    with pytest.raises(GpuUnknown, match="its GPU is not known"):  # before the ranks are counted
-        gpu_address(World(1, 2, None, None), {"PATH": path})
+    assert gpu_address(World(1, 2, 1, 2), env) == ""
+    assert (
+        gpu_address(World(1, 2, None, None), {"PATH": path}) == ""
+    )  # before the ranks are counted
 
 
 @pytest.mark.parametrize(

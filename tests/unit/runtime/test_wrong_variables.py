@@ -6,14 +6,11 @@ python -m pytest tests/unit/runtime/test_wrong_variables.py
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s
-from mpiddp.runtime.reports import announced
 from mpiddp.text import shown
 from tests.support.errors import error
 
@@ -29,17 +26,6 @@ def test_variables_of_a_slurm_step_that_slurm_never_writes(name: str, value: str
     env = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node1", name: value}
     with pytest.raises(UserError, match=error("not those of a Slurm", f"{name}=", shown(value))):
         slurm_address(env)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", "[" * 100_000, '{"global_batch_size": 0, "world_size": 2}', '{"world_size": 2}'],
-)
-def test_an_announcement_that_the_launcher_never_sets(text: str) -> None:
-    with pytest.raises(UserError) as refused:
-        announced({"MPIDDP_ANNOUNCED": text})
-    sentence = error("not what", f'MPIDDP_ANNOUNCED="{shown(text)}"', "Unset it")
-    assert re.fullmatch(sentence, str(refused.value))
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "0", "nan", "x", "-1"])
