@@ -25,19 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
-from mpiddp.hosts.processes import (
-    adopt_orphans,
-    descendants,
-    signal_at_parents_end,
-)
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.paths import check_program, named_by
-from mpiddp.protocol.messages import (
-    GO,
-    INPUT,
-    OUTPUT_PROCESS,
-    TEXT_LIMIT,
-)
+from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, TEXT_LIMIT
 from mpiddp.protocol.variables import (
     ADDRESS,
     ERROR_FILE,
@@ -48,7 +39,7 @@ from mpiddp.protocol.variables import (
     SECRET,
     VERBOSE,
 )
-from mpiddp.runtime.child import NEVER, PASSED, Child
+from mpiddp.runtime.child import PASSED, Child
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
@@ -64,8 +55,8 @@ if TYPE_CHECKING:
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_KILLED_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
+_NEVER = float("inf")
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
@@ -111,8 +102,7 @@ class Agent:
         self._passed: set[int] = set()  # the signals
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._code: int | None = None  # with which this rank ends because of another
-        self._ends_at = NEVER  # when another rank's failure ends this one
-        self._ended_at = 0.0  # when the script ended
+        self._ends_at = _NEVER  # when another rank's failure ends this one
 
     def run(self) -> int:
         try:
@@ -120,15 +110,16 @@ class Agent:
             ending = self._serve()
         except BaseException as error:
             ending = ending_of(error)
-            if self._launcher is not None:
+            if self._launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            elif self.channel is not None and ending.is_failure and not isinstance(error, Refused):
-                self.channel.fail(ending.code)
             if isinstance(error, (JobFailed, UserError)) and self._launcher and self.channel:
                 return ending.code  # the launcher prints it
             raise
         finally:
-            self._clean_up()
+            if self.child is not None and self.child.status is None:  # this rank could not begin
+                self.child.end(0.0)
+            if file := os.environ.get(ERROR_FILE):
+                Path(file).unlink(missing_ok=True)
         if self._code is not None:
             return self._code
         if self.coordinator is not None and (self._ends_on_request or not ending.is_failure):
@@ -212,12 +203,8 @@ class Agent:
         from mpiddp.runtime.rendezvous.result import RankInfo
 
         self._wait_until_ready()
-        files: list[tuple[str, str]] = []
-        if not self._problem and self.world.local_world_size != self.world.world_size:
-            try:
-                files = self.program.files
-            except OSError as error:
-                self._problem = f"{error.filename}: {error.strerror}."
+        is_on_several_hosts = self.world.local_world_size != self.world.world_size
+        files = self.program.files if is_on_several_hosts and not self._problem else []
         return RankInfo.of_this_process(self.world, self._problem, files)
 
     def _wait_until_ready(self) -> None:
@@ -269,18 +256,26 @@ class Agent:
     # --- the loop ---
 
     def _serve(self) -> Ending:
-        """Wait for all that may happen until the script has ended, and all that it has started."""
-        child, ending = self.child, None
+        """Wait for all that may happen until the script has ended. End what it has left."""
+        child = self.child
         assert child is not None
         self._catch_signals()
         if _has_daemon(self.world):
             signal_at_parents_end(signal.SIGTERM)
             if os.getppid() != self._parent:
                 self._end(FAILED)
-        while ending is None or not self._is_over(child):
+        while child.status is None:
             self._wait()
-            if child.status is not None and ending is None:
-                ending = self._note_end(child)
+        while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
+            self.output.write_to(child.hear())
+        ending = child.ending(is_stopping=self._is_stopping)
+        self._report(ending)
+        child.end(_END_S)
+        if child.left:  # what is left cannot be killed
+            self.output.end()
+        deadline = time.monotonic() + _AWAY_S
+        while not self.output.is_done and time.monotonic() < deadline:
+            self._wait()
         return ending
 
     def _catch_signals(self) -> None:
@@ -309,15 +304,14 @@ class Agent:
             poll.register(self._wakeup, select.POLLIN)
         if channel is not None and not channel.is_lost:
             poll.register(channel.connection, select.POLLIN)
-        kills_at = NEVER if child is None else child.kills_at
-        next_at = min(self._ends_at, kills_at, self.output.flushes_at)
+        next_at = min(self._ends_at, self.output.flushes_at)
         wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
         self.output.act(ready)
         if child is not None:
             if child.control is not None and child.control.fileno() in ready:
                 self.output.write_to(child.hear())
-            child.act()
+            child.reap()
         if channel is not None and (channel.has_early or channel.connection.fileno() in ready):
             for facts in channel.receive():
                 self._obey(facts)
@@ -379,23 +373,12 @@ class Agent:
         """End the script and all that it has started, because of another rank."""
         if self._code is None:
             self._code = code
-        self._ends_at = NEVER
+        self._ends_at = _NEVER
         if self.child is None:
             raise SystemExit(code)
         self.child.end(_END_S if self.child.is_command else 0.0)
 
     # --- the end ---
-
-    def _note_end(self, child: Child) -> Ending:
-        """The script has ended: report how, and end what it has left."""
-        while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
-            self.output.write_to(child.hear())
-        ending = child.ending(is_stopping=self._is_stopping)
-        self._report(ending)
-        if child.left:
-            child.end(_END_S)
-        self._ended_at = time.monotonic()
-        return ending
 
     def _report(self, ending: Ending) -> None:
         """Tell the launcher, or else the other ranks, how this rank ends."""
@@ -430,23 +413,6 @@ class Agent:
         was_asked = self._is_stopping if self._launcher is not None else self._passed & _REQUESTS
         ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in self._passed)}
         return bool(was_asked) and ending.code in ends
-
-    def _is_over(self, child: Child) -> bool:
-        """Whether nothing of the script is left, and all that it has written has been sent."""
-        late_s = time.monotonic() - self._ended_at
-        if child.left and late_s < _END_S + _KILLED_S:
-            return False
-        if late_s >= _END_S + _KILLED_S:  # what is left cannot be killed
-            self.output.end()
-        return self.output.is_done or late_s >= _AWAY_S
-
-    def _clean_up(self) -> None:
-        """End the script of a rank that could not begin."""
-        if self.child is not None and self.child.status is None:
-            self.child.end(0.0)
-        if file := os.environ.get(ERROR_FILE):
-            with contextlib.suppress(OSError):
-                Path(file).unlink()
 
     def _send(self, kind: str, **facts: object) -> None:
         if self._launcher is not None and self.channel is not None:

@@ -28,9 +28,9 @@ from mpiddp.errors import STOPPED
 from mpiddp.hosts.processes import (
     OomKills,
     descendants,
+    end_all,
     group_of,
     kills_in,
-    signal_all,
     signal_at_parents_end,
 )
 from mpiddp.paths import cause_of, check_program
@@ -47,7 +47,6 @@ PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
     *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
 )
-NEVER = float("inf")
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first line, and the others
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
@@ -64,7 +63,6 @@ class Child:
         status: its exit code, -N for signal N; None as long as it runs.
         control: this process's end of the connection, until the script has closed it.
         said: what the script has said, by type. "error" says why it fails.
-        kills_at: when `act` sends SIGKILL.
         others: processes of the agent that are none of this one's.
 
     Raises:
@@ -82,7 +80,6 @@ class Child:
         self.status: int | None = None
         self.control: socket.socket | None = None
         self.said: dict[str, dict[str, Any]] = {}
-        self.kills_at = NEVER
         self.others: set[int] = set()
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
@@ -187,16 +184,13 @@ class Child:
             elif self.status is None:
                 os.kill(self.pid, number)
 
-    def act(self) -> None:
-        """Collect the child and the adopted orphans that have ended, and kill what is late."""
+    def reap(self) -> None:
+        """Collect the child and the adopted orphans that have ended."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 if pid == self.pid:
                     self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
-        if time.monotonic() >= self.kills_at:
-            self.kills_at = time.monotonic() + 1.0
-            signal_all(lambda: self.left, signal.SIGKILL)
 
     def ending(self, *, is_stopping: bool) -> Ending:
         """What wait() says, with the script's own reason.
@@ -231,11 +225,8 @@ class Child:
 
     def end(self, grace_s: float) -> None:
         """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`."""
-        if grace_s and self.kills_at == NEVER:
-            signal_all(lambda: self.left, signal.SIGTERM)
-            signal_all(lambda: self.left, signal.SIGCONT)
-        self.kills_at = min(self.kills_at, time.monotonic() + grace_s)
-        self.act()
+        end_all(lambda: self.left, grace_s=grace_s)
+        self.reap()
 
 
 def _kills_for_memory() -> OomKills | None:

@@ -16,14 +16,7 @@ import time
 import tty
 from collections.abc import Mapping, Sequence
 
-from mpiddp.protocol.messages import (
-    FRAME,
-    LONGEST_LINE,
-    OPEN_S,
-    STREAMS,
-    is_shown,
-    notice_silence,
-)
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, is_shown, notice_silence
 from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.world import World
 
@@ -61,7 +54,8 @@ class Output:
                 facts = {"stream": stream.number, "host": world.hostname}
                 connection = connect_to_launcher(launcher, world, "output", **facts).socket
                 notice_silence(connection, is_read_slowly=True)
-                stream.show(connection)
+                connection.setblocking(False)
+                stream.connection = connection
 
     def write_to(self, files: Sequence[int]) -> None:
         """Write the streams to these files, beginning with what was read so far."""
@@ -108,12 +102,7 @@ def _new_stream(number: int) -> tuple[int, int]:
 
 
 class _Stream:
-    """A stream of the script.
-
-    Args:
-        number: 1 or 2, the script's file descriptor.
-        source: the reading end.
-        rank: this rank and its host.
+    """A stream of the script: its file descriptor there, and the reading end.
 
     Attributes:
         source: None after its end.
@@ -126,17 +115,12 @@ class _Stream:
         self.source: int | None = source
         self.connection: socket.socket | None = None
         self._file: int | None = None
-        self._unfiled: bytearray | None = bytearray()  # None once there is a file
+        self._unfiled = bytearray()  # until there is a file
         self._dropped = 0  # bytes that `_unfiled` could not take
         self._line = bytearray()  # an open line that is not in `_unsent`
         self._line_since = 0.0
         self._unsent = bytearray()
         self._has_complained = False
-
-    def show(self, connection: socket.socket) -> None:
-        """Send the stream over this connection."""
-        connection.setblocking(False)
-        self.connection = connection
 
     @property
     def is_done(self) -> bool:
@@ -156,31 +140,27 @@ class _Stream:
 
     def act(self, ready: Mapping[int, int]) -> int:
         """Read and send what the events of poll(2) allow, and return the number of bytes read."""
-        read = 0
-        if self.source is not None and len(self._unsent) < _MOST_UNSENT:
-            read = self._read() if self.source in ready else 0
+        chunk = b""
+        if self.source is not None and self.source in ready:
+            try:
+                chunk = os.read(self.source, _CHUNK)
+            except BlockingIOError:
+                pass
+            except OSError:  # the end of a terminal
+                self.end()
+            else:
+                if chunk:
+                    self._save(chunk)
+                    self._forward(chunk)
+                else:
+                    self.end()
         if self.connection is not None and (events := ready.get(self.connection.fileno())):
             if events & (select.POLLERR | select.POLLHUP):
                 self._lose()
             else:
-                self._send(self.connection)
+                self._send()
         if time.monotonic() >= self.flushes_at:
-            self.flush()
-        return read
-
-    def _read(self) -> int:
-        assert self.source is not None
-        try:
-            chunk = os.read(self.source, _CHUNK)
-        except BlockingIOError:
-            return 0
-        except OSError:  # the end of a terminal
-            chunk = b""
-        if chunk:
-            self._save(chunk)
-            self._forward(chunk)
-        else:
-            self.end()
+            self._flush()
         return len(chunk)
 
     def end(self) -> None:
@@ -188,18 +168,19 @@ class _Stream:
         if self.source is not None:
             os.close(self.source)
             self.source = None
-            self.flush()
+            self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Send the line that is still open."""
-        if self._line and self.connection is not None:
+        if self._line:
             self._unsent += FRAME.pack(len(self._line)) + self._line
             self._line.clear()
-            self._send(self.connection)
+            self._send()
 
-    def _send(self, connection: socket.socket) -> None:
+    def _send(self) -> None:
         try:
-            del self._unsent[: connection.send(self._unsent[: 4 * _CHUNK])]
+            if self.connection is not None:
+                del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
         except BlockingIOError:
             pass
         except OSError:
@@ -207,9 +188,9 @@ class _Stream:
 
     def _lose(self) -> None:
         """The launcher is gone. The files still get everything."""
-        assert self.connection is not None
-        self.connection.close()
-        self.connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
         self._unsent.clear()
         self._line.clear()
 
@@ -217,20 +198,18 @@ class _Stream:
         """Write to this file, beginning with what was read so far."""
         if self._file is not None:
             os.close(self._file)
-        self._file, before, self._unfiled = file, self._unfiled, None
-        if before:
-            self._save(bytes(before))
-        if self._dropped:
-            self._save(_MISSING % self._dropped)
-            self._dropped = 0
+        self._file = file
+        missing = _MISSING % self._dropped if self._dropped else b""
+        self._save(bytes(self._unfiled) + missing)
+        self._unfiled.clear()
+        self._dropped = 0
 
     def _save(self, chunk: bytes) -> None:
-        if self._unfiled is not None:
-            kept = chunk[: _MOST_UNFILED - len(self._unfiled)]
-            self._unfiled += kept
-            self._dropped += len(chunk) - len(kept)
+        if self._file is None:
+            room = _MOST_UNFILED - len(self._unfiled)
+            self._unfiled += chunk[:room]
+            self._dropped += len(chunk[room:])
             return
-        assert self._file is not None
         rest = memoryview(chunk)
         try:
             while rest:
@@ -243,15 +222,16 @@ class _Stream:
                 self._forward(gap.encode(errors="backslashreplace"))
 
     def _forward(self, chunk: bytes) -> None:
+        """Send whole lines, and keep an open one."""
         if self.connection is None:
             return
         whole, newline, rest = chunk.rpartition(b"\n")
         if newline:
             self._line += whole + newline
-            self.flush()
+            self._flush()
         if rest and self.connection is not None:  # sending has not failed
             if not self._line:
                 self._line_since = time.monotonic()
             self._line += rest
             if len(self._line) >= LONGEST_LINE:
-                self.flush()
+                self._flush()

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from itertools import takewhile
@@ -36,12 +37,33 @@ class Program(NamedTuple):
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise UserError, or JobFailed for a broken disk, if a script or a module is not there."""
+        """Raise UserError, or JobFailed for a broken disk, if a script or a module is not there.
+
+        Of a module, look for the first part of its name alone: the agent imports nothing of the user's.
+        """
+        name, path, before = self.name, Path(self.name), sys.path[0]
         if self.kind == MODULE:
-            _check_module(self.name)
+            sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
+            first = name.partition(".")[0]
+            try:
+                if not first or find_spec(first) is None:
+                    where = f"{Path.cwd()} and in the installed packages"
+                    raise UserError(f"module {name} not found (looked in {where}).")
+            finally:
+                sys.path[0] = before
         elif self.kind == SCRIPT:
             with named_by(""):
-                _check_script(self.name)
+                if not path.exists():
+                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                if path.is_dir():
+                    raise UserError(
+                        f"{name} is a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    )
+                if not path.is_file():
+                    raise UserError(
+                        f"{name} is no regular file, and each rank reads its script from the disk."
+                    )
+                path.open("rb").close()
 
     @property
     def files(self) -> list[tuple[str, str]]:
@@ -54,9 +76,10 @@ class Program(NamedTuple):
             path = todo.pop()
             name = str(path.relative_to(folder))
             if name not in found:
-                text = path.read_bytes()
-                found[name] = sha256(text).hexdigest()
-                todo += _imported(text, folder)
+                with suppress(OSError):  # python will say why, if the script ever imports it
+                    text = path.read_bytes()
+                    found[name] = sha256(text).hexdigest()
+                    todo += _imported(text, folder)
         return sorted(found.items())
 
 
@@ -88,31 +111,6 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
     return found
-
-
-def _check_script(name: str) -> None:
-    path = Path(name)
-    if not path.exists():
-        raise UserError(f"{name} not found (looked in {Path.cwd()}).")
-    if path.is_dir():
-        raise UserError(f"{name} is a folder, not a script. To run a module: mpiddp run -m MODULE")
-    if not path.is_file():
-        raise UserError(f"{name} is no regular file, and each rank reads its script from the disk.")
-    with path.open("rb"):
-        pass
-
-
-def _check_module(name: str) -> None:
-    """Look for the first part of its name alone: the agent imports nothing of the user's."""
-    first, before = name.partition(".")[0], sys.path[0]
-    sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
-    try:
-        if not first or find_spec(first) is None:
-            raise UserError(
-                f"module {name} not found (looked in {Path.cwd()} and in the installed packages)."
-            )
-    finally:
-        sys.path[0] = before
 
 
 def _imported(text: bytes, folder: Path) -> list[Path]:
