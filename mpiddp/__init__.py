@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from mpiddp.runtime.reports import Announced as Announced
     from mpiddp.runtime.reports import announce as announce
     from mpiddp.runtime.reports import announced as announced
+    from mpiddp.runtime.reports import progress as progress
     from mpiddp.runtime.reports import saving as saving
+    from mpiddp.runtime.reports import should_stop as should_stop
+    from mpiddp.runtime.reports import together as together
     from mpiddp.runtime.torch.device_mesh import mesh as mesh
     from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
     from mpiddp.runtime.torch.process_group import init as init
     from mpiddp.runtime.torch.process_group import process_group as process_group
-    from mpiddp.runtime.torch.steps import progress as progress
-    from mpiddp.runtime.torch.steps import should_stop as should_stop
-    from mpiddp.runtime.torch.steps import together as together
     from mpiddp.spawning.spawn import spawn as spawn
     from mpiddp.world import World as World
 
@@ -56,11 +56,10 @@ _NAMES = {
     "checkpoints.contents": "Resumed",
     "checkpoints.records": "log_metrics run_dir",
     "errors": "JobFailed RankFailed UserError",
-    "runtime.reports": "Announced announce announced saving",
+    "runtime.reports": "Announced announce announced progress saving should_stop together",
     "runtime.torch.device_mesh": "mesh",
     "runtime.torch.divergence": "check_divergence",
     "runtime.torch.process_group": "init process_group",
-    "runtime.torch.steps": "progress should_stop together",
     "spawning.spawn": "spawn",
     "world": "World",
 }

@@ -61,10 +61,8 @@ class RankSource(NamedTuple):
 
 def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
     """The row of an MPI whose variables have the usual names."""
-    rank, size, local_rank, local_size = (
-        f"{prefix}_{suffix}" for suffix in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
-    proof = (rank, size, local_rank, local_size)
+    proof = tuple(f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    rank, size, local_rank, local_size = proof
     return RankSource(name, proof, rank, size, local_rank, local_size, vendors)
 
 
@@ -184,7 +182,7 @@ class World:
                 each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
-        if source := _source(env):
+        if source := next((each for each in RANK_SOURCES if _present(each, env)), None):
             return cls._from_row(source, env)
         if name := next((each for each in _PMIX if each in env), ""):
             raise UserError(
@@ -207,7 +205,12 @@ class World:
                 f"{_listed(found) or launcher.proof[0]}, missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
-        numbers = {name: _whole_number(name, text) for name, text in found.items()}
+        numbers = {}
+        for name, text in found.items():
+            try:
+                numbers[name] = parse_whole(text)
+            except ValueError as error:
+                raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
         rank, world_size = numbers[launcher.rank], numbers[launcher.world_size]
         alone = (0, 1) if world_size == 1 else (None, None)  # the only rank of its host
         local_rank = numbers.get(launcher.local_rank, alone[0])
@@ -239,14 +242,11 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     return 0, 0
 
 
-def _source(env: Mapping[str, str]) -> RankSource | None:
-    """The innermost one that has started this process."""
-    return next((each for each in RANK_SOURCES if _present(each, env)), None)
-
-
 def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
-    if launcher.name == "slurm":
-        return _in_slurm_step(env)
+    if launcher.name == "slurm" and "SLURM_STEP_ID" in env:
+        # salloc's shell may be a step too, with an id near 2**32. What is no id is refused elsewhere.
+        with suppress(ValueError):
+            return parse_whole(env["SLURM_STEP_ID"], high=2**32) <= 2**32 - 16
     if launcher.name == "torchrun" and is_joined(env):
         return False
     found = {name for name in launcher.proof if name in env}
@@ -277,19 +277,3 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
     return was_joined
-
-
-def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether this is a job step with tasks. salloc's shell may be a step too, with an id near 2**32."""
-    try:
-        step = env.get("SLURM_STEP_ID")
-        return step is not None and parse_whole(step, high=2**32) <= 2**32 - 16
-    except ValueError:  # not an id of Slurm: what needs the number refuses it
-        return True
-
-
-def _whole_number(name: str, text: str) -> int:
-    try:
-        return parse_whole(text)
-    except ValueError as error:
-        raise UserError(f'{name}="{shown(text)}" is not {error}.') from None

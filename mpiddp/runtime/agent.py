@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.paths import check_program, named_by
+from mpiddp.paths import named_by
 from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, TEXT_LIMIT
 from mpiddp.protocol.variables import (
     ADDRESS,
@@ -72,7 +72,6 @@ def run_rank(program: Program) -> int:
         python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
         argv = [*python, program.name, *program.args]
         program.check()
-        check_program(argv[0], os.environ.get("PATH"))
         os.execvp(argv[0], argv)
     # Not by os._exit: MPICH tells its mpirun in a handler of atexit that a rank has finalized MPI.
     return Agent(program, World.from_env()).run()
@@ -96,6 +95,8 @@ class Agent:
         self.output = Output(self._selection, self.name)
         self._files = self.output.files  # the child's own, by its file descriptors
         self._parent = os.getppid()
+        # Nothing would end this rank without its parent, the daemon of MPI or Slurm.
+        self._has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
         self._problem = ""  # why this rank cannot begin
         self._is_stopping = False  # the launcher has requested a stop
         self._ends_on_request = False
@@ -133,7 +134,7 @@ class Agent:
 
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
-        if _has_daemon(self.world):
+        if self._has_daemon:
             signal_at_parents_end(signal.SIGKILL)
         adopt_orphans()
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
@@ -155,12 +156,14 @@ class Agent:
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        with meet(self.world, self._own_info, self.channel) as met:
-            self._met(*met)
+        with meet(self.world, self._own_info, self.channel) as (coordinator, result):
+            self._met(coordinator, result)
         # The process beside rank 0 that serves the channel, where no launcher does.
         others = set(descendants(os.getpid(), but={self.child.pid} if self.child else ()))
         if self.child is None:
-            self.child = self._command()
+            with coordinator.all_or_none():
+                self.child = Child.of_command(self.program, self._files)
+            self._close_files()
         self.child.others = others
 
     def _close_files(self) -> None:
@@ -168,15 +171,6 @@ class Agent:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-
-    def _command(self) -> Child:
-        """Start the command on all ranks, or on none."""
-        assert self.coordinator is not None
-        with self.coordinator.all_or_none():
-            try:
-                return Child.of_command(self.program, self._files)
-            finally:
-                self._close_files()
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
@@ -200,16 +194,12 @@ class Agent:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
 
     def _own_info(self) -> RankInfo:
-        from mpiddp.runtime.rendezvous.result import RankInfo
+        """What the other ranks learn of this one, once its script has imported torch.
 
-        self._wait_until_ready()
-        is_on_several_hosts = self.world.local_world_size != self.world.world_size
-        files = self.program.files if is_on_several_hosts and not self._problem else []
-        return RankInfo.of_this_process(self.world, self._problem, files)
-
-    def _wait_until_ready(self) -> None:
-        """Wait until the script has imported torch. A rank whose script hangs there has not joined."""
+        A rank whose script hangs there has not joined.
+        """
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+        from mpiddp.runtime.rendezvous.result import RankInfo
 
         while self.child is not None and "ready" not in self.child.said:
             self._wait()
@@ -219,6 +209,9 @@ class Agent:
                 line = ending_of_process(self.child.status).line(self.name)
                 raise JobFailed(f"{line}, before it had joined.")
         self._send("joining", timeout_s=joining_timeout_s())
+        is_on_several_hosts = self.world.local_world_size != self.world.world_size
+        files = self.program.files if is_on_several_hosts and not self._problem else []
+        return RankInfo.of_this_process(self.world, self._problem, files)
 
     def _met(self, coordinator: Coordinator, result: RendezvousResult) -> None:
         """The ranks have met: let the script begin."""
@@ -260,7 +253,7 @@ class Agent:
         child = self.child
         assert child is not None
         self._catch_signals()
-        if _has_daemon(self.world):
+        if self._has_daemon:
             signal_at_parents_end(signal.SIGTERM)
             if os.getppid() != self._parent:
                 self._end(FAILED)
@@ -417,11 +410,6 @@ class Agent:
     def _send(self, kind: str, **facts: object) -> None:
         if self._launcher is not None and self.channel is not None:
             self.channel.send(kind, b"", **facts)
-
-
-def _has_daemon(world: World) -> bool:
-    """Whether nothing would end this rank without its parent, the daemon of MPI or Slurm."""
-    return world.launcher.speaks_mpi or world.launcher.name == "slurm"
 
 
 def _end_by(number: int) -> None:

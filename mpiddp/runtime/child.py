@@ -33,7 +33,7 @@ from mpiddp.hosts.processes import (
     kills_in,
     signal_at_parents_end,
 )
-from mpiddp.paths import cause_of, check_program
+from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import Lines
 from mpiddp.protocol.messages import LINE_LIMIT, STREAMS, recorded_error
 from mpiddp.protocol.variables import ERROR_FILE
@@ -55,18 +55,14 @@ _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead
 class Child:
     """The process of a rank's script, or of its command.
 
-    Args:
-        files: by file descriptor of the child, the open file of this process.
-        control: a script's end of the connection to this process.
+    `files` are open files of this process, by the child's file descriptor. `control` has both ends of the
+    connection to a script, this process's first.
 
     Attributes:
         status: its exit code, -N for signal N; None as long as it runs.
         control: this process's end of the connection, until the script has closed it.
         said: what the script has said, by type. "error" says why it fails.
         others: processes of the agent that are none of this one's.
-
-    Raises:
-        OSError: it cannot be started.
     """
 
     def __init__(
@@ -111,13 +107,8 @@ class Child:
 
     @classmethod
     def of_command(cls, program: Program, files: Mapping[int, int]) -> Child:
-        """A command.
-
-        Raises:
-            UserError, JobFailed: it cannot be started.
-        """
+        """A command. Raises UserError or JobFailed if it cannot be started."""
         env = command_environment(os.environ)
-        check_program(program.name, env.get("PATH"))
         try:
             return cls([program.name, *program.args], env, files)
         except OSError as error:

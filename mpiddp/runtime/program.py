@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.paths import named_by
+from mpiddp.paths import check_program, named_by
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, REPORT, RUN_ID
 from mpiddp.runtime.log import RankParser
 from mpiddp.world import RANK_SOURCES
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise UserError, or JobFailed for a broken disk, if a script or a module is not there.
+        """Raise UserError, or JobFailed for a broken disk, if it is not there.
 
         Of a module, look for the first part of its name alone: the agent imports nothing of the user's.
         """
@@ -64,6 +64,8 @@ class Program(NamedTuple):
                         f"{name} is no regular file, and each rank reads its script from the disk."
                     )
                 path.open("rb").close()
+        elif self.kind == COMMAND:
+            check_program(name, os.environ.get("PATH"))
 
     @property
     def files(self) -> list[tuple[str, str]]:

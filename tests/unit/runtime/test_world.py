@@ -152,20 +152,6 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
             assert f"{kept}={row[kept]}" in sentence
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "jsrun", "env://", "flux"])
-def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
-    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
-    for name in World.from_env(row).launcher.proof:
-        sentence = error("only some", launcher, f" {name}={row[name]}, missing ")
-        assert re.fullmatch(sentence, refusal({name: row[name]}))
-
-
-def test_torchruns_run_id_requires_its_other_variables() -> None:
-    values = ("found TORCHELASTIC_RUN_ID, ", "missing RANK, WORLD_SIZE, LOCAL_RANK")
-    sentence = error("only some", *values)
-    assert re.fullmatch(sentence, refusal({"TORCHELASTIC_RUN_ID": "none"}))
-
-
 @pytest.mark.parametrize(
     ("env", "launcher", "rank"),
     [
@@ -202,8 +188,8 @@ def test_the_shell_of_an_allocation_is_not_a_task(env: Env) -> None:
     assert identity(env | TORCH) == ("env://", 5, 8, 1, 4)
 
 
-@pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²", "9" * 5000])
-@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "flux", "pals"])
+@pytest.mark.parametrize("value", ["", "-1", "two", "²", "9" * 5000])
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun"])
 def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.variables:
@@ -211,16 +197,6 @@ def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> N
         sentence = error('" is not', f'{name}="{shown(value)}" ', "0 or more")
         assert re.fullmatch(sentence, refusal(wrong))
         assert likely_ranks(wrong) in ((0, 0), likely_ranks(row))
-
-
-def test_a_stale_variable_does_not_hide_the_rank() -> None:
-    """Or each rank would print the error."""
-    assert likely_ranks(OPEN_MPI | {"TORCHELASTIC_RUN_ID": "stale"}) == (3, 1)
-
-
-@pytest.mark.parametrize("step", ["²", "9" * 5000])
-def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
-    assert identity(SRUN | {"SLURM_STEP_ID": step}) == identity(SRUN)
 
 
 @pytest.mark.parametrize(

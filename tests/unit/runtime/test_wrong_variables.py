@@ -11,6 +11,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
 from tests.support.errors import error
 
@@ -33,3 +34,8 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MPIDDP_TIMEOUT", text)
     with pytest.raises(UserError, match=error("not a duration", "MPIDDP_TIMEOUT: ", shown(text))):
         joining_timeout_s()
+
+
+def test_an_announcement_that_is_too_long() -> None:
+    with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
+        announce(resume_args=["x" * 100_000] * 6)
