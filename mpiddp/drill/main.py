@@ -25,7 +25,7 @@ from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.launch.options import option_parser, options_of_launch
 from mpiddp.paths import named_by
-from mpiddp.text import align_columns, counted, did_you_mean
+from mpiddp.text import align_columns, counted
 
 _HEAD = (
     *("fault", "result", "samples repeated", "samples skipped", "checkpoint lost"),
@@ -149,8 +149,7 @@ def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
     for name in names:
         if name not in (*NAMES, "none"):
-            hint = did_you_mean(name, NAMES) or f" Expected one of: {', '.join(NAMES)}"
-            raise argparse.ArgumentTypeError(f'"{name}" is no fault.{hint}'.rstrip("."))
+            raise argparse.ArgumentTypeError(f'"{name}" is no fault. Expected: {", ".join(NAMES)}')
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 

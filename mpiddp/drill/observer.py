@@ -66,9 +66,8 @@ class _Observer:
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers = ""
-        self._begun: dict[
-            Path, int
-        ] = {}  # the step at which a thread began to write into this folder
+        # The step at which a thread began to write into this folder.
+        self._begun: dict[Path, int] = {}
         self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1)
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
