@@ -40,7 +40,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.cluster.faults import unreachable
 from tests.support.cluster.host import ROOT_PATH, Process
-from tests.support.mpis import library_of, mpirun_of
+from tests.support.installs import library_of, mpirun_of
 from tests.support.place import MPIS
 from tests.support.ranks import ROOT
 from tests.support.training import contents, records, unequal

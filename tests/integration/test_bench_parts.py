@@ -17,7 +17,7 @@ from mpiddp.bench import loader
 from mpiddp.bench.figures import aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, time_command
 from mpiddp.train.options import option_parser as train_parser
-from tests.support.ranks import ROOT, run_command, run_forked
+from tests.support.ranks import ROOT, run_command
 
 
 def test_a_command_has_a_limit() -> None:
@@ -72,20 +72,22 @@ def test_every_loop_reads_the_images_that_the_options_ask_for(name: str, tmp_pat
     assert done.stdout.splitlines()[-1] == "24"
 
 
+SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
+
+
 @pytest.mark.slow
-def test_every_script_of_benchmarks_has_help_and_a_row() -> None:
-    scripts = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
-    ends = run_forked([["-m", f"benchmarks.{script}", "--help"] for script in scripts])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_of_benchmarks_has_help_and_a_row(script: str) -> None:
+    done = run_command([sys.executable, "-m", f"benchmarks.{script}", "--help"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")
     table = (ROOT / "benchmarks/README.md").read_text()
-    for script, (code, stdout, stderr) in zip(scripts, ends, strict=True):
-        assert (script, code, stderr) == (script, 0, "")
-        assert stdout.startswith(f"usage: python -m benchmarks.{script} ")
-        for command in re.findall(rf"^\| {script} \|.*`{script} ?([^`]*)`", table, re.M):
-            known = set(re.findall(r"--[a-z][a-z-]*|-H", stdout))
-            if "Takes the options of mpiddp train too" in " ".join(stdout.split()):
-                known |= set(train_parser()._option_string_actions)
-            assert set(re.findall(r"--[a-z][a-z-]*|-H", command)) <= known, command
-        assert f"\n| {script} |" in table
+    assert f"\n| {script} |" in table
+    for command in re.findall(rf"^\| {script} \|.*`{script} ?([^`]*)`", table, re.M):
+        known = set(re.findall(r"--[a-z][a-z-]*|-H", done.stdout))
+        if "Takes the options of mpiddp train too" in " ".join(done.stdout.split()):
+            known |= set(train_parser()._option_string_actions)
+        assert set(re.findall(r"--[a-z][a-z-]*|-H", command)) <= known, command
 
 
 def test_light_clients_speak_the_language_of_the_launcher(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
-"""A training under PyTorch Lightning: `lightning_training.py FOLDER DEVICES NODES`."""
+"""A training under PyTorch Lightning that resumes from its newest checkpoint.
+
+lightning_training.py FOLDER [DEVICES NODES]
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -12,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Regression(LightningModule):
-    """One linear layer that learns y = 2x."""
+    """One linear layer that learns y = 2x, with a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,29 +29,31 @@ class Regression(LightningModule):
         self.log("loss", loss, sync_dist=True)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
 if __name__ == "__main__":
-    folder, devices, nodes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    devices, nodes = map(int, sys.argv[2:] or (1, 1))
+    last = folder / "last.ckpt"
     torch.manual_seed(1)
-    x = torch.rand(64, 1)
-    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=4, num_workers=2)
+    x = torch.rand(48, 1)
+    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=4, num_workers=devices * nodes - 1)
     trainer = Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy="ddp" if sys.argv[2:] else "auto",
         devices=devices,
         num_nodes=nodes,
         max_epochs=5,
         default_root_dir=folder,
-        callbacks=[ModelCheckpoint(dirpath=folder, filename="saved-{epoch}")],
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="saved-{epoch}", save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Regression(), loader)
+    trainer.fit(Regression(), loader, ckpt_path=str(last) if last.exists() else None)
     loss = float(trainer.callback_metrics["loss"])
-    print(
-        f"rank {trainer.global_rank} of {trainer.world_size}: loss {loss:.3f}\n", end="", flush=True
-    )
+    where = f"rank {trainer.global_rank} of {trainer.world_size}"
+    print(f"{where}: loss {loss:.3f}\n", end="", flush=True)

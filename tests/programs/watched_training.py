@@ -4,6 +4,8 @@
 
 Each rank writes the numbers of its images (see tiny_data.numbered_images) into FOLDER/images_RANK.jsonl, a
 line for each step. Rank 0 writes the gradients and the reductions of the first step into FOLDER/first.pt.
+Each rank writes FOLDER/bytes_RANK: what its parameters, gradients and momentum have allocated after the first
+step, and what one copy of the model needs.
 
     KILL_AFTER_STEPS=5     rank 0 kills itself after this many steps of the first attempt
     PLAIN=1                BatchNorm scales and shifts only, so that images do not depend on each other
@@ -52,10 +54,26 @@ def before_step(optimizer, args, kwargs):
             torch.save({"gradients": grads, "reductions": len(reductions)}, folder / "first.pt")
 
 
+def count_bytes(optimizer, file):
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients = [each.grad for each in parameters]
+    momentum = [optimizer.state[each]["momentum_buffer"] for each in parameters]
+    tensors = [*parameters, *gradients, *momentum]
+    allocated = {}  # tensors may share memory: DDP's gradients are parts of its buckets
+    for tensor in tensors:
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = own.untyped_storage()
+        allocated[storage.data_ptr()] = storage.nbytes()
+    one_copy = sum(each.numel() * each.element_size() for each in tensors)
+    file.write_text(f"{sum(allocated.values())} {one_copy}")
+
+
 def after_step(optimizer, args, kwargs):
     global num_steps
     num_steps += 1
     rank = dist.get_rank()
+    if num_steps == 1:
+        count_bytes(optimizer, folder / f"bytes_{rank}")
     with (folder / f"images_{rank}.jsonl").open("a") as file:
         file.write(json.dumps(images) + "\n")
     images.clear()

@@ -14,7 +14,7 @@ import pytest
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
-from tests.support.mpis import mpirun_of
+from tests.support.installs import mpirun_of
 from tests.support.place import Here, Hosts, Place
 
 CHAPTERS = (

@@ -26,7 +26,7 @@ from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
-from tests.support.mpis import library_of, mpirun_of
+from tests.support.installs import library_of, mpirun_of
 from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
 from tests.support.ranks import ROOT
 

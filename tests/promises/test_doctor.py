@@ -20,7 +20,7 @@ import pytest
 
 from mpiddp import cli
 from tests.support import cluster as test_cluster
-from tests.support import frameworks
+from tests.support import installs
 from tests.support.cluster import Cluster, lacking, why_not
 from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
 from tests.support.drills import DEFECTS, RIGHT, SCRIPT, command
@@ -194,7 +194,7 @@ def test_drill_names_the_defect(here: Here, defect: str) -> None:
 def test_drill_passes_a_right_script(here: Here, name: str) -> None:
     """`mpiddp drill` finds nothing in a script that resumes correctly, with any framework."""
     right = RIGHT[name]
-    env = frameworks.environment(right.package) if right.package else {}
+    env = installs.environment(right.package) if right.package else {}
     options = ("-n", "1", "--only", right.faults, "--seed", "3", "--json")
     done = here.run("drill", *options, *command(*right.job), env=env)
     assert done.code == 0, done.stderr + done.stdout

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.addresses import reserved
+from tests.support.machine import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command, own_lines
 

@@ -24,7 +24,7 @@ import pytest
 from tests.programs.prints_lines import LAST_WORDS, PARTS
 from tests.support.cluster.slurm import Slurm
 from tests.support.errors import error
-from tests.support.mpis import mpirun_of
+from tests.support.installs import mpirun_of
 from tests.support.place import Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.place import here_and_on_hosts as on_both
 from tests.support.ranks import clean_env

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from tests.support import cluster as test_cluster
-from tests.support import containers, frameworks
+from tests.support import containers, installs
 from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
-from tests.support.mpis import library_of, mpirun_of
+from tests.support.installs import library_of, mpirun_of
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.place import here_and_on_hosts as on_both
 from tests.support.ranks import ROOT, mpirun_command, own_lines
@@ -493,9 +493,9 @@ def test_a_command_is_a_rank(here: Here, kind: str, mpi: str) -> None:
         (here.folder / name).write_text(Path(program(name)).read_text())
     command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
     if kind != "shell":
-        other = frameworks.find_other_torch() if kind == "other torch" else None
-        if other is None and kind == "other torch":
-            pytest.skip("no other torch: python -m tests.support.frameworks install")
+        other = installs.OTHER_TORCH if kind == "other torch" else None
+        if other is not None and not installs.has_other_torch():
+            pytest.skip("no other torch: python -m tests.support.installs all")
         command = containers.container(here.folder, "reduces.py", other)
     done = here.run("launch", *here.where(2), "--", *command, mpi=mpi).assert_ok()
     assert [(rank["RANK"], rank["sum"]) for rank in done.records] == [(0, 3), (1, 3)]

@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from mpiddp.train.datasets import DeviceImages, batches
+from mpiddp.errors import JobFailed
+from mpiddp.train import cifar10
+from mpiddp.train.datasets import DeviceImages, batches, default_data_dir
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
+from tests.support.cluster import lacking
 from tests.support.place import Done, Here, Hosts, Place, here_and_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.training import (
@@ -186,7 +189,7 @@ def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
     for parallel, share in (("ddp", 1), ("fsdp", 1 / 2)):
         folder = here.folder / parallel
         folder.mkdir()
-        job = (program("counted_bytes.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=30")
+        job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=30")
         options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
         here.run("launch", *here.where(2), *job, *options).assert_ok()
         found[parallel] = losses(folder / "run")
@@ -205,7 +208,7 @@ def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
     for parallel, share in (("ddp", 1), ("hsdp", 1 / 2)):
         folder = hosts.folder / parallel
         folder.mkdir()
-        job = (program("counted_bytes.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=10")
+        job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=10")
         options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
         hosts.run("launch", *where, *job, *options).assert_ok()
         found[parallel] = losses(folder / "run")
@@ -289,7 +292,15 @@ def test_determinism_is_checked(here: Here, parallel: str) -> None:
 )
 def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
     """If two runs differ, --check-determinism names the first step, rank and tensor that differ."""
-    job = (program("unseeded.py"), what, "1", *SYNTHETIC, "--check-determinism=2", "--out=run")
+    job = (
+        program("faulty_training.py"),
+        "noise",
+        what,
+        "1",
+        *SYNTHETIC,
+        "--check-determinism=2",
+        "--out=run",
+    )
     done = here.run("launch", *here.where(2), *job)
     assert done.code == 1, done.stdout
     assert re.search(rf"step 1, .*rank 1 on .*{first}", done.stderr), done.stderr
@@ -317,7 +328,7 @@ def test_diverged_training_is_not_saved(here: Here) -> None:
     """--check-divergence ends a training with a flipped bit before it is saved. A restart repairs it."""
     options = (*SYNTHETIC, "--steps-per-epoch=6", "--save-every=2", "--keep=9")
     options += ("--check-divergence=4",)
-    job = (program("flipped_bit.py"), "momentum", "1", "4", *options, "--out=faulty")
+    job = (program("faulty_training.py"), "flip", "momentum", "1", "4", *options, "--out=faulty")
     done = here.run("launch", *here.where(2), *job)
     assert done.code == 1, done.stdout
     assert "momentum_buffer of fc.weight (1 of 118 tensors)" in done.stderr
@@ -333,7 +344,15 @@ def test_diverged_training_is_not_saved(here: Here) -> None:
 def test_diverged_copies_of_shards(hosts: Hosts) -> None:
     """Under hsdp, --check-divergence finds a bit that differs between two copies of a shard."""
     options = (*SYNTHETIC, "--parallel=hsdp", "--check-divergence=4", "--save-every=2")
-    job = (program("flipped_bit.py"), "parameter", "3", "4", *options, "--steps-per-epoch=6")
+    job = (
+        program("faulty_training.py"),
+        "flip",
+        "parameter",
+        "3",
+        "4",
+        *options,
+        "--steps-per-epoch=6",
+    )
     done = hosts.run("launch", "-H", "node0:2,node1:2", *job, "--out=run")
     assert done.code == 1, done.stdout
     assert re.search(r"rank 1 on node0 and rank 3 on node1 differ.*fc.weight", done.stderr)
@@ -391,9 +410,13 @@ def test_broken_image_is_named(here: Here) -> None:
 @pytest.mark.slow
 def test_cifar10_is_learned(here: Here) -> None:
     """With the defaults, two ranks on CPUs reach 40 % on CIFAR-10 after 150 steps."""
-    from tests.support.data_cache import fetched_cifar10
-
-    options = (f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=150")
+    data = default_data_dir()
+    try:
+        if cifar10.find(data) is None:
+            cifar10.fetch(data, print)
+    except JobFailed as error:
+        lacking(f"this test needs the real data: {error}")
+    options = (f"--data-dir={data}", "--epochs=1", "--steps-per-epoch=150")
     train(here, 2, *options, "--out=run").assert_ok()
     found = summary(here.folder / "run")
     assert found["test_accuracy"] >= 0.4

@@ -21,11 +21,10 @@ from unittest.mock import patch
 import pytest
 
 from mpiddp.cli import main
-from tests.support.addresses import reserved
 from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
 from tests.support.errors import error
-from tests.support.gpu_tools import NVIDIA, tool
-from tests.support.mpis import mpirun_of
+from tests.support.installs import mpirun_of
+from tests.support.machine import NVIDIA, reserved, tool
 from tests.support.place import MPIS, Here, Hosts, every_mpi, program
 from tests.support.ranks import ROOT, TORCH, mpirun_command
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tests.support.ranks import ROOT
 
-FOLDER = "tests/jobs/drill"
-SCRIPT = f"{FOLDER}/script.py"
+FOLDER = "tests/programs"
+SCRIPT = f"{FOLDER}/drilled.py"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Right:
 _TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 2 --save-every 5 --epochs 2"
 RIGHT = {
     "mpiddp train": Right((*_TRAIN.split(), "--steps-per-epoch", "20", "--out", "{out}")),
-    "Lightning": Right((f"{FOLDER}/lightning_module.py", "{out}"), "lightning"),
+    "Lightning": Right((f"{FOLDER}/lightning_training.py", "{out}"), "lightning"),
     "transformers": Right(
-        ("tests/programs/transformers_training.py", "{out}", "24"), "transformers", "kill"
+        (f"{FOLDER}/transformers_training.py", "{out}", "24"), "transformers", "kill"
     ),
     "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate"),
     "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),

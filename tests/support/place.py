@@ -29,12 +29,13 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, Host, Program
-from tests.support.mpis import PACKAGES, mpirun_of
+from tests.support.installs import MPIS as OTHER_MPIS
+from tests.support.installs import mpirun_of
 from tests.support.patience import eventually
 from tests.support.ranks import ROOT, clean_env
 
 PROGRAMS = ROOT / "tests" / "programs"
-MPIS = ("openmpi5", *PACKAGES)
+MPIS = ("openmpi5", *OTHER_MPIS)
 VERBS = (
     *("launch", "run", "train", "hosts", "doctor", "explain", "drill", "ps", "top", "stacks"),
     *("stop", "report", "runs", "checkpoints", "mesh", "bench", "help", "--version", "--help"),

@@ -4,7 +4,7 @@
 #   tests/support/provoke_failures.sh ID…        the functions below, by name; without one, all of them (8 minutes)
 #
 # shellcheck disable=SC2016  # programs of other shells stand in single quotes
-# Needs `python -m tests.support.mpis install`; for the functions below "hosts" also root and
+# Needs `python -m tests.support.installs mpis`; for the functions below "hosts" also root and
 #   python -m tests.support.cluster --name failures up 3 --slurm
 cd "$(dirname "$0")/../.." || exit
 ROOT=$PWD

@@ -6,7 +6,6 @@ python -c 'from tests.support.ranks import mpirun; print(mpirun(2, "-c", "print(
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shutil
 import subprocess
@@ -98,26 +97,9 @@ def run_command(
     )
 
 
-def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the text of a Python program, and capture its output."""
-    return run_command([sys.executable, "-c", program, *arguments])
-
-
-def run_forked(commands: list[list[str]], cwd: Path = ROOT) -> list[tuple[int, str, str]]:
-    """The exit code, stdout and stderr of each `python COMMAND…`. They share one import of torch."""
-    done = run_command([sys.executable, "-m", "tests.jobs.forked", json.dumps(commands)], cwd)
-    assert done.returncode == 0, done.stderr
-    return [(code, out, err) for code, out, err in json.loads(done.stdout)]
-
-
 def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
     return run_command([sys.executable, "-m", "mpiddp", *arguments], ROOT, **extra)
-
-
-def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `mpiddp launch ARGUMENTS…` with the variables `extra`, and capture its output."""
-    return mpiddp("launch", *arguments, **extra)
 
 
 def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:

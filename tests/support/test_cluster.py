@@ -8,9 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support import cluster
-from tests.support.cluster import USER, Layout, faults, state
-from tests.support.cluster.program import is_running
-from tests.support.cluster.state import identity
+from tests.support.cluster import USER, Layout, faults
 
 
 def test_a_cluster() -> None:
@@ -29,8 +27,6 @@ def test_a_cluster() -> None:
         with faults.no_sshd(node1):
             assert "refused" in node0.run(["ssh", "node1", "hostname"]).stderr
         node1.popen(["ssh", "node0", "sleep 6000"])
-        pids = [identity(host.pid) for host in hosts.hosts]
-        folder = state.STATE / hosts.name
-    assert not folder.exists()
-    assert not any(is_running(*pid) for pid in pids)
+    assert not hosts.shared.exists()
+    assert not any(Path("/proc", str(host.pid)).exists() for host in hosts.hosts)
     assert set(Path("/sys/class/net").iterdir()) == links

@@ -14,14 +14,17 @@ import pytest
 
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
-from tests.support import checkpoint_folders
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
 
 
-def write_files(folder: Path) -> None:
-    for name, content in CONTENT.items():
-        (folder / name).write_bytes(content)
+def write(root: Path, step: int) -> Path:
+    """Write the checkpoint of `step` into `root`."""
+    final = root / directory.name_of_step(step)
+    with directory.writing(final) as (new, _):
+        for name, content in CONTENT.items():
+            (new / name).write_bytes(content)
+    return final
 
 
 def complaint(folder: Path) -> str:
@@ -42,7 +45,7 @@ def complaint(folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return checkpoint_folders.write(tmp_path, 7, write_files)
+    return write(tmp_path, 7)
 
 
 def test_the_message_names_the_damage(folder: Path) -> None:
@@ -78,7 +81,7 @@ def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
 
 # Several checkpoints
 def write_several(root: Path, *steps: int) -> list[Path]:
-    return [checkpoint_folders.write(root, step, write_files) for step in steps]
+    return [write(root, step) for step in steps]
 
 
 def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:

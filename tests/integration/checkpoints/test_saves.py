@@ -32,7 +32,6 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.errors import error
-from tests.support.owners import owning
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, mpirun, script
 
@@ -231,6 +230,31 @@ def test_shards_are_read_as_they_are_used(tmp_path: Path) -> None:
 
 
 # The lock of the folder
+
+
+OWNS = """
+import sys
+from pathlib import Path
+from mpiddp.checkpoints.run import RunDir, RunLock
+owner = RunLock(RunDir(Path(sys.argv[1])))
+print("owns", flush=True)
+sys.stdin.read()
+owner.release()
+"""
+
+
+def owning(run: RunDir) -> subprocess.Popen[str]:
+    """A process that owns the run until its stdin ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNS, str(run)],
+        env=clean_env(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "owns\n"
+    return process
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS
 from tests.support.channels import place_to_listen
 from tests.support.errors import error
-from tests.support.few_files import files_left
+from tests.support.machine import files_left
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 

@@ -1,6 +1,6 @@
 """What the launcher shows of its ranks' output: whole lines, whose, and in which form.
 
-Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
+Most tests run ranks without MPI and torch, see tests/programs/light_job.py.
 Tests mpiddp/launch/{output,screen}.py,
 mpiddp/runtime/output.py.
 python -m pytest tests/integration/launch/test_shown_output.py
@@ -28,7 +28,7 @@ def light_job(
     *codes: str, selection: str = "all", prefix: bool = False, options: tuple[str, ...] = ()
 ) -> list[str]:
     """The command of a job whose ranks run the codes."""
-    program = [sys.executable, "-m", "tests.jobs.light_job", *options]
+    program = [sys.executable, "-m", "tests.programs.light_job", *options]
     return [*program, selection, "prefix" if prefix else "plain", *codes]
 
 

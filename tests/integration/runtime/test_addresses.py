@@ -23,8 +23,8 @@ from mpiddp.runtime.rendezvous.address import find_by_address
 from mpiddp.runtime.rendezvous.meet import _connect, _serve_beside_agent
 from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
 from mpiddp.world import World
-from tests.support.addresses import reserved
 from tests.support.errors import error
+from tests.support.machine import reserved
 from tests.support.ranks import clean_env
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

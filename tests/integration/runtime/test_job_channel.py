@@ -39,7 +39,7 @@ from mpiddp.runtime.job.connect import AnotherScript, Server
 from mpiddp.world import World
 from tests.support.channels import connect, progress
 from tests.support.errors import error
-from tests.support.few_files import files_left
+from tests.support.machine import files_left
 from tests.support.patience import PATIENCE_S
 
 KEY = "a key of the job"

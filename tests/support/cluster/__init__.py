@@ -3,7 +3,7 @@
     with cluster.up(3, layout=Layout(decoys=("docker0",))) as c:
         c["node0"].run(["mpirun", "-np", "3", "-H", "node0,node1,node2", "hostname"])
 
-By hand: `python -m tests.support.cluster up 3`, then `python -m tests.support.cluster shell node0`.
+By hand: `python -m tests.support.cluster 3`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,9 @@ from tests.support.cluster.host import USER, Host
 from tests.support.cluster.layout import PLAIN, Layout
 from tests.support.cluster.needs import lacking, why_not
 from tests.support.cluster.program import Program
-from tests.support.cluster.standing import stand_up, up
-from tests.support.cluster.state import Cluster, alive, attach, standing, take_down
+from tests.support.cluster.start import Cluster, up
 
-__all__ = [
-    "USER",
-    "Cluster",
-    "Host",
-    "Layout",
-    "Program",
-    "alive",
-    "attach",
-    "lacking",
-    "stand_up",
-    "standing",
-    "take_down",
-    "up",
-    "up_or_skip",
-    "why_not",
-]
+__all__ = ["USER", "Cluster", "Host", "Layout", "Program", "lacking", "up", "up_or_skip", "why_not"]
 
 
 @contextmanager

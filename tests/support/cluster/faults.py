@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from tests.support.cluster import ssh
 from tests.support.cluster.host import USER, Host
-from tests.support.cluster.state import Cluster
+from tests.support.cluster.start import Cluster
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from tests.support.cluster.host import Arg, Host
-from tests.support.cluster.state import Cluster
+from tests.support.cluster.start import Cluster
 from tests.support.patience import eventually
 
 _DEBIAN = Path("/usr/share/gridengine")  # the packages' templates

@@ -120,12 +120,6 @@ class Host:
             *(os.fspath(argument) for argument in argv),
         ]
 
-    def shell(self, user: str | None = None, cwd: Arg | None = None) -> list[str]:
-        """The command of an interactive shell on this host, on its own terminal."""
-        terminal = {"TERM": os.environ.get("TERM", "dumb")}
-        bash = ["script", "--quiet", "--return", "--command", "bash", "/dev/null"]
-        return self.enter(bash, env=terminal, user=user, cwd=cwd)
-
     def path(self, path: Arg) -> Path:
         """The path on this machine at which a file of this host can be read and written."""
         return Path(f"/proc/{self.pid}/root", os.fspath(path).lstrip("/"))

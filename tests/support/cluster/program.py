@@ -6,7 +6,6 @@ Processes are killed by pid, never by name.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import time
@@ -49,21 +48,6 @@ class Program(subprocess.Popen[str]):
         self.wait()
 
 
-def start_time(pid: int) -> int | None:
-    """The start time of a process, in clock ticks since boot, or None if it has ended.
-
-    Pid and start time together identify a process, because pids are reused.
-    """
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
-def is_running(pid: int, started: int | None) -> bool:
-    """Whether the process with this pid and start time runs. A zombie does not."""
-    fields = _stat(pid)
-    return bool(fields) and fields[0] != "Z" and int(fields[19]) == started
-
-
 def first_child(pid: int) -> int | None:
     """The pid of the first running child of the main thread of `pid`."""
     try:
@@ -79,31 +63,6 @@ def session_members(session: int) -> list[int]:
     return [
         pid for pid, stat in stats.items() if stat and stat[0] != "Z" and stat[3] == str(session)
     ]
-
-
-def kill_and_wait(pid: int, started: int | None) -> None:
-    """Kill the process with this pid and start time, and wait until it has ended.
-
-    The pid 1 of a pid namespace ends after all other processes in it.
-    """
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if start_time(pid) == started:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], 10.0)
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(handle)
-
-
-def reap(pid: int) -> None:
-    """Reap a process if it is a child of this one."""
-    with suppress(ChildProcessError):
-        os.waitpid(pid, 0)
 
 
 def _stat(pid: int) -> list[str]:

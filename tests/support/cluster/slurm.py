@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.cluster import needs
 from tests.support.cluster.host import Arg, Host
-from tests.support.cluster.state import Cluster
+from tests.support.cluster.start import Cluster
 from tests.support.patience import PATIENCE_S, eventually
 
 _FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host

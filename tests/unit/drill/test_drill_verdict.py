@@ -16,7 +16,7 @@ from mpiddp.drill.faults import FAULTS
 from mpiddp.drill.records import Attempt, History, Recording, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.drill.verdict import judge
-from tests.support.an_mpirun import an_mpirun
+from tests.support.machine import an_mpirun
 
 KILL = FAULTS[0]
 SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}

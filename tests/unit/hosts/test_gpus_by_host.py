@@ -28,7 +28,7 @@ from mpiddp.runtime.gpu import (
     near_cores,
 )
 from mpiddp.world import RANK_SOURCES, World
-from tests.support.gpu_tools import NVIDIA, tool
+from tests.support.machine import NVIDIA, tool
 from tests.support.patience import PATIENCE_S
 
 HOST = socket.gethostname()

@@ -15,7 +15,7 @@ import pytest
 from mpiddp.launch.grow import look
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
-from tests.support.an_mpirun import an_mpirun
+from tests.support.machine import an_mpirun
 
 BOTH = "localhost slots=1\na.invalid slots=1\nb.invalid slots=1\n"
 FIRST = "localhost slots=1\na.invalid slots=1\n"

@@ -23,8 +23,8 @@ from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remem
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
-from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
+from tests.support.machine import an_mpirun
 
 HERE = socket.gethostname()
 Plan = Callable[..., tuple[dict[str, str], list[str], str]]

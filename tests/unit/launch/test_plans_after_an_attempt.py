@@ -27,8 +27,8 @@ from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console
-from tests.support.an_mpirun import an_mpirun
 from tests.support.errors import error
+from tests.support.machine import an_mpirun
 
 HERE = socket.gethostname()
 GONE = error(":", "program: No such file or directory")

@@ -25,7 +25,7 @@ from mpiddp.launch.variables import (
     variables_of_ranks,
     without_values,
 )
-from tests.support.an_mpirun import an_mpirun
+from tests.support.machine import an_mpirun
 
 PASSED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_DEVICE_ORDER"),

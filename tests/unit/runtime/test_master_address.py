@@ -19,7 +19,7 @@ from mpiddp.runtime.rendezvous.address import choose, unreachable
 from mpiddp.runtime.rendezvous.result import RankInfo, gathered, world_with
 from mpiddp.world import World
 from tests.support.errors import error
-from tests.support.few_files import files_left
+from tests.support.machine import files_left
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 LO_DEBIAN = Interface("lo", "127.0.1.1", "127.0.0.0/8")

@@ -1,7 +1,6 @@
 """Start clusters: one process per host (pid 1 of its pid namespace), and one for the switch.
 
 The kernel kills these processes when the process that started them ends, and a host ends with its pid 1.
-Only a detached cluster runs on, until it is taken down.
 """
 
 from __future__ import annotations
@@ -9,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
+import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import needs, program, ssh
@@ -21,60 +24,53 @@ from tests.support.cluster.layout import (
     NETWORK,
     PLAIN,
     Layout,
-    Link,
     etc_hosts,
     host_address,
     host_links,
     host_name,
 )
-from tests.support.cluster.state import (
-    Cluster,
-    alive,
-    identity,
-    record,
-    reserve,
-    standing,
-    take_down,
-)
 
+STATE = Path("/run/mpiddp-cluster")  # with a folder PID-… for each cluster of a process
 _NODE = Path(__file__).with_name("node.py")
 _REPOSITORY = Path(__file__).parents[3]
 _NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
 
 
-@contextmanager
-def up(count: int = 3, *, layout: Layout = PLAIN, name: str | None = None) -> Iterator[Cluster]:
-    """A cluster of `count` hosts named node0, node1, …, until the end of the block.
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster.
 
-    Raises:
-        RuntimeError: a cluster of that name exists already.
+    `shared` is a folder that has the same path on this machine and for every user of every host. The hosts
+    also share the rest of the file system, except /etc, /run, /sys, /dev/shm and the home folders.
     """
-    cluster = stand_up(count, layout=layout, name=name or f"test-{os.urandom(3).hex()}")
-    try:
-        yield cluster
-    finally:
-        take_down(cluster.name)
+
+    hosts: tuple[Host, ...]
+    shared: Path
+
+    def __getitem__(self, name: str) -> Host:
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise KeyError(f"no host {name}; there are {', '.join(host.name for host in self.hosts)}")
 
 
-def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = False) -> Cluster:
-    """Start a cluster, to be ended by `take_down`. A detached cluster survives this process."""
-    for stale in [other for other in standing() if not alive(other)]:
-        take_down(stale)
-    folder = reserve(name)
-    owner = identity(os.getpid())
-    started: list[tuple[int, int]] = []
+@contextmanager
+def up(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
+    """A cluster of `count` hosts named node0, node1, …, until the end of the block."""
+    _remove_stale_folders()
+    folder = STATE / f"{os.getpid()}-{os.urandom(3).hex()}"
+    shared = folder / "shared"
+    shared.mkdir(parents=True)
+    shared.chmod(0o1777)
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        hub = _spawn(["unshare", "--net", "sleep", "infinity"], detached)
-        started.append(hub)
+        started.append(_spawn(["unshare", "--net", "sleep", "infinity"]))
         started += [
-            _spawn(_node(index, folder / "shared", apart=layout.apart and index > 0), detached)
-            for index in range(count)
+            _spawn(_node(index, shared, apart=layout.apart and index > 0)) for index in range(count)
         ]
-        processes = tuple(identity(pid) for pid, _ in started)
-        record(folder, owner=owner, processes=processes)
+        hub, *nodes = started
         hosts = tuple(
-            _host(index, layout, _pid_1(pid, output), hub[0])
-            for index, (pid, output) in enumerate(started[1:])
+            _host(index, layout, _pid_1(node), hub.pid) for index, node in enumerate(nodes)
         )
         _connect(hosts, layout)
         for index, host in enumerate(hosts):
@@ -83,38 +79,37 @@ def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = 
             host.path("/etc/nsswitch.conf").write_text(_NSSWITCH)
         ssh.configure_ssh(hosts)
         ssh.start_sshd(hosts)
-        record(folder, owner=None if detached else owner, processes=processes, hosts=hosts)
-    except BaseException:  # leave no incomplete cluster, even after Ctrl-C
-        record(folder, owner=owner, processes=tuple(identity(pid) for pid, _ in started))
-        take_down(name)
-        raise
+        yield Cluster(hosts, shared)
     finally:
-        for _, output in started:
-            os.close(output)
-    return Cluster(name, hosts, folder / "shared")
+        for process in started:
+            _end(process)
+        shutil.rmtree(folder)
 
 
-def _spawn(command: list[str], detached: bool) -> tuple[int, int]:
-    """Start a process, and return its pid and a file descriptor of its output.
+def _remove_stale_folders() -> None:
+    """Remove what killed processes have left."""
+    for folder in STATE.glob("*-*"):
+        if not Path("/proc", folder.name.partition("-")[0]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
-    The kernel kills it when this process ends, unless it is `detached`.
-    """
-    if not detached:
-        command = ["setpriv", "--pdeathsig", "KILL", *command]
-    output, write = os.pipe()
-    pid = os.posix_spawn(
-        needs.tool(command[0]),
-        command,
-        {"PATH": needs.PATH},
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, write, 1),
-            (os.POSIX_SPAWN_DUP2, write, 2),
-        ],
-        setsid=True,  # Ctrl-C must reach only the tests, which then take the cluster down
+
+def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process that the kernel kills when this one ends."""
+    return subprocess.Popen(
+        [needs.tool("setpriv"), "--pdeathsig", "KILL", *command],
+        env={"PATH": needs.PATH},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C must reach only the tests, which then end the cluster
     )
-    os.close(write)
-    return pid, output
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a host or the switch. The pid 1 of a host ends after all other processes of the host."""
+    with suppress(ProcessLookupError):
+        os.kill(program.first_child(process.pid) or process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def _node(index: int, shared: Path, *, apart: bool) -> list[str]:
@@ -150,15 +145,16 @@ def _keep(folder: Path, home: Path, needed: set[Path]) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
 
 
-def _pid_1(unshare: int, output: int) -> int:
+def _pid_1(node: subprocess.Popen[bytes]) -> int:
     """Wait until a host is ready, and return the pid of its pid 1. Raises RuntimeError if it ends."""
+    assert node.stdout is not None
     printed = b""
     while not printed.endswith(b"ready\n"):
-        more = os.read(output, 4096)
-        if not more:
+        line = node.stdout.readline()
+        if not line:
             raise RuntimeError(f"a test host did not start: {printed.decode()}")
-        printed += more
-    pid = program.first_child(unshare)
+        printed += line
+    pid = program.first_child(node.pid)
     if pid is None:
         raise RuntimeError("a test host ended as soon as it was ready")
     return pid
@@ -167,11 +163,7 @@ def _pid_1(unshare: int, output: int) -> int:
 def _host(index: int, layout: Layout, pid: int, hub: int) -> Host:
     link = host_links(layout, index)[0]
     name = host_name(index)
-    return Host(name, host_address(index), link.interface, pid, hub, _port(name, link))
-
-
-def _port(host: str, link: Link) -> str:
-    return f"{host}-{link.interface}"
+    return Host(name, host_address(index), link.interface, pid, hub, f"{name}-{link.interface}")
 
 
 def _connect(hosts: Sequence[Host], layout: Layout) -> None:
@@ -181,7 +173,7 @@ def _connect(hosts: Sequence[Host], layout: Layout) -> None:
     for index, host in enumerate(hosts):
         own = ["link set lo up"]
         for link in host_links(layout, index):
-            port = _port(host.name, link)
+            port = f"{host.name}-{link.interface}"
             hub.append(f"link add {port} type veth peer name {link.interface} netns {host.pid}")
             if link.live:
                 hub.append(f"link set {port} master switch")
