@@ -228,23 +228,3 @@ def test_layers_alone_limit_the_stages(capsys: pytest.CaptureFixture[str]) -> No
     """They were refused without --hidden and --seq."""
     assert "pp=4" in run(capsys, "--hosts 2 pp=4 --layers 8")
     assert "4 layers" in refusal(lambda: main.main(["--hosts", "2", "pp=16", "--layers", "4"]))
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("tp=8", "on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"),
-        ("--hosts 0", "argument --hosts: expected a whole number, 1 or more, not '0'"),
-        ("-H a:2,b", "b has no slot count"),
-        (
-            "--hosts 2 tp=8 --params many",
-            "a number of parameters such as 7e9, 7B or 350M, not 'many'",
-        ),
-        ("--hosts 2 --params 7e99", "not '7e99'"),
-        ("--hosts 2 --hidden 4", "--layers, --hidden and --seq together"),
-        ("--hostfile /nonexistent", "/nonexistent"),
-        ("--hosts 2 --tqp 8", "unrecognized arguments: --tqp"),
-    ],
-)
-def test_bad_input_is_one_sentence(line: str, words: str) -> None:
-    assert words in refusal(lambda: main.main(line.split()))

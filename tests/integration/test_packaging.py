@@ -129,24 +129,6 @@ def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) ->
     assert "script.py" in planned.stdout
 
 
-def test_hosts_check_loads_no_torch(bare: Path, tmp_path: Path) -> None:
-    """Neither where there is none, nor where there is one."""
-    (tmp_path / "hosts").write_text("node1 slots=2\n")
-    check = ("-m", "mpiddp", "hosts", "check", tmp_path / "hosts")
-    for python in (bare / "python", sys.executable):
-        assert imported(python, *check).isdisjoint({"torch", "numpy", "mpi4py", "PIL"})
-
-
-def imported(python: Path | str, *arguments: object) -> set[str]:
-    """The top-level packages that a program imports, also those that Python itself does."""
-    done = run(python, "-X", "importtime", *arguments)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
-    found = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines[1:]}
-    assert "mpiddp" in found
-    return found
-
-
 def test_a_script_needs_no_torch(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('runs')\n")
     mpirun = ranks.find_mpirun()

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.machine import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
-from tests.support.ranks import mpirun_command, own_lines
+from tests.support.ranks import mpirun_command
 
 OTHERS = " The other ranks were stopped."
 # Under Hydra, and under Open MPI on a loaded machine, mpirun does not say by which signal a rank ended.
@@ -472,19 +472,3 @@ def test_ranks_without_any_launcher(here: Here, end: str, code: int) -> None:
     named = {f"rank 1 on {here.hosts[0]} "} if code else set()
     assert set(re.findall(r"rank \d on \S+ ", second.stderr)) == named
     assert first.stderr == ""
-
-
-def test_a_refusal_without_the_launcher(here: Here) -> None:
-    """Under a raw mpirun, ranks that refuse their input print one line, and all exit with code 2."""
-    train = [
-        "-m",
-        "mpiddp",
-        "train",
-        "--backend=gloo",
-        "--dataset=image-folder",
-        "--data-dir=/nowhere",
-    ]
-    done = here.run(*mpirun_command(3, *train))
-    assert done.code == 2
-    (sentence,) = own_lines(done.stderr)
-    assert "/nowhere" in sentence

@@ -145,46 +145,49 @@ def test_ctrl_z(here: Here) -> None:
 # Python runs it at its start. Rank 1 then finds the modules of `trouble` before all others.
 SITECUSTOMIZE = """
 import os, sys
-if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     sys.path.insert(1, os.path.join(os.path.dirname(__file__), "trouble"))
     import trouble
 """
 SLEEP = "import time\ntime.sleep(6000)\n"
+SLEEPS = r"in {}, line 2, in <module>: time\.sleep\(6000\)"
+STOPS = "import os\nos.kill(os.getpid(), 19)\n"
 
 
-def troubled(here: Here, module: str, text: str) -> dict[str, str]:
+def troubled(place: Place, module: str, text: str) -> dict[str, str]:
     """The variables under which rank 1 executes this text when it imports the module."""
-    trouble = here.folder / "trouble"
+    trouble = place.folder / "trouble"
     trouble.mkdir()
     (trouble / "trouble.py").touch()
     (trouble / f"{module}.py").write_text(text)
-    here.script(SITECUSTOMIZE, "sitecustomize.py")
-    return {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    place.script(SITECUSTOMIZE, "sitecustomize.py")
+    return {"PYTHONPATH": f"{place.folder}:{ROOT}"}
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "last_words"),
+    ("place", "mpi", "module", "text", "last_words"),
     [
-        ("torch", SLEEP, r"in {}, line 2, in <module>: time\.sleep\(6000\)"),
-        ("trouble", SLEEP, r"none; its Python has not started\."),
-        (
-            "torch",
-            "import os\nos.kill(os.getpid(), 19)\n",
-            r"none; it started .* is stopped, or .*",
-        ),
+        ("here", "openmpi5", "torch", STOPS, r"none; it started .* is stopped, or .*"),
+        ("here", "openmpi5", "trouble", SLEEP, r"none; its Python has not started\."),
+        ("hosts", "openmpi5", "torch", SLEEP, SLEEPS),
+        ("hosts", "intelmpi", "torch", SLEEP, SLEEPS),
     ],
-    ids=["import", "python", "stopped"],
+    ids=["stopped", "python", "import", "import under Intel MPI"],
+    indirect=["place", "mpi"],
 )
-def test_a_rank_that_does_not_join(here: Here, module: str, text: str, last_words: str) -> None:
+def test_a_rank_that_does_not_join(
+    place: Place, mpi: str, module: str, text: str, last_words: str
+) -> None:
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
-    env = troubled(here, module, text)
-    script = here.script("print('ran', flush=True)")
-    done = here.run("launch", *here.where(2), "--timeout", "4", script, env=env)
+    env = troubled(place, module, text)
+    script = place.script("print('ran', flush=True)")
+    done = place.run("launch", *place.where(2), "--timeout", "4", script, env=env, mpi=mpi)
     assert (done.code, done.stdout) == (1, "")
-    missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {here.hosts[0]}\. "
-    words = last_words.format(re.escape(f"{here.folder}/trouble/torch.py"))
+    where = place.hosts_of(2)[1]
+    missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {where}\. "
+    words = last_words.format(re.escape(f"{place.folder}/trouble/torch.py"))
     assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
-    eventually(lambda: not here.processes())
+    eventually(lambda: not place.processes("python"))
 
 
 def test_a_missing_rank_of_a_raw_mpirun(here: Here) -> None:

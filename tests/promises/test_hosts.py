@@ -405,11 +405,12 @@ def test_history(request: pytest.FixtureRequest) -> None:
         launch = ("launch", *hosts.where(2))
         file = launch[2]
         kills = "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
-        for _ in range(3):
+        for count in range(3):
             done = hosts.run(*launch, hosts.script(kills))
             assert done.code == 1
-        known = "node1 ended 2 of its last 2 jobs"
-        assert known in done.stderr
+            assert ("node1 ended 2 of its last 2 jobs" in done.stderr) == (
+                count == 2
+            )  # or bad luck
         told = hosts.run("hosts", "history", file).stdout
         assert re.search(r"node1 +ended 3 of its last 3 jobs", told), told
         hosts.run("hosts", "forget", file, "node1").assert_ok()

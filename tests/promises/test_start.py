@@ -24,7 +24,7 @@ from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
+from tests.support.place import MPIS, Done, Here, Hosts, Place, every_mpi, program
 from tests.support.place import here_and_on_hosts as on_both
 from tests.support.ranks import ROOT, mpirun_command, own_lines
 
@@ -679,40 +679,3 @@ def test_hosts_that_come_up_late(hosts: Hosts) -> None:
         names.write_text(whole)
         start_sshd([hosts["node2"]])
     assert [rank["host"] for rank in job.wait().assert_ok().records] == hosts.hosts
-
-
-# First on rank 1's path is a folder whose modules hang, as on a disk that does not answer.
-SITECUSTOMIZE = """
-import os, sys
-if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-    sys.path.insert(1, os.path.dirname(__file__) + "/trouble")
-    import trouble
-"""
-HANGS = "import time\ntime.sleep(6000)\n"
-
-
-@pytest.mark.parametrize(
-    ("module", "mpi", "last_words"),
-    [
-        ("torch.py", "openmpi5", "in TROUBLE/torch.py, line 2, in <module>: time.sleep(6000)"),
-        ("torch.py", "intelmpi", "in TROUBLE/torch.py, line 2, in <module>: time.sleep(6000)"),
-        ("trouble.py", "openmpi5", "none; its Python has not started."),
-    ],
-    indirect=["mpi"],
-)
-def test_a_rank_that_does_not_join(hosts: Hosts, module: str, mpi: str, last_words: str) -> None:
-    """A rank on another host that has not joined after --timeout is named, with the line that it executes."""
-    trouble = hosts.folder / "trouble"
-    trouble.mkdir()
-    hosts.script(SITECUSTOMIZE, "sitecustomize.py")
-    (trouble / "trouble.py").touch()
-    (trouble / module).write_text(HANGS)
-    options = ("--timeout", "4", "-H", "node0:1,node1:1")
-    env = {"PYTHONPATH": str(hosts.folder)}
-    done = hosts.run("launch", *options, program("identity.py"), env=env, mpi=mpi)
-    assert (done.code, done.stdout) == (1, "")
-    missing = "only 1 of 2 ranks joined in 4 s. Missing: rank 1 on node1. Its last words: "
-    # The ranks that are ending may be said to be left, for a moment.
-    said = [line for line in done.said if "leftover" not in line]
-    assert said == [missing + last_words.replace("TROUBLE", str(trouble))]
-    eventually(lambda: not hosts.processes("python"))

@@ -17,6 +17,7 @@ from mpiddp.paths import read_limited
 from mpiddp.train.datasets import default_data_dir
 from tests.support.errors import error
 
+
 def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDDP_DATA", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

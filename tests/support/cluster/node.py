@@ -1,6 +1,6 @@
 """Pid 1 of a test host: it mounts the host's private folders, then reaps orphans for ever.
 
-It is started as a script in new namespaces (see `standing.py`). The host's files are on tmpfs in its own
+It is started as a script in new namespaces (see `start.py`). The host's files are on tmpfs in its own
 mount namespace, so killing this process removes the host completely.
 """
 

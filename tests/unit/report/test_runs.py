@@ -65,12 +65,6 @@ def test_folders_that_may_not_be_read_hide_no_run(tmp_path: Path) -> None:
         assert "(Permission denied)" in line
 
 
-def test_one_run_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path / "a")
-    assert cli.main(["runs", str(tmp_path / "a")]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["RUN", "a"]
-
-
 def test_only_the_end_of_long_records_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
