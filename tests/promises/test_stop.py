@@ -392,7 +392,7 @@ def test_scancel(hosts: Hosts, batch: Slurm) -> None:
     shown = hosts["node0"].run(["scontrol", "show", "job", number], check=True).stdout
     assert "JobState=CANCELLED" in shown, output.read_text()
     assert "Restarts=0" in shown
-    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+    assert len(list((run / "checkpoints").glob("step_*"))) == 1, output.read_text()
 
 
 def test_the_batch_script_of_the_page(hosts: Hosts, batch: Slurm) -> None:

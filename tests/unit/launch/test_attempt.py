@@ -27,7 +27,7 @@ from mpiddp.launch.attempt import (
     Terms,
 )
 from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector
-from mpiddp.launch.mpirun import MpirunProcess
+from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Ranks
@@ -327,3 +327,20 @@ def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job
     late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
     assert (job.attempt.history.stop, job.attempt.history.limit) == (Stop.TO_GROW, late)
     assert job.attempt.history.ended_because == f"{late}."
+
+
+@pytest.mark.parametrize(
+    ("name", "is_used"), [("short", True), ("a b", False), ("x" * 60, False), ("gone", False)]
+)
+def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
+    name: str, is_used: bool
+) -> None:
+    """A socket's path is short, and every mpirun splits the arguments of ssh at blanks."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        parent = Path(root, name)
+        if name != "gone":
+            parent.mkdir()
+        with private_folder({"TMPDIR": str(parent)}) as folder:
+            assert folder.is_dir()
+            assert folder.parent == (parent if is_used else Path("/tmp"))
+        assert not folder.exists()
