@@ -4,8 +4,8 @@
 #   tests/support/provoke_failures.sh ID…        the functions below, by name; without one, all of them (8 minutes)
 #
 # shellcheck disable=SC2016  # programs of other shells stand in single quotes
-# Needs `python -m tests.support.installs mpis`; for the functions below "hosts" also root and
-#   python -m tests.support.cluster --name failures up 3 --slurm
+# Needs `python -m tests.support.installs mpis`. The functions below "hosts" run on a host, as root:
+#   python -m tests.support.cluster --slurm 3 -- $PWD/tests/support/provoke_failures.sh ID…
 cd "$(dirname "$0")/../.." || exit
 ROOT=$PWD
 OUT=${FAILURES_OUT:-tests/data/failures}
@@ -182,7 +182,11 @@ system-command-missing() { bash -c 'torhcrun train.py'; bash -c 'pyhton train.py
 system-line-endings() { printf '#!/bin/bash\r\ntrue\r\n' > "$SCRATCH/run.sh"; chmod +x "$SCRATCH/run.sh"; bash -c "$SCRATCH/run.sh"; }
 
 # ---- hosts: ssh, MPI over ssh, gloo between hosts, Slurm
-on() { (cd "$ROOT" && python -m tests.support.cluster --name failures run "$1" -- bash -c "$2"); }
+on() {  # as in a new login
+  local command=(env -i HOME="$HOME" TMPDIR=/run/tmp PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c "$2")
+  [[ $1 == node0 ]] || command=(ssh "$1" "${command[@]@Q}")
+  (cd && "${command[@]}")
+}
 ssh-key-refused() { on node0 'ssh -o BatchMode=yes nobody@node1 true'; }
 ssh-host-key-unknown() { on node0 'ssh -o BatchMode=yes -o UserKnownHostsFile=/dev/null -o GlobalKnownHostsFile=/dev/null node1 true'; }
 ssh-host-key-changed() { on node0 'key=$(cut -d" " -f2- ~/.ssh/known_hosts | head -n 1); ssh-keygen -q -t ed25519 -N "" -f /run/tmp/other
