@@ -70,8 +70,10 @@ def make_plan(
     starter = find_starter(named.starter, options.mpirun, _python(), env)
     kind, is_first = starter.kind, past is None
     check_gpu_choice(named, options.variables)
-    needs_preflight = options.spares or options.wait_s or options.grow_s or options.min_hosts
-    if needs_preflight and (kind.has_scheduler or not options.check):
+    # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
+    needing = options.min_hosts if kind.has_scheduler else options.wait_s
+    needing = needing or options.spares or options.grow_s
+    if needing and (kind.has_scheduler or not options.check):
         raise UserError(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"

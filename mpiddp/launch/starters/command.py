@@ -66,6 +66,26 @@ class Request(NamedTuple):
         """The name of each rank's host."""
         return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
 
+    @property
+    def why_pinned(self) -> str:
+        """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
+        schedulers = all_of(leading_schedulers(self.env))
+        why = "the hosts, and the way to them, are those of this command; mpirun would follow"
+        return f"{why} {schedulers}" if schedulers else ""
+
+    def ssh_config(self, scratch: str) -> tuple[str, dict[str, str]]:
+        """ssh's arguments for a file with the users and ports, and the file. No MPI has options for them."""
+        lines = []
+        for host in self.hosts.hosts:
+            keys = {"User": host.user, "Port": host.port}
+            special = [f"  {key} {value}" for key, value in keys.items() if value]
+            lines += [f"Host {host.name}", *special] if special else []
+        if not lines:
+            return "", {}
+        lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+        path = str(PurePath(scratch, "mpiddp-ssh_config"))
+        return f"-F {path}", {path: "\n".join(lines) + "\n"}
+
 
 class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
@@ -198,16 +218,10 @@ BINDINGS = {
     "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
     "core": "--bind core: each rank uses one core",
 }
+ONE_EACH = "one process per rank"
 WDIR = "the same working folder on every host"
 EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
 NETWORK = "the network that connects the hosts; not every network of a host does"
-
-
-def why_pinned(request: Request) -> str:
-    """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
-    schedulers = all_of(leading_schedulers(request.env))
-    why = "the hosts, and the way to them, are those of this command; mpirun would follow"
-    return f"{why} {schedulers}" if schedulers else ""
 
 
 def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:
@@ -215,17 +229,3 @@ def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:
     if len(",".join(lines)) <= _LONGEST_ARGUMENT:
         return {}
     return {str(PurePath(scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
-
-
-def ssh_config(request: Request, scratch: str) -> tuple[str, dict[str, str]]:
-    """ssh's arguments for a file with the users and ports, and the file. No MPI has an option for them."""
-    lines = []
-    for host in request.hosts.hosts:
-        keys = {"User": host.user, "Port": host.port}
-        special = [f"  {key} {value}" for key, value in keys.items() if value]
-        lines += [f"Host {host.name}", *special] if special else []
-    if not lines:
-        return "", {}
-    lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
-    path = str(PurePath(scratch, "mpiddp-ssh_config"))
-    return f"-F {path}", {path: "\n".join(lines) + "\n"}

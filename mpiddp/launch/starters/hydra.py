@@ -9,13 +9,12 @@ from mpiddp.launch.starters.command import (
     BINDINGS,
     EXPORT_ONLY,
     NETWORK,
+    ONE_EACH,
     WDIR,
     Flag,
     Parts,
     Request,
     host_file,
-    ssh_config,
-    why_pinned,
 )
 
 _RANKS = "the number of ranks on each host, in order"
@@ -24,7 +23,7 @@ _RANKS = "the number of ranks on each host, in order"
 def mpich(request: Request, variables: Collection[str], scratch: str) -> Parts:
     counts, names, settings = _counts(request), {*variables}, {}
     listed = host_file(scratch, counts)
-    ssh, files = ssh_config(request, scratch)
+    ssh, files = request.ssh_config(scratch)
     if ssh:
         settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh
     if len(counts) > 1 and "UCX_TLS" not in request.env:
@@ -39,16 +38,18 @@ def mpich(request: Request, variables: Collection[str], scratch: str) -> Parts:
         *_launcher(request, "-launcher", "-rmk", "user"),
         *_hydra(request, names),
     ]
-    return Parts([*flags, _one_process_per_rank(request)], settings, {**files, **listed})
+    return Parts(
+        [*flags, Flag(("-n", str(request.world_size)), ONE_EACH)], settings, {**files, **listed}
+    )
 
 
 def intel_mpi(request: Request, variables: Collection[str], scratch: str) -> Parts:
-    ssh, files = ssh_config(request, scratch)
+    ssh, files = request.ssh_config(scratch)
     settings = {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh} if ssh else {}
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     machines = str(PurePath(scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{line}\n" for line in _counts(request))
-    if why_pinned(request):
+    if request.why_pinned:
         # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
         settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "off"
     flags = [
@@ -57,7 +58,7 @@ def intel_mpi(request: Request, variables: Collection[str], scratch: str) -> Par
         *_hydra(request, variables),
         Flag(("-genv", *_INTEL_PINNING[request.bind]), BINDINGS[request.bind]),
     ]
-    return Parts([*flags, _one_process_per_rank(request)], settings, files)
+    return Parts([*flags, Flag(("-n", str(request.world_size)), ONE_EACH)], settings, files)
 
 
 _INTEL_PINNING = {
@@ -69,7 +70,7 @@ _INTEL_PINNING = {
 
 def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
     """The flags that keep Hydra from following a scheduler's variables."""
-    why = why_pinned(request)
+    why = request.why_pinned
     hydra, (program, *_) = request.hosts.transport.hydra, request.hosts.transport.agent
     executable = (f"{option}-exec", program) if hydra == "rsh" else ()
     return [Flag((option, hydra, *executable, *more), why)] if why else []
@@ -88,7 +89,3 @@ def _hydra(request: Request, variables: Collection[str]) -> list[Flag]:
     if len(request.hosts.hosts) > 1 and request.network.interface:
         flags.append(Flag(("-iface", request.network.interface.name), NETWORK))
     return flags
-
-
-def _one_process_per_rank(request: Request) -> Flag:
-    return Flag(("-n", str(request.world_size)), "one process per rank")

@@ -13,13 +13,12 @@ from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.launch.starters.command import (
     BINDINGS,
     NETWORK,
+    ONE_EACH,
     WDIR,
     Flag,
     Parts,
     Request,
     host_file,
-    ssh_config,
-    why_pinned,
 )
 
 _SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
@@ -73,11 +72,13 @@ def _open_mpi(
     tmpdir: str,
 ) -> Parts:
     names = request.names_of_ranks
-    listed, (ssh, files) = host_file(scratch, names), ssh_config(request, scratch)
+    listed, (ssh, files) = host_file(scratch, names), request.ssh_config(scratch)
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
     several = len(hosts) > 1
     include = ",".join(request.network.networks) if several else ""
-    has_full_names = any("." in host.name and not _is_address(host.name) for host in hosts)
+    has_full_names = any(
+        "." in host.name and not re.fullmatch(r"[0-9.]+", host.name) for host in hosts
+    )
     # Each parameter of Open MPI, its value, whether this job needs it, and why.
     parameters: list[tuple[str, str, object, str]] = [
         ("pml", "ob1", True, _NO_SEARCH),
@@ -96,7 +97,7 @@ def _open_mpi(
     theirs = _parameters_in(request.mpi_args)
     flags = [
         *([Flag(("--allow-run-as-root",), _AS_ROOT)] if os.geteuid() == 0 else []),
-        Flag(("-n", str(request.world_size)), "one process per rank"),
+        Flag(("-n", str(request.world_size)), ONE_EACH),
         Flag(
             (*(("--hostfile", *listed) if listed else ("-H", ",".join(names))), "--map-by", "seq"),
             _IN_ORDER,
@@ -146,7 +147,7 @@ def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> 
     Args:
         followers: the components that would. Names that this Open MPI was built without do no harm.
     """
-    if why := why_pinned(request):
+    if why := request.why_pinned:
         ras = f"^{','.join(followers)}"
         for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
             if not _is_set(name, request):
@@ -171,7 +172,3 @@ def _parameters_in(arguments: Sequence[str]) -> frozenset[str]:
         for option, name in pairwise(arguments)
         if option.startswith("-") and option.lstrip("-") in _PARAMETER_OPTIONS
     )
-
-
-def _is_address(name: str) -> bool:
-    return re.fullmatch(r"[0-9.]+", name) is not None

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from mpiddp.launch.starters.command import (
     BINDINGS,
     EXPORT_ONLY,
+    ONE_EACH,
     WDIR,
     Flag,
     Parts,
@@ -23,7 +24,7 @@ def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
     # srun passes on no variable that is not named, also none of a login.
     exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | {*variables}
     flags = [
-        Flag((f"--ntasks={request.world_size}",), "one process per rank"),
+        Flag((f"--ntasks={request.world_size}",), ONE_EACH),
         Flag(("--distribution=arbitrary", *where), "the host of each rank, in order"),
         Flag(("--mpi=none",), "the ranks join through Slurm's variables; MPI is not needed"),
         Flag((f"--cpu-bind={binding}",), BINDINGS[request.bind]),
