@@ -27,7 +27,7 @@ LEAST_COMPARED = 3  # hosts: of two, either may be the odd one
 LIGHT, HEAVY = ("mpi4py", "mpiddp"), ("torch",)  # that takes seconds to load
 _SIZES = {"cpu": 256, "cuda": 4096}  # of the square matrices
 _ROUNDS = 20
-_MOST_TURNS = 5  # while a rank seems slow: other programs slow a host down for a moment
+_MOST_TURNS = 20  # while a rank seems slow: other programs slow a host down for a moment
 
 
 def main() -> None:

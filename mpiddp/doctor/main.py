@@ -76,7 +76,9 @@ def main(argv: list[str]) -> int:
         infos = checked.infos.values()
         networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
         program = program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
-        answers = _run(hosts, hosts.usable, program, work_s=_FACTS_S)
+        limits = {"timeout_s": LOGIN_S, "work_s": _FACTS_S}
+        ssh = hosts.transport
+        answers = run_on_hosts(hosts.usable, "python3", program, **limits, transport=ssh)
         by_host, failures = read_answers(answers, "python3", limit_s=LOGIN_S)
         found = {host.name: each for host, each in by_host.items()}
         known = _COMPARED if checked.infos else ()
@@ -178,15 +180,6 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _run(hosts: Hosts, asked: Sequence[Host], program: str, *, work_s: float) -> dict[Host, Answer]:
-    return run_on_hosts(
-        *(asked, "python3", program),
-        timeout_s=LOGIN_S,
-        work_s=work_s,
-        transport=hosts.transport,
-    )
-
-
 def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]:
     shells = compare.shells({name: each.printed_before for name, each in answers.items()})
     clocks = compare.clocks(
@@ -264,9 +257,9 @@ def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[
     reached: dict[str, Any] = {}
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
-        work_s = 2 * (network.START_S + network.START_S_PER_HOST * len(asked))
-        answers, _ = read_answers(
-            _run(hosts, asked, program, work_s=work_s), "python3", limit_s=LOGIN_S
+        work_s = 2 * network.longest_s(len(asked))
+        answers, _ = ask_hosts(
+            asked, program, timeout_s=LOGIN_S, work_s=work_s, transport=hosts.transport
         )
         if None not in answers.values():  # the port is free on all hosts
             reached = {host.name: each for host, each in answers.items()}

@@ -17,22 +17,23 @@ from typing import Any
 from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
-# Until all hosts have started: so many logins at once take a time that grows with their number.
 START_S, START_S_PER_HOST = 10.0, 0.2
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
 _PAUSE_S = 0.1
 
 
+def longest_s(hosts: int) -> float:
+    """The time until all hosts have started: logins take longer where they are many."""
+    return START_S + START_S_PER_HOST * hosts
+
+
 def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | None:
     """Connect to all other hosts at once, and answer them. The errors for each name, "" for none.
 
     None if another program has the port on this host. Every host calls it with the same arguments.
-
-    Args:
-        addresses: of each host by its name.
     """
-    until = time.monotonic() + START_S + START_S_PER_HOST * len(addresses)
+    until = time.monotonic() + longest_s(len(addresses))
     of_this_host = {each.address for each in interfaces()}
     own = next(each for each in addresses.values() if each in of_this_host)
     others = {name: each for name, each in addresses.items() if each != own}

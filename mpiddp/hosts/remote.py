@@ -57,11 +57,14 @@ def ask_hosts(
     program: str,
     *,
     timeout_s: float,
+    work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,
 ) -> tuple[dict[Host, Any], dict[Host, str]]:
     """The JSON in the last line that `program` prints on each host, and a sentence for each other host."""
-    answers = run_on_hosts(hosts, python, program, timeout_s=timeout_s, transport=transport)
+    answers = run_on_hosts(
+        hosts, python, program, timeout_s=timeout_s, work_s=work_s, transport=transport
+    )
     return read_answers(answers, python, limit_s=timeout_s)
 
 
@@ -79,7 +82,5 @@ def read_answers(
             failures[host] = did_not_run(host, python, answer)
         else:
             missing = NO_PYTHON.format(name=host.name, python=python)
-            failures[host] = login_failed(
-                host, answer.exit_code, answer.stderr, limit_s=limit_s, missing=missing
-            )
+            failures[host] = login_failed(host, answer, limit_s=limit_s, missing=missing)
     return found, failures

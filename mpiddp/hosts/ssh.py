@@ -11,7 +11,6 @@ import os
 import re
 import selectors
 import shlex
-import signal
 import socket
 import subprocess
 import time
@@ -79,11 +78,10 @@ def run_on_hosts(
     transport: Transport = SSH,
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, as `answers_as_they_come`. Returns all answers."""
-    found: dict[Host, Answer] = {}
-    for answers in answers_as_they_come(
+    groups = answers_as_they_come(
         hosts, program, input, timeout_s=timeout_s, work_s=work_s, transport=transport
-    ):
-        found |= answers
+    )
+    found = {host: answer for group in groups for host, answer in group.items()}
     return {host: found[host] for host in hosts}
 
 
@@ -296,21 +294,13 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
 
 
-def login_failed(
-    host: Host, exit_code: int | None, errors: str, *, limit_s: float, missing: str
-) -> str:
-    """The sentence for a program that did not begin on a host.
-
-    Args:
-        exit_code: of ssh; None, or that of SIGKILL, if it was ended after `limit_s`.
-        errors: what it printed on stderr.
-        missing: the sentence for a host that does not have the program.
-    """
-    if exit_code == NO_PROGRAM:
+def login_failed(host: Host, answer: Answer, *, limit_s: float, missing: str) -> str:
+    """The sentence for a program that did not begin on a host. `missing` is that for a host without it."""
+    if answer.exit_code == NO_PROGRAM:
         return missing
-    if exit_code in (None, -signal.SIGKILL):
+    if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
-    return ssh_complaint(host, errors)
+    return ssh_complaint(host, answer.stderr)
 
 
 def did_not_run(host: Host, program: str, answer: Answer) -> str:

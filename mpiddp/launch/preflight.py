@@ -201,7 +201,7 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
         f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
         "or copy it there: mpiddp hosts push"
     )
-    return login_failed(host, answer.exit_code, answer.stderr, limit_s=LOGIN_S, missing=missing)
+    return login_failed(host, answer, limit_s=LOGIN_S, missing=missing)
 
 
 def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:
