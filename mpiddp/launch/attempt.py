@@ -490,8 +490,7 @@ class Attempt:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
         most = self.ranks.announcement.max_ranks
         is_full = most is not None and self.ranks.world_size >= most
-        is_last_interval = self._terms.stop_at - time.monotonic() < (self._options.grow_s or 0.0)
-        if self.history.stop or self.ranks.done or is_full or is_last_interval:
+        if self.history.stop or self.ranks.done or is_full:
             return
         if why_not := self.ranks.why_not_resumable:
             self._log(f"{self._found}, but {why_not}, so the job continues without a restart.")

@@ -11,11 +11,10 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, read_hosts, run_preflight
@@ -67,32 +66,17 @@ def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> s
     """
     if options.n is not None and plan.request.world_size >= options.n:
         return ""
-    used = {host.key: host for host in plan.hosts.hosts}
+    used = {host.key for host in plan.hosts.hosts}
     try:
         listed = read_hosts(options, os.environ, is_first=False).usable
-        has_place = len(listed) - options.spares > len(plan.hosts.usable)
-        new = [host for host in listed if has_place and host.key not in {*used, *avoided}]
-        larger = [host for host in listed if _is_larger(host, used.get(host.key))]
-        usable = _usable([*new, *larger], options, plan) if new or larger else []
+        new = [host for host in listed if host.key not in {*used, *avoided}]
+        if not new or len(listed) - options.spares <= len(plan.hosts.usable):
+            return ""
+        forget_addresses()
+        # With the same versions as the first host of the job.
+        together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
+        checked = run_preflight(options, together, plan.starter, os.environ)
     except (UserError, JobFailed):
         return ""
-    if joining := [host.name for host in usable if host.key not in used]:
-        return f"{all_of(joining)} can join"
-    has = "has" if len(usable) == 1 else "have"
-    return f"{all_of([host.name for host in usable])} {has} more slots" if usable else ""
-
-
-def _is_larger(host: Host, before: Host | None) -> bool:
-    if before is None or before.slots is None or host.slots is None:
-        return False
-    return host.slots > before.slots
-
-
-def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[Host]:
-    """The hosts that pass the preflight, with the same versions as the first host of the job."""
-    forget_addresses()
-    asked = {host.key for host in hosts}
-    first = [host for host in plan.hosts.usable if host.key not in asked][:1]
-    together = replace(plan.named, hosts=(*first, *hosts))
-    checked = run_preflight(options, together, plan.starter, os.environ)
-    return [host for host in hosts if host not in checked.complaints]
+    joining = [host.name for host in new if host not in checked.complaints]
+    return f"{all_of(joining)} can join" if joining else ""

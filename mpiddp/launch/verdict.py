@@ -427,6 +427,7 @@ def explained(
         from mpiddp.explain.failures import Weight
     except (ImportError, OSError):  # no files left, or the installation has changed
         return None
+    is_cause = (Weight.CAUSE, Weight.SYMPTOM)
     own: list[str] = []
     if first is not None:
         own = [*first.error.splitlines(), *printed.get(first.rank, ())]
@@ -435,8 +436,5 @@ def explained(
             return found
         if first.error and (found is None or found.failure.weight is Weight.EXCEPTION):
             return None
-    rank = -2 if first is None else first.rank
-    others = [line for each, lines in printed.items() if each != rank for line in lines]
-    found = explain([*own, *others])
-    is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
-    return found if is_cause else None
+    found = explain([*own, *(line for lines in printed.values() for line in lines)])
+    return found if found is not None and found.failure.weight in is_cause else None

@@ -306,17 +306,6 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
     assert ("c can join: stopping to restart." in job.said) == grows
 
 
-def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
-    job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
-    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
-    job.find("c can join")
-    assert job.attempt.history.stop == Stop.NONE
-    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
-    job.say(0, "done")
-    job.find("c can join")
-    assert job.attempt.history.stop == Stop.NONE
-
-
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
     job.find("c can join")

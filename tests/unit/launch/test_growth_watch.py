@@ -28,8 +28,6 @@ FIRST = "localhost slots=1\na.invalid slots=1\n"
         ("", 0, "localhost slots=0\n", ""),
         ("", 0, "localhost\n", ""),
         ("", 0, "localhost slots=x\n", ""),
-        ("", 0, "localhost slots=2\n", "localhost has more slots"),
-        ("-n 1", 0, "localhost slots=2\n", ""),
         # A host without a rank is not asked.
         ("", 0, "localhost slots=1\nnowhere.invalid slots=0\n", ""),
         # Those that nobody checks:

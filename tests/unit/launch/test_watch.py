@@ -191,17 +191,3 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     ranks.note(Message(0, "progress", progress(2), 61.0))
     assert not watch.wants_stacks(61.5, 0.0)
     assert watch.judge_stacks(65.0) == []
-
-
-def test_training_in_a_thread_is_named_by_that_thread() -> None:
-    lines = [
-        f'  File "{file}", line {line}, in {name}\n    {code}\n'
-        for file, line, name, code in ALL_REDUCE
-    ]
-    joins = [
-        ("/home/me/train.py", 10, "main", "thread.join()"),
-        ("/usr/lib/python3.11/threading.py", 1112, "join", "self._wait_for_tstate_lock()"),
-    ]
-    main = stack(joins).partition("thread MainThread")[2]
-    text = f"thread MainThread{main}\nthread Thread-1 (train):\n{''.join(lines)}"
-    assert place_of(stacks(text)).text == "all_reduce (train.py:88)"
