@@ -99,23 +99,15 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class Terms:
-    """What an attempt gets from its job.
-
-    Args:
-        stop_at: when --stop-after is over, in time.monotonic()'s seconds.
-        exchange: of the function that every rank runs, if the job is no script.
-        search: for hosts that can join; None without `--grow`.
-        console: for viewers, see `mpiddp top`.
-        settings: more variables for the ranks. arguments: more of them for the job.
-    """
+    """What an attempt gets from its job."""
 
     options: LaunchOptions
-    stop_at: float = float("inf")
-    exchange: Exchange | None = None
-    search: HostSearch | None = None
-    console: Console = field(default_factory=Console)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
+    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
+    exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
+    search: HostSearch | None = None  # for hosts that can join, with `--grow`
+    console: Console = field(default_factory=Console)  # for viewers, see `mpiddp top`
+    settings: Mapping[str, str] = field(default_factory=dict)  # more variables for the ranks
+    arguments: tuple[str, ...] = ()  # more of them for the job
 
 
 def run_attempt(

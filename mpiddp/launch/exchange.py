@@ -21,15 +21,11 @@ _NO_LIMIT = 1 << 62  # between the caller and its own launcher
 
 
 class Answer(NamedTuple):
-    """What a rank answers.
+    """What a rank answers."""
 
-    form: "result", "refusal", or "exception". text: the sentence of a refusal, the traceback of an exception.
-    body: a pickle in base64, b"" for none.
-    """
-
-    form: str = "none"
-    text: str = ""
-    body: bytes = b""
+    form: str = "none"  # or "result", "refusal", "exception"
+    text: str = ""  # the sentence of a refusal, the traceback of an exception
+    body: bytes = b""  # a pickle in base64, or none
 
     @property
     def pickle(self) -> bytes:

@@ -52,19 +52,13 @@ class Stop(IntEnum):
 
 
 class MpirunEnd(NamedTuple):
-    """How mpirun ended.
+    """How mpirun ended."""
 
-    Args:
-        name: its program.
-        code: its exit code; -N if signal N killed it.
-        proves_signals: its code 128 + N says that signal N has killed a rank, and another code that none has.
-        was_ended: by this launcher.
-    """
-
-    name: str
-    code: int
+    name: str  # its program
+    code: int  # its exit code; -N if signal N killed it
+    # Its code 128 + N says that signal N has killed a rank, and another code that none has.
     proves_signals: bool = False
-    was_ended: bool = False
+    was_ended: bool = False  # by this launcher
 
     @property
     def rank_signal(self) -> str | None:
@@ -76,21 +70,13 @@ class MpirunEnd(NamedTuple):
 
 @dataclass
 class History:
-    """What an attempt has done to its job, beside what the ranks and mpirun report.
+    """What an attempt has done to its job, beside what the ranks and mpirun report."""
 
-    Args:
-        stop: who has requested a stop of the ranks.
-        ended_because: the reason for which the launcher ended the job, "" if it did not.
-        is_requested: the user requested a stop, before the job began to end.
-        limit: the time limit that the ranks exceeded after the request, "" if none.
-        failed_in_stop: a rank failed after the request and before it was forced to end.
-    """
-
-    stop: Stop = Stop.NONE
-    ended_because: str = ""
-    is_requested: bool = False
-    limit: str = ""
-    failed_in_stop: bool = False
+    stop: Stop = Stop.NONE  # who has requested a stop of the ranks
+    ended_because: str = ""  # the reason for which the launcher ended the job, if it did
+    is_requested: bool = False  # the user requested a stop, before the job began to end
+    limit: str = ""  # the time limit that the ranks exceeded after the request, if any
+    failed_in_stop: bool = False  # a rank failed after the request, before it was forced to end
 
 
 class FirstFailure(NamedTuple):
@@ -102,32 +88,22 @@ class FirstFailure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs.
-
-    Args:
-        first: None unless a rank is known to be the first that failed.
-        is_complete: mpirun's own message about the end adds nothing.
-        names_cause: the sentence names what precedes every error: a lost host, or ranks that left early.
-        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none, or if it
-            may be another. A script's own error is no fault of its host.
-        known_cause: a sentence to print below `sentence`.
-        stop: who has requested a stop of the ranks.
-        announcement: what the ranks have announced.
-        made_steps: a rank has made a step.
-        slow_hosts: those of stragglers, and their part of the others' speed.
-    """
+    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs."""
 
     code: int
     sentence: str = ""
-    first: FirstFailure | None = None
-    is_complete: bool = True
+    first: FirstFailure | None = None  # the rank that is known to have failed first
+    is_complete: bool = True  # mpirun's own message about the end adds nothing
+    # The sentence names what precedes every error: a lost host, or ranks that left early.
     names_cause: bool = False
+    # The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
+    # A script's own error is no fault of its host.
     host_at_fault: str = ""
-    known_cause: str = ""
+    known_cause: str = ""  # a sentence to print below `sentence`
     stop: Stop = Stop.NONE
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
-    slow_hosts: Mapping[str, float] = MappingProxyType({})
+    slow_hosts: Mapping[str, float] = MappingProxyType({})  # their part of the others' speed
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
@@ -301,13 +277,8 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(first.facts["code"], error, failure)
-    hosts = _hosts_lost_with(ranks, first)
-    if (
-        first.kind == "lost"
-        and mpirun.rank_signal == ""
-        and len(hosts) > 1
-        and not is_silent(first)
-    ):
+    hosts = [] if is_silent(first) else _hosts_lost_with(ranks, first)
+    if first.kind == "lost" and mpirun.rank_signal == "" and len(hosts) > 1:
         sentence = (
             f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
             "the MPI daemon on one of these hosts is killed."
@@ -325,14 +296,13 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     before = "" if is_silent(first) else _left_early(ranks, first.at)
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     sentence, newline, table = sentence.partition("\n")
-    is_alone = is_silent(first) or len(hosts) <= 1
     return Outcome(
         FAILED,
         f"{before}{sentence}{others}{newline}{table}",
         failure,
         is_complete,
         is_silent(first) or bool(before),
-        ranks.hosts[first.rank] if _was_killed(first) and is_alone else "",
+        ranks.hosts[first.rank] if _was_killed(first) and len(hosts) <= 1 else "",
     )
 
 
