@@ -91,7 +91,6 @@ class Event(Enum):
     STACKS_LATE = auto()
     STACKS_OVER = auto()
     SEE_GRACE = auto()
-    UNREAD = auto()  # after a stop: look whether anybody reads the output
     END_RANKS = auto()
     END_MPIRUN = auto()
     KILL = auto()
@@ -232,7 +231,7 @@ class Attempt:
                 self.on(Event.HOST_FOUND)
             elif data is not self._signals:
                 for message in self._server.receive(data):
-                    self._take(message)
+                    self.on_message(message)
         self._server.expire()
         # After the messages, which the signal's sender may have reacted to.
         for number in self._signals.receive() if self._signals in ready else ():
@@ -242,28 +241,6 @@ class Attempt:
                 self._mpirun.reap_adopted()
         for event in self._timers.due():
             self.on(event)
-
-    def _take(self, message: Message) -> None:
-        match message.kind:
-            case "output":
-                self._output.add(rank=message.rank, **message.facts)
-            case "input":
-                self._input = message.facts["connection"]
-                stdin.begin(self._input)
-            case "function" | "answer" if self._terms.exchange is not None:
-                self._terms.exchange.take(message, self._server)
-            case "view_job":
-                self._answer([message.facts["viewer"]], self._job_facts)
-            case "view_stacks":
-                self._viewers.append(message.facts["viewer"])
-                self._collect(Event.VIEW_STACKS)
-            case "full":
-                self._end_job(
-                    f"ranks cannot connect: {message.facts['error']}. A job needs three open files for each "
-                    "rank (ulimit -n)."
-                )
-            case _:
-                self.on_message(message)
 
     def _receive_last_messages(self) -> None:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
@@ -333,21 +310,38 @@ class Attempt:
             self.on(Event.STOP)
 
     def on_message(self, message: Message) -> None:
-        """React to a message of a rank."""
-        ranks = self.ranks
+        """React to a message of a rank, or of a viewer."""
+        ranks, facts = self.ranks, message.facts
         ranks.note(message)
         match message.kind:
+            case "output":
+                self._output.add(rank=message.rank, **facts)
+            case "input":
+                self._input = facts["connection"]
+                stdin.begin(facts["connection"])
+            case "function" | "answer" if self._terms.exchange is not None:
+                self._terms.exchange.take(message, self._server)
+            case "view_job":
+                self._answer([facts["viewer"]], self._job_facts)
+            case "view_stacks":
+                self._viewers.append(facts["viewer"])
+                self._collect(Event.VIEW_STACKS)
+            case "full":
+                self._end_job(
+                    f"ranks cannot connect: {facts['error']}. A job needs three open files for each rank "
+                    "(ulimit -n)."
+                )
             case "started":
                 self.on(Event.STARTED)
                 if self.history.stop is Stop.BY_USER:
                     self._server.request_stop(message.rank)
             case "mpi_init" if not ranks.joining and len(ranks.in_mpi_init) <= 1:
-                is_waiting = message.facts["active"]  # MPI waits for all ranks
+                is_waiting = facts["active"]  # MPI waits for all ranks
                 own_s = self._options.timeout_s or JOIN_TIMEOUT_S
                 self._join_timeout_s = own_s if is_waiting else self._start_timeout_s
                 self.on(Event.FIRST_JOINED)
             case "joining":
-                self._join_timeout_s = message.facts["timeout_s"]
+                self._join_timeout_s = facts["timeout_s"]
                 if len(ranks.joining) == 1:
                     self.on(Event.FIRST_JOINED)
                 if len(ranks.joining) == ranks.world_size:
@@ -501,7 +495,6 @@ class Attempt:
         self._ask_to_stop()
         self._begin_grace()
         self._phase = Phase.STOPPING
-        self._timers.after(OUTPUT_S, Event.UNREAD)
         if self.ranks.supports_stop:
             self._log(
                 f"{self._stop_reason}: the ranks are saving and stopping; another signal kills them at once."
@@ -516,7 +509,7 @@ class Attempt:
 
     def _begin_grace(self) -> None:
         self._stopping_since = time.monotonic()
-        self._timers.after(self._options.grace_s, Event.SEE_GRACE)
+        self._timers.after(min(CHECK_S, self._options.grace_s), Event.SEE_GRACE)
 
     def _save_to_grow(self) -> None:
         """A rank has made its last step, and the others are in the same one."""
@@ -528,18 +521,22 @@ class Attempt:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
         grace_s, now, ranks = self._options.grace_s, time.monotonic(), self.ranks
         since_stop = now - self._stopping_since
-        since_save = now - max(ranks.last_saved_at, self._stopping_since)
+        left_s = grace_s - (now - max(ranks.last_saved_at, self._stopping_since))
         saving = sorted(ranks.saving)
-        if saving and since_stop < SAVE_GRACE_S:
+        if saving and since_stop >= grace_s:
+            left_s = SAVE_GRACE_S - since_stop
             if self._stop_reason not in self._said:  # who saves may change, and is said once
                 self._said.add(self._stop_reason)
                 self._log(
                     f"{ranks.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
                     f"waiting for at most {SAVE_GRACE_S:g} s."
                 )
-            self._timers.after(min(CHECK_S, SAVE_GRACE_S - since_stop), Event.SEE_GRACE)
-        elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
-            self._timers.after(grace_s - since_save, Event.SEE_GRACE)
+        if (
+            self._output.blocked_s >= OUTPUT_S
+        ):  # as after `| less`: ranks that print would never end
+            self._output.give_up()
+        if left_s > 0:
+            self._timers.after(min(CHECK_S, left_s), Event.SEE_GRACE)
         elif ranks.all_done:  # only their output is left
             self._output.give_up()
         else:
@@ -548,13 +545,6 @@ class Attempt:
                 self._end_mpirun()
             else:
                 self._end_job(f"{self.history.limit}.")
-
-    def _see_reader(self) -> None:
-        """Give up output that nobody reads, as after `| less`: ranks that print would never end."""
-        if self._output.blocked_s >= OUTPUT_S:
-            self._output.give_up()
-        else:
-            self._timers.after(CHECK_S, Event.UNREAD)
 
     # --- ending ---
 
@@ -620,7 +610,6 @@ class Attempt:
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __),
         Event.STACKS_OVER:   (_report_stacks,) * len(Phase),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  __),
-        Event.UNREAD:        (__,          __,          __,          _see_reader, __),
         Event.END_RANKS:     (__,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun,) * len(Phase),
         Event.KILL:          (__,          __,          __,          __,          _kill),

@@ -21,11 +21,7 @@ import pytest
 
 from mpiddp.errors import FAILED
 from mpiddp.launch import attempt
-from mpiddp.launch.attempt import (
-    Attempt,
-    Event,
-    Terms,
-)
+from mpiddp.launch.attempt import Attempt, Event, Terms
 from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions

@@ -16,14 +16,7 @@ from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.attempt import Attempt, Event, Phase
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
-from mpiddp.launch.verdict import (
-    FirstFailure,
-    History,
-    MpirunEnd,
-    Outcome,
-    explained,
-    verdict,
-)
+from mpiddp.launch.verdict import FirstFailure, History, MpirunEnd, Outcome, explained, verdict
 from mpiddp.launch.watch import missing_sentence, stuck_sentences
 from mpiddp.protocol.server import Message
 
