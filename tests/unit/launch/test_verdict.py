@@ -150,12 +150,6 @@ CASES = [
         history=WHILE_SAVING,
     ),
     Case(
-        "ended by the request, without a reason of its own",
-        Outcome(INTERRUPTED, "interrupted: the job was stopped."),
-        [*from_all("supports_stop"), failed(1, "", code=143, traceback="")],
-        history=WHILE_SAVING,
-    ),
-    Case(
         "ended by the launcher",
         Outcome(FAILED, "the job hung and was stopped."),
         [*started(0, 1, 2), lost(0)],
@@ -167,11 +161,6 @@ CASES = [
         by_mpirun("the job failed: mpirun was killed by SIGKILL."),
         [*started(0, 1, 2), lost(0)],
         (-9, ""),
-    ),
-    Case(
-        "mpirun could not start",
-        by_mpirun("the job failed: mpirun ended with exit code 213."),
-        mpirun=(213, ""),
     ),
     Case(
         "no rank has reported",
@@ -199,11 +188,6 @@ CASES = [
         "an exit code",
         of_rank(1, f"rank 1 on b ended first, with exit code 3.{OTHERS}"),
         [failed(1, "", code=3, traceback="")],
-    ),
-    Case(
-        "an exit code with a message",
-        of_rank(1, f"rank 1 on b ended first, with exit code 1: no data.{OTHERS}", "no data"),
-        [failed(1, "no data", traceback="")],
     ),
     Case(
         "an error that names the culprit itself",
@@ -238,12 +222,6 @@ CASES = [
         [lost(2, 1.0), lost(0, 1.05)],
     ),
     Case(
-        "a daemon was killed, or Hydra ended the others as quickly",
-        Outcome(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
-        [lost(2, 1.0), lost(0, 1.05)],
-        (1, None),
-    ),
-    Case(
         "a script within a command",
         of_rank(1, f"rank 1 on b failed first: ValueError: x.{OTHERS}", "ValueError: x"),
         [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
@@ -264,16 +242,6 @@ CASES = [
         [message(2, "exited"), message(1, "exited", 2.0)],
         history=History(ended_because="the job hung and was stopped."),
         was_ended=True,
-    ),
-    Case(
-        "one failed, then another ended by os._exit(0)",
-        of_rank(0, f"rank 0 on a failed first: ValueError: x.{OTHERS}", "ValueError: x"),
-        [failed(0), message(1, "exited", 2.0)],
-    ),
-    Case(
-        "one ended by os._exit(0), then a host was lost",
-        of_rank(0, f"lost a (rank 0): the host stopped answering.{OTHERS}"),
-        [message(1, "exited"), lost(0, 2.0, silent=True)],
     ),
     Case(
         "a rank that had closed all its files, and said its end over another connection",
