@@ -146,9 +146,8 @@ def run_attempt(
         output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
         mpirun = MpirunProcess(starter, command, output)
         attempt = Attempt(terms, ranks, server, mpirun, output, signals)
-        attempt.run()
-        # A terminal may be stopped, and a second signal then ended the wait.
-        printed = output.last_errors if output.is_finished(0.0) else None
+        is_all_shown = attempt.run()
+        printed = output.last_errors if is_all_shown else None
         elsewhere = {host.name for host in others}
         beside = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
         found = verdict(
@@ -201,8 +200,12 @@ class Attempt:
 
     # --- the loop ---
 
-    def run(self) -> None:
-        """Wait and act until no process of the job is left here, and all its output is copied."""
+    def run(self) -> bool:
+        """Wait and act until no process of the job is left here, and all its output is copied.
+
+        Returns:
+            Whether it is. A terminal may be stopped, and a second signal then ends the wait.
+        """
         self._timers.register(self._signals, selectors.EVENT_READ, self._signals)
         if self._terms.search is not None:
             self._timers.register(self._terms.search, selectors.EVENT_READ, self._terms.search)
@@ -214,11 +217,12 @@ class Attempt:
         if left := ", ".join(map(str, self._mpirun.end_orphans(grace_s))):
             blocked = f"processes {left} cannot be killed: they are blocked in the kernel."
             self._log(blocked, is_error=True)
-        self._receive_last_output()
+        is_all_shown = self._receive_last_output()
         self._mpirun.reap_adopted()
         if self._input is not None:
             with suppress(OSError):  # it has ended
                 self._input.shutdown(socket.SHUT_RDWR)
+        return is_all_shown
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
@@ -251,8 +255,8 @@ class Attempt:
         for message in self._server.drop_silent_hosts():
             self.ranks.note(message)
 
-    def _receive_last_output(self) -> None:
-        """Copy the rest of the output.
+    def _receive_last_output(self) -> bool:
+        """Copy the rest of the output. Whether all has been copied.
 
         A second signal ends the wait for a terminal that is stopped, and so does a stop after some time.
         """
@@ -271,17 +275,15 @@ class Attempt:
         self._output.finish()
         while not self._output.is_finished(0.05):
             if time.monotonic() > began_at + _LAST_OUTPUT_S[self.history.stop]:
-                return
+                return False
             self._wait(0.05)
+        return True
 
     def _late_output(self) -> str:
         """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
-        stuck, silent = self._server.connected, self.ranks.silent_hosts
-        late = [
-            rank
-            for rank in self._output.open_ranks
-            if rank not in stuck and self.ranks.hosts[rank] not in silent
-        ]
+        if late := self._output.open_ranks:
+            stuck, silent, hosts = self._server.connected, self.ranks.silent_hosts, self.ranks.hosts
+            late = [each for each in late if each not in stuck and hosts[each] not in silent]
         if late:
             return self.ranks.names(late)
         return "a rank" if self._mpirun.agents() else ""
