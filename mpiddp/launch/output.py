@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
+from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS
 from mpiddp.text import escaped
@@ -43,7 +44,7 @@ def open_closed_streams() -> None:
 
 @dataclass(eq=False)
 class _Stream:
-    """A stream of a rank, which comes in frames, or what mpirun itself writes (rank -1).
+    """A stream of a rank, which comes in frames, or what mpirun itself writes (MPIRUN).
 
     `buffer`: the beginning of a frame that is not complete, or what mpirun has written since `since`.
     """
@@ -89,7 +90,7 @@ class JobOutput:
         self._poll.register(self._wake, select.EPOLLIN)
         for number, file in ((1, stdout), (2, stderr)):
             os.set_blocking(file.fileno(), False)
-            self._of_mpirun.append(_Stream(file, number, Source(-1)))
+            self._of_mpirun.append(_Stream(file, number, Source(MPIRUN)))
             self._register(self._of_mpirun[-1])
         self._thread.start()
 
@@ -132,7 +133,7 @@ class JobOutput:
 
     @property
     def last_errors(self) -> dict[int, list[str]]:
-        """The last lines that each rank and mpirun (-1) have printed on stderr, once all is finished."""
+        """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END, once all is finished."""
         texts: dict[int, bytes] = {}
         for rank, text in self._tail:
             texts[rank] = texts.get(rank, b"") + text
@@ -287,6 +288,8 @@ class JobOutput:
     def _note(self, stream: _Stream, text: bytes) -> None:
         """Keep the end of what is printed."""
         rank = stream.source.rank
+        if rank == MPIRUN and self._has_begun_to_end:
+            rank = MPIRUN_AT_END
         self.latest[rank] = text[-_LATEST:]
         if stream.number == 2:
             self._tail.append((rank, text[-_TAIL:]))

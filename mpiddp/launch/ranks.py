@@ -14,6 +14,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 _NAMED = 4  # ranks in one sentence
+MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, before and after a job begins to end
 
 
 class Announcement(NamedTuple):

@@ -27,7 +27,7 @@ _REDRAWN = re.compile(rb"\r(?!\n)")
 
 @dataclass(eq=False)
 class Source:
-    """A stream of a rank, or of mpirun (rank -1), and its line that is still open."""
+    """A stream of a rank, or of MPIRUN, and its line that is still open."""
 
     rank: int
     prefix: bytes = b""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
+from mpiddp.launch.ranks import MPIRUN, NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped, size_text
 
@@ -131,7 +131,7 @@ def verdict(
 
     Args:
         beside_mpirun: the ranks on mpirun's own host.
-        printed: the last lines on stderr of each rank, and of mpirun (-1).
+        printed: the last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END.
     """
     first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
     found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
@@ -145,7 +145,8 @@ def verdict(
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
-        printed = {rank: lines for rank, lines in printed.items() if rank >= 0}
+        least = MPIRUN if found.first is None else 0
+        printed = {rank: lines for rank, lines in printed.items() if rank >= least}
     is_known = found.names_cause or not (found.first or printed)
     cause = None if is_known else explained(found.first, printed)
     if cause is None:

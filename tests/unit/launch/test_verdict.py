@@ -14,7 +14,7 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.explain.failures import FAILURES
 from mpiddp.launch.attempt import Attempt, Event, Phase
-from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END, Ranks
 from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
 from mpiddp.launch.verdict import FirstFailure, History, MpirunEnd, Outcome, explained, verdict
 from mpiddp.launch.watch import missing_sentence, stuck_sentences
@@ -419,7 +419,6 @@ def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> 
 
 # --- known causes ---
 
-MPIRUN = -1
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 CLOSED = "RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
 WAITED = "RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
@@ -458,6 +457,17 @@ def test_one_row_explains_the_job_or_none(
     error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
 ) -> None:
     assert cause(error, *printed) == expected
+
+
+def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause() -> None:
+    """It has ended the ranks of a job that hung. What it has said before may explain why no rank started."""
+    banner = ["mpirun noticed that process rank 1 exited on signal 9 (Killed)."]
+    end, hung = MpirunEnd("mpirun", 1), History(ended_because="the job hung and was stopped.")
+    assert not verdict(noted(), end, hung, printed={MPIRUN_AT_END: banner}).known_cause
+    no_daemon = {MPIRUN: NO_DAEMON.decode().splitlines()}
+    assert verdict(noted(), end, hung, printed=no_daemon).known_cause
+    killed = noted(failed(1, "", traceback="", signal=9))
+    assert not verdict(killed, end, History(), printed={MPIRUN: banner}).known_cause
 
 
 def test_rows_of_the_host_are_in_the_table() -> None:
