@@ -454,7 +454,7 @@ class Attempt:
         if self.ranks.all_done:
             return
         now, watch, output = time.monotonic(), self.watch, self._output
-        for sentence in watch.judge_steps(now):
+        if sentence := watch.judge_steps(now):
             self._log(sentence)
         if watch.wants_stacks(now, output.idle_s):
             self._collect(Event.WATCH_STACKS)

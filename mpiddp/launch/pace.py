@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from mpiddp.text import percentile
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
-CHRONIC = 3  # windows in a row that name the same rank
 FACTOR, FACTOR_OF_SEVERAL = 1.3, 2.0  # of the others' own time
 _MOST_LATE = 2 / 3  # of all ranks
 _LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
@@ -118,49 +117,6 @@ def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
             if time.own_s >= factor * others_s:
                 return Straggler(tuple(by_time[:number]), time, others_s)
     return None
-
-
-class PaceWatch:
-    """Names the ranks that are stragglers for long, each once. Times are of the caller's clock, in seconds.
-
-    Args:
-        now: when the attempt began.
-
-    Attributes:
-        current: the stragglers of the latest window.
-        named: those that were named, by rank.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.current: Straggler | None = None
-        self.named: dict[int, Straggler] = {}
-        self._due_at = now + WINDOW_S
-        self._newest = 0  # the step at the end of the latest window
-        self._windows: deque[set[int]] = deque(maxlen=CHRONIC)  # the stragglers of the latest
-
-    def judge(self, now: float, paces: Mapping[int, Pace], newest: int) -> Straggler | None:
-        """The ranks to name now, if there are some. Called about once a second.
-
-        Args:
-            newest: the newest step of any rank.
-        """
-        if now < self._due_at:
-            return None
-        self._due_at = now + WINDOW_S
-        has_moved, self._newest = newest != self._newest, newest
-        self.current = find_straggler(paces) if has_moved else None
-        if not has_moved:  # no rank makes steps: nobody is slower than the others
-            return None
-        latest = self.current.ranks if self.current else ()
-        self._windows.append(set(latest))
-        if len(self._windows) < CHRONIC or self.current is None:
-            return None
-        ranks = tuple(rank for rank in latest if all(rank in window for window in self._windows))
-        if set(ranks) <= self.named.keys():
-            return None
-        found = self.current._replace(ranks=ranks)
-        self.named |= dict.fromkeys(ranks, found)
-        return found
 
 
 def seconds(value: float) -> str:

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpiddp.launch.pace import PaceWatch
+from mpiddp.launch.pace import WINDOW_S, Straggler, find_straggler
 from mpiddp.launch.ranks import Ranks
 from mpiddp.text import percentile
 
+CHRONIC = 3  # windows in a row that name the same straggler
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
@@ -55,7 +56,11 @@ class Watch:
     def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._paces = PaceWatch(now)
+        self._straggler: Straggler | None = None  # of the latest window
+        self._named: dict[int, Straggler] = {}
+        self._window_ends_at = now + WINDOW_S
+        self._newest = 0  # the step at the end of the latest window
+        self._windows: deque[set[int]] = deque(maxlen=CHRONIC)  # the stragglers of the latest
         self._signs: tuple[object, ...] = ()
         self._quiet_since = self._look_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
@@ -64,21 +69,38 @@ class Watch:
 
     @property
     def straggler(self) -> str:
-        """A sentence about the straggler of the latest steps; "" for none."""
-        found = self._paces.current
+        """A sentence about the straggler of the latest window; "" for none."""
+        found = self._straggler
         return found.sentence(self._ranks.names(found.ranks)) if found else ""
 
     @property
     def slow_hosts(self) -> dict[str, float]:
         """The hosts of the stragglers that were named, and their part of the others' speed."""
-        named = self._paces.named.items()
+        named = self._named.items()
         return {self._ranks.hosts[rank]: each.others_s / each.time.own_s for rank, each in named}
 
-    def judge_steps(self, now: float) -> list[str]:
-        """Sentences about stragglers by the times of their steps. Called about once a second."""
-        ranks = self._ranks
-        found = self._paces.judge(now, ranks.paces, ranks.newest_step)
-        return [found.sentence(ranks.names(found.ranks))] if found else []
+    def judge_steps(self, now: float) -> str:
+        """A sentence about ranks that are stragglers for long, each named once; "" for none.
+
+        Called about once a second.
+        """
+        if now < self._window_ends_at:
+            return ""
+        self._window_ends_at = now + WINDOW_S
+        newest = self._ranks.newest_step
+        has_moved, self._newest = newest != self._newest, newest
+        self._straggler = find_straggler(self._ranks.paces) if has_moved else None
+        if not has_moved:  # no rank makes steps: nobody is slower than the others
+            return ""
+        latest = self._straggler.ranks if self._straggler else ()
+        self._windows.append(set(latest))
+        ranks = tuple(rank for rank in latest if all(rank in window for window in self._windows))
+        is_chronic = len(self._windows) == CHRONIC and not set(ranks) <= self._named.keys()
+        if self._straggler is None or not is_chronic:
+            return ""
+        found = self._straggler._replace(ranks=ranks)
+        self._named |= dict.fromkeys(ranks, found)
+        return found.sentence(self._ranks.names(ranks))
 
     def wants_stacks(self, now: float, silent_s: float) -> bool:
         """Whether to ask for the stacks of all ranks. Called about once a second.

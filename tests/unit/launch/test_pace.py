@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.launch.pace import Pace, PaceWatch, find_straggler
-from mpiddp.text import listed
+from mpiddp.launch.pace import Pace, find_straggler
+from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.watch import Watch
+from mpiddp.protocol.server import Message
 from tests.support.channels import progress
 
 
@@ -21,9 +23,9 @@ class Job:
     def __init__(self, ranks: int = 4) -> None:
         self.now = 0.0
         self.step = 0
-        self.paces = {rank: Pace() for rank in range(ranks)}
+        self.ranks = Ranks(["a"] * ranks)
         self.own_s = dict.fromkeys(range(ranks), 0.0)
-        self.watch = PaceWatch(0.0)
+        self.watch = Watch(self.ranks, 0.0)
         self.said: list[str] = []
         self._reported_at = 0.0
         self._looked_at = 0.0
@@ -42,14 +44,13 @@ class Job:
                 self.own_s[rank] += own
             if self.now - self._reported_at >= 0.5:
                 self._reported_at = self.now
-                for rank, pace in self.paces.items():
-                    pace.add(self.now, progress(self.step, own_s=self.own_s[rank]))
+                for rank, worked_s in self.own_s.items():
+                    facts = progress(self.step, own_s=worked_s)
+                    self.ranks.note(Message(rank, "progress", facts, self.now))
             while self._looked_at + 1 <= self.now:
                 self._looked_at += 1
-                if straggler := self.watch.judge(self._looked_at, self.paces, self.step):
-                    self.said.append(
-                        straggler.sentence(listed([f"rank {rank}" for rank in straggler.ranks]))
-                    )
+                if sentence := self.watch.judge_steps(self._looked_at):
+                    self.said.append(sentence)
         return self.said
 
 
@@ -57,7 +58,8 @@ def test_a_slow_rank_is_named_once_after_half_a_minute() -> None:
     job = Job()
     assert job.steps(275, [0.05, 0.05, 0.1, 0.04]) == []
     assert job.steps(2000, [0.05, 0.05, 0.1, 0.04]) == [
-        "rank 2 is a straggler: it works for 100 ms in a step of 105 ms, 2.0 times as long as the others."
+        "rank 2 on a is a straggler: it works for 100 ms in a step of 105 ms, "
+        "2.0 times as long as the others."
     ]
     assert job.steps(2000, [0.05, 0.05, 0.1, 0.04]) == []
 
@@ -94,17 +96,17 @@ def test_equal_ranks_are_not_named(own_s: list[float], step_s: float | None) -> 
 
 def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
     paces = {0: Pace(), 1: Pace()}
-    watch = PaceWatch(0.0)
     for second in range(100):
         paces[0].add(second, progress(10 * second, own_s=second))
         paces[1].add(second, progress(100 * second, own_s=second))
-        assert watch.judge(second, paces, 100 * second) is None
+        if second > 1:
+            assert find_straggler(paces) is None
 
 
 def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:
     job = Job()
     job.steps(600, [0.1, 0.1, 0.1, 0.3])
-    assert job.watch.current is not None
+    assert job.watch.straggler
     for later in (1000, 2000):
-        job.watch.judge(job.now + later, job.paces, job.step)
-    assert job.watch.current is None
+        job.watch.judge_steps(job.now + later)
+    assert not job.watch.straggler
