@@ -135,9 +135,7 @@ def verdict(
     """
     first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
     found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
-        stop=history.stop,
-        announcement=ranks.announcement,
-        made_steps=bool(ranks.steps),
+        stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.steps)
     )
     if found.code != FAILED:
         return found

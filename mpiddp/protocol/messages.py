@@ -72,20 +72,10 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
     # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
     # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
-    "progress": {
-        "step": (int,),
-        "own_s": (int, float),
-        "cpu_s": (int, float),
-        "memory": (int,),
-    },
+    "progress": {"step": (int,), "own_s": (int, float), "cpu_s": (int, float), "memory": (int,)},
     "saving": {"active": (bool,)},  # begins, or has ended
     # `state` of the main thread, as in /proc.
-    "stacks": {
-        "text": (str,),
-        "step": (int,),
-        "cpu_s": (int, float),
-        "state": (str,),
-    },
+    "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float), "state": (str,)},
     "stopped": {},
     "failed": {
         "code": (int,),

@@ -25,13 +25,7 @@ from mpiddp.protocol.channel import (
     encode,
 )
 from mpiddp.protocol.group import KINDS, Group, Peer
-from mpiddp.protocol.messages import (
-    HANDED_OVER,
-    MESSAGES,
-    STREAMS,
-    VIEWS,
-    is_valid,
-)
+from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, VIEWS, is_valid
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -39,14 +33,7 @@ STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
 # What accept() reports while this machine has no file or no memory left.
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_WRONG = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-)
+_WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class Message(NamedTuple):
