@@ -1,4 +1,4 @@
-"""What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handlers, and its help.
+"""What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handler.
 
 `log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr. It
 never ends the run, neither when the reader of stdout is gone nor when the disk is full.
@@ -10,11 +10,9 @@ import contextlib
 import logging
 import os
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import print_line
-from mpiddp.world import likely_ranks
 
 log = logging.getLogger("mpiddp")
 
@@ -46,11 +44,3 @@ def log_to_console(rank: int) -> None:
     log.handlers = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
     handler = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(handler)
-
-
-class RankParser(OneSentenceParser):
-    """The parser of a command that every rank of a job runs: only rank 0 prints the help."""
-
-    def print_help(self, file: Any = None) -> None:
-        if likely_ranks(os.environ)[0] == 0:
-            super().print_help(file)

@@ -13,10 +13,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.paths import check_program, named_by
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, REPORT, RUN_ID
-from mpiddp.runtime.log import RankParser
 from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND, FUNCTION = "script", "module", "command", "function"
@@ -91,7 +91,7 @@ def parse(argv: list[str]) -> Program:
     rest = argv[len(ours) :]
     is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]
     job = rest[1:] if is_command or is_module else rest
-    parser = RankParser(
+    parser = OneSentenceParser(
         prog="mpiddp run",
         usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         description="Run an unmodified env:// script, or any command, as one rank of a job, after all "

@@ -11,9 +11,9 @@ import os
 from dataclasses import replace
 from importlib import import_module
 
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench.figures import emit
 from mpiddp.runtime.gpu import prepare
-from mpiddp.runtime.log import RankParser
 from mpiddp.runtime.script import keep_freed_memory
 from mpiddp.world import World
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
-    parser = RankParser(
+    parser = OneSentenceParser(
         prog="mpiddp bench-rank",
         description="(internal) One rank of a benchmark; mpiddp bench starts it.",
         allow_abbrev=False,

@@ -71,16 +71,6 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
             "script once",
             ["mpiddp.spawn ", "rank 1 of 2 (openmpi)", "python"],
         ),
-        (
-            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            "launcher has",
-            ["PMIX_RANK=1 ", "srun --mpi=none"],
-        ),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2"},
-            "only some",
-            ["openmpi", "OMPI_COMM_WORLD_SIZE=2,", "OMPI_COMM_WORLD_RANK"],
-        ),
     ],
 )
 def test_a_rank_may_not_spawn(env: dict[str, str], id: str, values: list[str]) -> None:
@@ -236,7 +226,6 @@ def test_a_result_whose_module_is_missing_here() -> None:
     [
         ({"hosts": []}, "-H lists", ["-H "]),
         ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
-        ({"hosts": "localhost:1", "env": {"A B": "1"}}, "Example: -x", ['"A B"']),
         ({"max_restart": 1}, "--help", ["--max-restart"]),
     ],
 )

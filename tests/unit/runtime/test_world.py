@@ -156,7 +156,6 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
     ("env", "launcher", "rank"),
     [
         (OPEN_MPI | STALE_RANK, "openmpi", 3),
-        (OPEN_MPI | {"RANK": "0"}, "openmpi", 3),
         (HYDRA | STALE_RANK, "hydra", 3),
         (SRUN | STALE_RANK, "slurm", 3),
         (OPEN_MPI | TORCHRUN, "torchrun", 5),  # mpirun … torchrun
@@ -165,16 +164,13 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
         (SRUN | HYDRA, "hydra", 3),  # so does Hydra
         (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 also sets PMI_RANK and PMI_SIZE
         (SALLOC | OPEN_MPI, "openmpi", 3),
-        (SBATCH | OPEN_MPI, "openmpi", 3),
         (FLUX | OPEN_MPI, "openmpi", 3),  # flux run … mpirun
-        (FLUX | HYDRA, "hydra", 3),
         (FLUX | SRUN, "flux", 3),  # srun flux start … flux run
         (FLUX | PALS, "flux", 3),  # flux run -o pmi=cray-pals
         (SRUN | PALS, "slurm", 3),  # srun --mpi=cray_shasta
         (PALS | HYDRA, "hydra", 3),
         (PALS | PMIX, "pals", 3),
         (JSRUN | OPEN_MPI, "openmpi", 3),
-        (PYTORCHJOB | OPEN_MPI, "openmpi", 3),
     ],
 )
 def test_the_innermost_launcher_wins(env: Env, launcher: str, rank: int) -> None:
