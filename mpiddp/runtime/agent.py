@@ -111,8 +111,10 @@ class Agent:
             ending = self._serve()
         except BaseException as error:
             ending = ending_of(error)
-            if self._launcher is not None or not isinstance(error, Refused):
+            if self._launcher is not None:
                 self._report(ending)
+            elif self.channel is not None and ending.is_failure and not isinstance(error, Refused):
+                self.channel.fail(ending.code)
             if isinstance(error, (JobFailed, UserError)) and self._launcher and self.channel:
                 return ending.code  # the launcher prints it
             raise
@@ -263,9 +265,10 @@ class Agent:
             self.output.write_to(child.hear())
         ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
-        child.end(_END_S)
-        if child.left:  # what is left cannot be killed
-            self.output.end()
+        if child.left:
+            child.end(_END_S)
+            if child.left:  # what is left cannot be killed
+                self.output.end()
         deadline = time.monotonic() + _AWAY_S
         while not self.output.is_done and time.monotonic() < deadline:
             self._wait()
