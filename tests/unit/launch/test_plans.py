@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_plans.py
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import socket
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import choose
 from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
-from tests.support.errors import error
 from tests.support.machine import an_mpirun
 
 HERE = socket.gethostname()
@@ -88,18 +85,6 @@ def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.M
     assert {"MINE", "OTHER", *expected} <= exported(arguments)
     assert "MINE" not in settings  # mpirun inherits it
     assert "a b" not in settings["OTHER"]  # a dry run shows no value of -x
-
-
-def test_gpus_of_a_hostfile_reach_the_ranks_of_each_host(plan: Plan, tmp_path: Path) -> None:
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("a.invalid gpus=1,3\nb.invalid slots=2\n")
-    settings, _, _ = plan("--hostfile", str(hostfile))
-    assert settings["MPIDDP_PLACEMENT"] == "a.invalid:2,b.invalid:2"
-    first, second = json.loads(settings["MPIDDP_GPUS"])
-    assert (first["CUDA_VISIBLE_DEVICES"], second) == ("1,3", {})
-    values = (f"{hostfile}:1: gpus=", "-x CUDA_VISIBLE_DEVICES ", " a.invalid")
-    with pytest.raises(UserError, match=f"^{error('both choose', *values)}$"):
-        plan("--hostfile", str(hostfile), "-x", "CUDA_VISIBLE_DEVICES=0")
 
 
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
