@@ -42,7 +42,7 @@ from mpiddp.protocol.variables import (
 from mpiddp.runtime.child import PASSED, Child
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.job.reports import open_logs, usage_of
 from mpiddp.runtime.output import Output
@@ -177,7 +177,7 @@ class Agent:
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
-        channel = JobChannel(launcher, connect_to_launcher(launcher, world, "hello"), world)
+        channel = JobChannel(launcher, connect_to_server(launcher, world, "hello"), world)
         channel.on_news = self._obey
         self.channel = channel
         self._send("started", host=world.hostname, pid=os.getpid())
@@ -188,7 +188,7 @@ class Agent:
             self.output.write_to(files)
             self._send("log", path=str(path))
         if world.rank == 0:
-            connection = connect_to_launcher(launcher, world, INPUT).socket
+            connection = connect_to_server(launcher, world, INPUT).socket
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
             self._files[0] = connection.detach()
@@ -308,7 +308,7 @@ class Agent:
             if child.control is not None and child.control.fileno() in ready:
                 self.output.write_to(child.hear())
             child.reap()
-        if channel is not None and (channel.has_early or channel.connection.fileno() in ready):
+        if channel is not None and channel.connection.fileno() in ready:
             for facts in channel.receive():
                 self._obey(facts)
         if self._wakeup is not None and self._wakeup in ready:

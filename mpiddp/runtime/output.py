@@ -17,7 +17,7 @@ import tty
 from collections.abc import Mapping, Sequence
 
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, is_shown, notice_silence
-from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -51,8 +51,9 @@ class Output:
         """Show the streams that the launcher has selected."""
         for stream in self._streams:
             if is_shown(self._selection, world.rank, stream.number):
-                facts = {"stream": stream.number, "host": world.hostname}
-                connection = connect_to_launcher(launcher, world, "output", **facts).socket
+                connection, _ = connect_to_server(
+                    launcher, world, "output", stream=stream.number, host=world.hostname
+                )
                 notice_silence(connection, is_read_slowly=True)
                 connection.setblocking(False)
                 stream.connection = connection

@@ -18,9 +18,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import decode, encode, encode_value, unlisted
+from mpiddp.protocol.channel import (
+    CHUNK,
+    VALUE_LIMIT,
+    Lines,
+    decode,
+    encode,
+    encode_value,
+    unlisted,
+)
 from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Server
 from mpiddp.world import World
+
+_LONGEST = 16 * VALUE_LIMIT  # bytes of an answer, which has a value of every rank
 
 
 class ChannelLost(JobFailed):
@@ -67,7 +77,7 @@ class JobChannel:
         self.rank, self.world_size = world.rank, world.world_size
         self.group = connection.group
         self.connection = connection.socket
-        self._incoming = connection
+        self._lines = Lines(_LONGEST)
         self.code_of_failure = 0
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
@@ -79,8 +89,7 @@ class JobChannel:
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
         self._lock = threading.RLock()  # of what follows
         self._answers: dict[str, _Answer] = {}  # by key of a gather, or the type of the answer
-        # By key: the values of all, once they are there.
-        self._given: dict[str, list[Any] | None] = {}
+        self._given: dict[str, list[Any]] = {}  # by key, the values of all
         self._called: set[str] = set()  # keys of gathers that this process is called to
         self._session = 0  # the process groups that the script has formed one after the other
         self._first_failures: dict[str, int] = {}  # by key of the claim, the rank
@@ -117,7 +126,6 @@ class JobChannel:
         """The values of all ranks, by rank: [world_size]. All ranks must call this with the same key.
 
         Args:
-            value: JSON.
             or_gone: the value of a rank whose connection has ended is None.
 
         Raises:
@@ -141,11 +149,8 @@ class JobChannel:
     def give(self, key: str, value: object, *, calls: bool = False) -> None:
         """Give this rank's value to a gather without a time limit, and do not wait, see `given`.
 
-        Args:
-            calls: let `is_called` be true on the other ranks.
+        With `calls`, `is_called` becomes true on the other ranks.
         """
-        with self._lock:
-            self._given[key] = None
         self.send("gather", encode_value(value), key=key, timeout_s=None, calls=calls)
 
     def given(self, key: str) -> list[Any] | None:
@@ -172,8 +177,7 @@ class JobChannel:
 
     def begin_session(self) -> None:
         """The ranks form another process group: the script has caught the error that ended the last one."""
-        with self._lock:
-            self._session += 1
+        self._session += 1
 
     @property
     def _claim_key(self) -> str:
@@ -197,10 +201,7 @@ class JobChannel:
         unless_failed: bool = False,
         **facts: object,
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a message, and return its answer.
-
-        Args:
-            answer_key: the answer's key, or its type, by default `kind`.
+        """Send a message, and return its answer, which has this key, or else the type `kind`.
 
         Raises:
             AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
@@ -236,12 +237,7 @@ class JobChannel:
         on_news: Callable[[dict[str, Any]], object],
         look: Callable[[], object] = lambda: None,
     ) -> None:
-        """Receive in a thread until the connection ends.
-
-        Args:
-            on_news: gets the messages that nobody waits for.
-            look: called after each message and each `wake`.
-        """
+        """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
         self.on_news, self._look = on_news, look
         if self._thread is None:  # else a process group follows another one
             self._thread = threading.Thread(target=self._listen, name="mpiddp", daemon=True)
@@ -257,10 +253,7 @@ class JobChannel:
         poll.register(self.connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         file = self.connection.fileno()
-        news = self.receive() if self.has_early else []
         while True:
-            for facts in news:
-                self.on_news(facts)
             self._look()
             if self._has_ended:
                 return
@@ -268,17 +261,18 @@ class JobChannel:
             if self._wake in ready:
                 with contextlib.suppress(OSError):
                     os.read(self._wake, 4096)
-            news = self.receive() if file in ready else []
-
-    @property
-    def has_early(self) -> bool:
-        return bool(self._incoming.early)
+            if file in ready:
+                for facts in self.receive():
+                    self.on_news(facts)
 
     def receive(self) -> list[dict[str, Any]]:
         """Receive what arrives next: note what the ranks agree on, and return the other messages."""
         news = []
         try:
-            for line in self._incoming.read():
+            chunk = self.connection.recv(CHUNK)
+            if not chunk:
+                self._lose()
+            for line in self._lines.split(chunk):
                 facts, value = decode(line)
                 if not self._take(facts, value):
                     news.append(facts)
@@ -288,22 +282,22 @@ class JobChannel:
 
     def _take(self, facts: dict[str, Any], value: bytes) -> bool:
         """Note what the other ranks have done, and give answers to those who wait. False for other news."""
-        kind, key = facts["type"], facts.get("key")
+        kind, key = facts["type"], facts.get("key", "")
         with self._lock:
             if kind == "claimed":
-                self._first_failures[facts["key"]] = facts["rank"]
+                self._first_failures[key] = facts["rank"]
                 for waiting in self._answers.values():
                     if waiting.unless_failed and key == self._claim_key:
                         waiting.arrive(AnotherFailed())
             elif kind == "failed":
                 self.code_of_failure = facts["code"]
             elif kind == "called":
-                self._called.add(facts["key"])
+                self._called.add(key)
             elif kind == "lost":
                 self.is_lost = True
-            if key in self._given and value:
-                self._given[key] = unlisted(value, self.world_size)
             answer = self._answers.pop(key or kind, None)
+            if kind == "gathered" and answer is None:
+                self._given[key] = unlisted(value, self.world_size)
         if answer is not None:
             answer.arrive((facts, value))
         return answer is not None or kind in ("claimed", "failed", "called", "lost", "gathered")

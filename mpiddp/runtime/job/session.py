@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_launcher
+from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.reports import Reports, open_logs
 from mpiddp.runtime.job.stop import StopRequest, stop_on
@@ -89,7 +89,7 @@ class Session:
         """
         env, world = os.environ, World.from_env()
         server = Server(env[CHANNEL], env.get(CHANNEL_SECRET, ""))
-        connection = connect_to_launcher(server, world, "hello", role=SCRIPT)
+        connection = connect_to_server(server, world, "hello", role=SCRIPT)
         self.channel = JobChannel(server, connection, world)
         self.has_launcher = JOB in env
         self.stop.is_alone = world.world_size == 1

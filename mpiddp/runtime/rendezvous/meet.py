@@ -21,7 +21,7 @@ from mpiddp.hosts.sockets import bind, port_in, reachable
 from mpiddp.protocol.channel import RANK, public_key
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, RUN_ID, TIMEOUT
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_rank_0
+from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.address import (
     check_interface,
@@ -233,7 +233,10 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
 
 
 def _connect(server: Server, world: World, timeout_s: float) -> JobChannel:
-    return JobChannel(server, connect_to_rank_0(server, world, RANK, timeout_s), world)
+    connection = connect_to_server(
+        server, world, "hello", role=RANK, name="rank 0's channel", answer_in_s=timeout_s
+    )
+    return JobChannel(server, connection, world)
 
 
 def joining_timeout_s() -> float:
