@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
-from mpiddp.runtime.job.session import RunFiles, current
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 
 _SCALARS = (int, float, str, bool, type(None))
@@ -146,8 +146,8 @@ def log_metrics(step: int, **values: Any) -> None:
     current().reports.show(values)
 
 
-def _current_run() -> RunFiles:
-    run = current().run
+def _current_run() -> RunRecords:
+    run: RunRecords | None = current().run
     if run is None:
         raise UserError(
             "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"

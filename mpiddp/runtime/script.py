@@ -276,7 +276,7 @@ def _fail(session: Session, error: BaseException) -> int:
     A sentence needs no traceback. The first rank to fail says what is wrong; errors of connections follow
     from it, and would only hide it.
     """
-    is_first = session.claim_first_failure()
+    is_first = session.channel is None or session.channel.claim_first_failure()
     ending = ending_of(error)
     if isinstance(error, KeyboardInterrupt):
         ending = ending._replace(code=INTERRUPTED)

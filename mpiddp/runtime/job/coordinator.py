@@ -57,8 +57,7 @@ class Coordinator:
             key: of a gather that goes on beside others, in a thread.
 
         Raises:
-            NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names the missing
-                ranks.
+            NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names it.
             AnotherFailed: with `unless_failed`, a rank has failed.
         """
         if self.channel is None or self.world.world_size == 1:
@@ -67,17 +66,11 @@ class Coordinator:
         try:
             return self.channel.gather(key, value, timeout_s=timeout_s, unless_failed=unless_failed)
         except Silent as silent:
-            raise self._no_answer(silent.ranks, timeout_s) from None
-
-    def _no_answer(self, missing: Sequence[int], timeout_s: float) -> NoAnswer:
-        names = ", ".join(map(self.name, missing))
-        if self.hostnames:  # they have joined
-            return NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
-        world_size = self.world.world_size
-        return NoAnswer(
-            f"only {world_size - len(missing)} of {world_size} ranks joined in {timeout_s:g} s. "
-            f"Missing: {names}."
-        )
+            names, size = ", ".join(map(self.name, silent.ranks)), self.world.world_size
+            if self.hostnames:  # they have joined
+                raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.") from None
+            joined = f"only {size - len(silent.ranks)} of {size} ranks joined in {timeout_s:g} s."
+            raise NoAnswer(f"{joined} Missing: {names}.") from None
 
     def unique_prefix(self, name: str) -> str:
         """A new prefix for keys, the same on every rank. All ranks must call this."""
@@ -119,14 +112,13 @@ class Coordinator:
         raise Refused(code, "\n".join(sentences), is_printed=not is_launchers)
 
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first to fail, see `JobChannel.claim_first_failure`."""
+        """See `JobChannel.claim_first_failure`."""
         return self.channel is None or self.channel.claim_first_failure()
 
     def leave(self, *, waits: bool | None = None) -> None:
         """Leave the job. All ranks must call this.
 
-        Args:
-            waits: until all others have left, or a timeout. By default rank 0 does: it serves torch's store.
+        With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
         if self.channel is None:
             return

@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 
 from mpiddp.errors import FAILED, print_error
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.session import Session
@@ -25,8 +27,7 @@ GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 class FailureWatch:
     """Ends this process when another rank fails, and ends the other ranks when this one fails.
 
-    It also agrees with the other ranks on the step of a requested stop. The script of an agent leaves all
-    ends to it.
+    The script of an agent leaves all ends to it.
     """
 
     def __init__(self, session: Session, coordinator: Coordinator) -> None:
@@ -41,7 +42,7 @@ class FailureWatch:
         channel = self._channel
         if self._is_rank and channel is not None and self._coordinator.world.world_size > 1:
             self._session.stop.is_alone = False
-            channel.listen(lambda facts: None, self._look)
+            channel.listen(lambda facts: None, partial(self._look, channel))
 
     def stop(self) -> None:
         """This rank has left."""
@@ -76,10 +77,8 @@ class FailureWatch:
             self._session.has_printed = True
             print_error(line)
 
-    def _look(self) -> None:
+    def _look(self, channel: JobChannel) -> None:
         """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
-        channel = self._channel
-        assert channel is not None
         if self._is_over.is_set():
             return
         if not (channel.code_of_failure or channel.is_lost):
@@ -87,16 +86,11 @@ class FailureWatch:
             return
         if self._is_over.wait(GRACE_S):
             return
-        code = channel.code_of_failure or self._code_of_lost_job()
-        with contextlib.suppress(Exception):  # a script may replace stdout by anything
-            sys.stdout.flush()
-        os._exit(code)
-
-    def _code_of_lost_job(self) -> int:
-        """Rank 0 has ended without a word, or the process that serves the channel has."""
         world = self._coordinator.world
-        if world.local_rank == 0:
+        if not channel.code_of_failure and world.local_rank == 0:
             rank = f"rank {world.rank} on {world.hostname}"
             lost = f"{rank} lost the connection to rank 0; exiting"
             self._print_once(Ending(FAILED, lost, is_verdict=True))
-        return FAILED
+        with contextlib.suppress(Exception):  # a script may replace stdout by anything
+            sys.stdout.flush()
+        os._exit(channel.code_of_failure or FAILED)

@@ -9,30 +9,28 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpiddp.protocol.messages import (
-    MOST_SHOWN,
-    SHOWN_BYTES,
-    TEXT_LIMIT,
-    is_short,
-)
+from mpiddp.protocol.messages import MOST_SHOWN, SHOWN_BYTES, TEXT_LIMIT, is_short
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.session import Session
 
 PROGRESS_EVERY_S = 0.5
 _BY_OPTIMIZER, _BY_CALLS, _BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 
 
 class Reports:
-    """A script's reports of its steps and its stacks. `send` sends the launcher a message.
+    """A script's reports of its steps and its stacks.
 
     A launcher that is stopped (Ctrl-Z) reads nothing, and the script goes on: while the connection has no
     room, no step is reported.
     """
 
-    def __init__(self, send: Callable[..., None], has_room: Callable[[], bool]) -> None:
-        self._send, self._has_room = send, has_room
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.step = 0  # the latest step of this rank
         self._counter = _BY_OPTIMIZER
         self._sent_progress_at = 0.0
@@ -58,10 +56,12 @@ class Reports:
             return
         self._counter, self.step = counter, step
         now = time.monotonic()
+        channel = self._session.channel
         is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
-        if is_due and self._has_room():
+        if is_due and channel is not None and channel.has_room:
             self._sent_progress_at = now
-            self._send("progress", step=step, **_usage(), **self._new_shown(), **self._phases)
+            facts = {**_usage(), **self._new_shown(), **self._phases}
+            self._session.send("progress", step=step, **facts)
             self._phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Reports:
 
     def send_stacks(self) -> None:
         with contextlib.suppress(OSError):  # no file is left, not even to import
-            self._send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
+            self._session.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
 
 
 def _usage() -> dict[str, float]:
@@ -134,11 +134,7 @@ def _stacks() -> str:
 
 
 def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
-    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart.
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
+    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -15,8 +15,8 @@ import dis
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 from mpiddp.errors import FAILED
@@ -33,18 +33,18 @@ class ExitUnknown(SystemExit):
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
     """Enter the context, and leave it when the interpreter exits, with the error that ended the script."""
     value = context.__enter__()
-    ending_error = observe_exit()
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
 
     def leave() -> None:
-        error = ending_error()
+        error = _ending_error(outermost)
         try:
             context.__exit__(type(error) if error else None, error, None)
-        except ExitUnknown:
-            pass
         except SystemExit as end:
             # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
             # its error is a sentence that has been printed.
-            if not ending_of(error).traceback:
+            if not isinstance(error, ExitUnknown) and not ending_of(error).traceback:
                 exit_now(end.code)
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
@@ -62,25 +62,13 @@ def exit_now(code: object) -> NoReturn:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def observe_exit() -> Callable[[], BaseException | None]:
-    """Call this within the script's outermost frame.
-
-    Returns:
-        A function for a handler of atexit: the exception that ended the script, None if it ran to its
-        end.
-    """
-    outermost = sys._getframe()
-    while outermost.f_back is not None:
-        outermost = outermost.f_back
-
-    def ending_error() -> BaseException | None:
-        session = current()
-        if session.control is not None:
-            return session.error
-        error: BaseException | None = getattr(sys, "last_value", None)
-        last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
-        if error is None and not last_instruction.startswith("RETURN"):
-            return ExitUnknown()
-        return error
-
-    return ending_error
+def _ending_error(outermost: FrameType) -> BaseException | None:
+    """The exception that has ended the script with this frame, None if it ran to its end."""
+    session = current()
+    if session.control is not None:
+        return session.error
+    error: BaseException | None = getattr(sys, "last_value", None)
+    last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
+    if error is None and not last_instruction.startswith("RETURN"):
+        return ExitUnknown()
+    return error

@@ -16,8 +16,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
@@ -32,18 +33,6 @@ if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
 
 
-class RunFiles(Protocol):
-    """The folder of a run, and its records."""
-
-    is_closed: bool  # then another run of this process may take its place
-
-    @property
-    def path(self) -> Path: ...
-
-    def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record to metrics.jsonl, on the ranks that write there."""
-
-
 class Session:
     """The state of one process. A process belongs to one job, so it has one session.
 
@@ -53,6 +42,8 @@ class Session:
         has_launcher: whether `mpiddp launch` listens.
         coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
         watch: set while this process is in the process group of its job.
+        run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
+        torch_store: the store that rank 0 serves as long as its process lives.
         error: what has ended the script, once its agent's program knows it.
     """
 
@@ -62,13 +53,13 @@ class Session:
         self.has_launcher = False
         self.coordinator: Coordinator | None = None
         self.watch: object = None
-        self.run: RunFiles | None = None  # the folder of this process's run
-        self.torch_store: object = None  # which rank 0 serves as long as its process lives
+        self.run: Any = None
+        self.torch_store: object = None
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.reports = Reports(self.send, self._has_room)
-        self.stop = StopRequest(self.tell, self.reports.counted, self.wake)
+        self.reports = Reports(self)
+        self.stop = StopRequest(self)
         self._saves = 0
         self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
@@ -83,17 +74,15 @@ class Session:
     def connect(self) -> None:
         """Connect this script to the server of its job, which its rank's variables name.
 
-        Raises:
-            AnotherScript: this rank has a script already.
-            JobFailed: the server cannot be reached.
+        Raises AnotherScript if this rank has a script already, JobFailed if the server cannot be reached.
         """
         env, world = os.environ, World.from_env()
         server = Server(env[CHANNEL], env.get(CHANNEL_SECRET, ""))
         connection = connect_to_server(server, world, "hello", role=SCRIPT)
-        self.channel = JobChannel(server, connection, world)
+        self.channel = channel = JobChannel(server, connection, world)
         self.has_launcher = JOB in env
         self.stop.is_alone = world.world_size == 1
-        self.channel.listen(self._obey, self._look)
+        channel.listen(self._obey, partial(self.stop.agree, channel))
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher. The agent ends this process, so "end" is none of its."""
@@ -103,22 +92,10 @@ class Session:
             case "stacks":
                 self.reports.send_stacks()
 
-    def _look(self) -> None:
-        if self.channel is not None and not self.stop.is_alone:
-            self.stop.agree(self.channel)
-
-    def wake(self) -> None:
-        """Let the thread of the channel look for a request. A handler of a signal may call it."""
-        if self.channel is not None:
-            self.channel.wake()
-
     def send(self, kind: str, **fields: object) -> None:
         """Send the launcher a message, if there is a launcher."""
         if self.has_launcher and self.channel is not None:
             self.channel.send(kind, b"", **fields)
-
-    def _has_room(self) -> bool:
-        return self.channel is None or self.channel.has_room
 
     def tell(self, kind: str) -> None:
         """The script "supports_stop", or has "stopped"."""
@@ -158,10 +135,6 @@ class Session:
             self.tell_agent({"type": "error", **ending.facts})
         else:
             self.send("failed", **ending.facts)
-
-    def claim_first_failure(self) -> bool:
-        """Tell the others at once that this rank fails. Returns whether it is the first."""
-        return self.channel is None or self.channel.claim_first_failure()
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
@@ -234,8 +207,8 @@ def _report_end(session: Session) -> None:
     if session.is_of_this_process and not session.has_said_why:
         if error is None:
             session.send("done")
-        else:
-            session.claim_first_failure()
+        elif session.channel is not None:
+            session.channel.claim_first_failure()
             session.report(ending_of(error, has_stopped=session.stop.has_stopped))
 
 

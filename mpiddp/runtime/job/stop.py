@@ -15,35 +15,25 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.runtime.job.channel import JobChannel
 
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.session import Session
+
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
-AGAIN_S = 5.0  # a child that handles SIGTERM itself has so long for that
+CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 
 
 class StopRequest:
-    """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
+    """The state of a requested stop in the process of `session`. Its steps are the calls of `should_stop`."""
 
-    Args:
-        tell: sends "supports_stop" and "stopped".
-        counted: reports a step.
-        wake: lets the thread of the channel call `agree`. A handler of a signal may call it.
-    """
-
-    def __init__(
-        self,
-        tell: Callable[[str], None],
-        counted: Callable[[int], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._tell, self._counted, self._wake = tell, counted, wake
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
@@ -68,7 +58,7 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._tell("supports_stop")
+            self._session.tell("supports_stop")
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""
@@ -84,14 +74,15 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        self._wake()
+        if self._session.channel is not None:
+            self._session.channel.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-        self._counted(self._steps_before + self._calls)
+        self._session.reports.counted(self._steps_before + self._calls)
         stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
@@ -124,11 +115,12 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._tell("stopped")
+            self._session.tell("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
-        if self._step is not None or not (self.is_requested or channel.is_called(self._key)):
+        is_called = self.is_requested or channel.is_called(self._key)
+        if self.is_alone or self._step is not None or not is_called:
             return
         self.is_requested = True
         self.propose_step(channel, _AHEAD)
@@ -153,18 +145,21 @@ class StopRequest:
         self._decided.set()
 
 
-def stop_on(stop: StopRequest, *numbers: signal.Signals) -> None:
-    """Treat these signals as a request to stop, unless the script has its own handlers.
+def stop_on(stop: StopRequest, number: signal.Signals) -> None:
+    """Treat this signal as a request to stop, unless the script has its own handler.
 
     SIGUSR1 comes from mpirun or srun. Batch systems send SIGTERM, and the launcher, which gets it too, limits
     the time.
     """
-    if threading.main_thread() is threading.current_thread():
-        for number in numbers:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                handler = partial(_on_signal, stop)
-                signal.signal(number, handler)
-                os.register_at_fork(after_in_child=partial(_restore, number, handler))
+    is_main = threading.main_thread() is threading.current_thread()
+    if is_main and signal.getsignal(number) is signal.SIG_DFL:
+        handler = partial(_on_signal, stop)
+        signal.signal(number, handler)
+        os.register_at_fork(after_in_child=partial(_restore, number, handler))
+
+
+def _on_signal(stop: StopRequest, number: int, frame: Any) -> None:
+    stop.note_request()
 
 
 def _restore(number: signal.Signals, handler: object) -> None:
@@ -177,26 +172,18 @@ def listen_when_alone(stop: StopRequest) -> None:
     """Treat the first SIGTERM or Ctrl-C as a request to stop too, if there is no launcher."""
     for number in (signal.SIGTERM, signal.SIGINT):
         before = signal.getsignal(number)
-        if before in (
-            signal.SIG_DFL,
-            signal.default_int_handler,
-        ):  # keep the handlers of nohup and the like
+        # Keep the handlers of nohup and the like.
+        if before in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, partial(_on_first_signal, stop, before))
-
-
-def _on_signal(stop: StopRequest, number: int, frame: Any) -> None:
-    stop.note_request()
 
 
 def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
     signal.signal(number, before)
     stop.note_request()
     name = signal.Signals(number).name
+    line = f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
     with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
-        os.write(
-            2,
-            f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n".encode(),
-        )
+        os.write(2, line.encode())
 
 
 def leave_sigterm_to_rank() -> None:
@@ -205,9 +192,6 @@ def leave_sigterm_to_rank() -> None:
     A batch system may send one to every process of a job, whose rank still saves, and needs its workers. Once
     the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
-
-    At its end, this process sends SIGTERM to its daemons until they have ended. multiprocessing sends it once
-    and then waits for ever, and the kernel drops it where a stranger's has just arrived.
     """
     from multiprocessing import util  # its handler of atexit comes after those registered later
 
@@ -216,16 +200,19 @@ def leave_sigterm_to_rank() -> None:
 
 
 def _end_children() -> None:
+    """End the daemons of this process, by SIGKILL after some time.
+
+    multiprocessing sends SIGTERM once and then waits for ever, and the kernel drops it where a stranger's has
+    just arrived.
+    """
     import multiprocessing
 
-    left = [child for child in multiprocessing.active_children() if child.daemon]
-    while left:
-        for child in left:
-            child.terminate()
-        ends_at = time.monotonic() + AGAIN_S
-        for child in left:
-            child.join(max(0.0, ends_at - time.monotonic()))
-        left = [child for child in left if child.is_alive()]
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in daemons:
+        child.terminate()
+    for child in daemons:
+        child.join(CHILDREN_S)
+        child.kill()
 
 
 def _obey_parent(_: object) -> None:

@@ -84,7 +84,7 @@ def requested_interface(env: Mapping[str, str]) -> str:
 
 
 def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
-    """Raise a UserError unless the host of every rank has such an interface."""
+    """Refuse a host of a rank that has no such interface."""
     for info in infos:
         if not any(interface.matches(requested) for interface in info.interfaces):
             names = " and ".join(interface.name for interface in info.interfaces)
@@ -168,11 +168,7 @@ def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[Interface]
 def unreachable(
     infos: Sequence[RankInfo], addresses: Sequence[str], reached: Sequence[Sequence[str]]
 ) -> str:
-    """The sentence that names the hosts which reach none of rank 0's addresses.
-
-    Args:
-        reached: the addresses that each rank has reached: [world_size].
-    """
+    """The sentence that names the hosts which reach none of rank 0's addresses. `reached` is by rank."""
     firsts = [ranks[0] for ranks in ranks_by_host(infos).values()][1:]
     cut_off = [rank for rank in firsts if not reached[rank]] or firsts
     return (

@@ -64,8 +64,7 @@ def meet(
 
     Args:
         own: what the others learn of this rank. It is called once MPI has begun, and may wait.
-        channel: that of the launcher, None if there is none. Then rank 0 serves one.
-        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+        channel: that of the launcher. Without one, rank 0 serves a channel.
     """
     has_launcher = channel is not None
     timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)
@@ -81,8 +80,7 @@ def meet(
         if result.listener is not None:
             _drain(result.listener)
         if channel is None:
-            address = str(result.world.master_addr)
-            server = _from_rank_0(world, gather, lambda: _serve(world, address))
+            server = _from_rank_0(world, gather, partial(_serve, result.world))
             channel = _connect(Server(*server), world, timeout_s)
         names = result.hostnames
         yield Coordinator(result.world, channel, hostnames=names, has_launcher=has_launcher), result
@@ -102,8 +100,8 @@ def _by_address(
             server = _serve_beside_agent(world, timeout_s)
         else:
             # The channel is where the ranks expect rank 0. They share no secret, so the key is public.
-            names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-            key = public_key(" ".join([*(os.environ.get(name, "") for name in names), str(port)]))
+            ids = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+            key = public_key(" ".join([*ids, str(port)]))
             server = Server(f"{address}:{port}", key)
             if listener is not None:
                 serve_beside(listener, key, world.world_size)
@@ -135,11 +133,8 @@ def _agree(
 ) -> RendezvousResult:
     """What the ranks know of each other, and where rank 0 is. All ranks return, or raise, the same.
 
-    Every rank reaches every collective, also after an error.
-
-    Args:
-        offer: where rank 0 listens, the best first. Only rank 0 calls it.
-        is_reached: the ranks have connected to the only place that rank 0 offers.
+    Every rank reaches every collective, also after an error. Only rank 0 calls `offer`. With `is_reached`,
+    the ranks have connected to the only place that it offers.
     """
     infos = gathered(gather(own.as_json()))
     listeners: Listeners = {}
@@ -207,9 +202,10 @@ def _drain(listener: socket.socket) -> None:
     listener.setblocking(True)
 
 
-def _serve(world: World, address: str) -> Server:
-    """Serve the channel beside rank 0, at any port of this address."""
-    listener, key = bind(address, 0, world.hostname), secrets.token_hex(16)
+def _serve(world: World) -> Server:
+    """Serve the channel beside rank 0, at any port of its address."""
+    address, key = str(world.master_addr), secrets.token_hex(16)
+    listener = bind(address, 0, world.hostname)
     server = Server(f"{address}:{listener.getsockname()[1]}", key)
     serve_beside(listener, key, world.world_size)
     return server
@@ -223,7 +219,7 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         store = connect_to_store(world, timeout_s)
         name = f"{prefix_of_attempt()}/channel"
         if world.rank == 0:
-            store.set(name, " ".join(_serve(world, str(world.master_addr))))
+            store.set(name, " ".join(_serve(world)))
         try:
             return Server(*store.get(name).decode().split())
         except (RuntimeError, TypeError, ValueError):

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,14 +40,11 @@ def over_mpi(
 ) -> Iterator[tuple[RankInfo, Callable[[Any], list[Any]]]]:
     """Begin MPI, and finalize it after the body, unless `keep_mpi`. A refusal ends every rank by code 2.
 
-    Args:
-        own: called once MPI has begun; it may wait.
-        timeout_s: how long MPI may take to begin, and the body.
-        launcher: learns when MPI begins; None if there is none.
+    MPI may take `timeout_s` to begin, and so may the body, whose UserError or JobFailed has to be the same on
+    every rank. `launcher` learns when MPI begins.
 
     Yields:
-        What `own` returned, and a function that gathers a value of every rank, by rank. A UserError or
-        JobFailed of the body has to be the same on every rank.
+        What `own` returned, and a function that gathers a value of every rank, by rank.
     """
     with _watched(timeout_s):
         MPI = _load_mpi(world, os.environ, launcher, keep_mpi=keep_mpi)
@@ -144,9 +142,8 @@ def _load_mpi(
 
 def _loaded_library() -> str:
     """The file name of the MPI library in this process: "libmpi.so.12"."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = (Path(line.split()[-1]) for line in lines if "libmpi.so" in line)
-    return next((path.name for path in paths), "libmpi")
+    found = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())
+    return found[1] if found else "libmpi"
 
 
 def _mpi_defaults(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> dict[str, str]:

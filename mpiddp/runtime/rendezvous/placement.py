@@ -17,11 +17,7 @@ _MOST_RANKS = 999_999  # that a hostfile may have
 
 
 def expected_hosts(placement: str) -> list[str]:
-    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2".
-
-    Raises:
-        UserError: any other text, or more ranks than a hostfile may have slots.
-    """
+    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
     hosts: list[str] = []
     try:
         for part in placement.split(","):
@@ -71,19 +67,19 @@ def _is_placed(infos: Sequence[RankInfo], names: Sequence[str]) -> bool:
     known = {name for info in hosts.values() for name in _names(info)}
     fits = [
         # Any other name is an alias, by which mpirun has reached the host.
-        {name, _short(name)} & _names(hosts[host]) or not {name, _short(name)} & known
+        _forms(name) & _names(hosts[host]) or not _forms(name) & known
         for name, host in pairs
     ]
     return len(names) == len(infos) and one_to_one and all(fits)
 
 
 def _names(info: RankInfo) -> set[str]:
-    """The host's own name, long and short, and its addresses."""
-    return {info.hostname, _short(info.hostname), *(each.address for each in info.interfaces)}
+    return _forms(info.hostname) | {each.address for each in info.interfaces}
 
 
-def _short(name: str) -> str:
-    return name.partition(".")[0]
+def _forms(name: str) -> set[str]:
+    """The long and the short form of a name."""
+    return {name, name.partition(".")[0]}
 
 
 def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:

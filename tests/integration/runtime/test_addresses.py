@@ -18,9 +18,8 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.rendezvous.address import find_by_address
-from mpiddp.runtime.rendezvous.meet import _connect, _serve_beside_agent
+from mpiddp.runtime.rendezvous.meet import _serve_beside_agent
 from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
 from mpiddp.world import World
 from tests.support.errors import error
@@ -163,11 +162,3 @@ def test_no_store_where_it_should_be(port: int) -> None:
     values = (f"rank 1 on {world.hostname} ", f"127.0.0.1 port {port} ", "1 s")
     with pytest.raises(JobFailed, match=error("reach torch's", *values)):
         connect_to_store(world, 1.0)
-
-
-def test_no_channel_where_it_should_be(port: int) -> None:
-    world = World(1, 2, 1, 2)
-    with pytest.raises(
-        JobFailed, match=error("rank", f"rank 1 on {world.hostname}", f"port {port}")
-    ):
-        _connect(Server(f"127.0.0.1:{port}", "a key"), world, 0.3)

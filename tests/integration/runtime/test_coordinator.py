@@ -128,16 +128,6 @@ def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(
         assert ranks(3, body) == [End(2, f"{printed}\n"), End(2, ""), End(2, "")]
 
 
-def test_different_refusals_are_all_printed(ranks: Callable[..., list[End]]) -> None:
-    def body(coordinator: Coordinator) -> None:
-        with coordinator.all_or_none():
-            if coordinator.world.rank > 0:
-                raise UserError(f"no data on node{coordinator.world.rank // 2}.")
-
-    printed = ranks(4, body)[0].stderr.splitlines()
-    assert printed == ["rank 1: no data on node0.", "rank 2: no data on node1."]
-
-
 # --- leave ---
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mpiddp
-from mpiddp.runtime.torch.divergence import bare_names, differing_ranks, digest
+from mpiddp.runtime.torch.divergence import differing_ranks, digest
 from tests.support.errors import error
 
 LARGE = 100_003  # elements
@@ -45,14 +45,6 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     size = 8 * tensor.element_size()
     positions = [size * element + bit for element in range(6) for bit in range(bits)]
     assert number(tensor) not in {number(flipped(tensor, bit)) for bit in positions}
-
-
-def test_the_digest_is_the_sum_of_the_docstring() -> None:
-    """int64 arithmetic of torch wraps around, which the proof needs: compare with Python's integers."""
-    tensor = torch.randint(-(2**63), 2**63 - 1, (LARGE,))
-    assert number(tensor) % 2**64 == sum(tensor.tolist()) % 2**64
-    floats = torch.randn(LARGE)
-    assert number(floats) == sum(floats.view(torch.int32).tolist())
 
 
 def test_the_layout_in_memory_does_not_count() -> None:
@@ -91,18 +83,6 @@ def test_the_majority_is_right(digests: list[list[int]], expected: str) -> None:
 def test_ranks_that_hold_different_tensors() -> None:
     found = differing_ranks("abc", [{"v": 1, "w": 2}, {"w": 2, "v": 1}, {"v": 1}])
     assert found.startswith("a and c hold different tensors, such as w.")
-
-
-def test_a_sentence_about_many_ranks_is_short() -> None:
-    ranks = [f"rank {rank} on a-host-with-a-long-name-{rank}" for rank in range(256)]
-    many_odd = differing_ranks(ranks, [{"v": max(0, rank - 200)} for rank in range(256)])
-    assert len(many_odd) < 250
-    assert many_odd.startswith("rank 201 on ")
-
-
-def test_names_lose_what_ddp_and_compile_add_if_they_still_differ() -> None:
-    assert bare_names(["module.0._orig_mod.weight", "module.fc"]) == ["0.weight", "fc"]
-    assert bare_names(["weight", "module.weight"]) == ["weight", "module.weight"]
 
 
 def test_a_process_without_other_ranks_has_nothing_to_compare() -> None:

@@ -6,7 +6,6 @@ python -m pytest tests/integration/runtime/test_job_channel.py
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import server as channel_server
 from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
@@ -28,9 +26,7 @@ from mpiddp.protocol.channel import (
     child_key,
     decode,
     encode,
-    listed,
     member_proof,
-    unlisted,
 )
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
@@ -142,12 +138,6 @@ def job() -> Iterator[Job]:
 def test_a_gather_gives_all_values_to_all_ranks(job: Job) -> None:
     values: list[Any] = [{"a": [1, None]}, "é! \t\n", 2.5]
     calls = [job.call(each.gather, "key", values[each.rank], timeout_s=60) for each in job.all()]
-    assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
-
-
-def test_large_values_arrive(job: Job) -> None:
-    values = [str(rank) * 3_000_000 for rank in range(RANKS)]
-    calls = [job.call(each.gather, "key", values[each.rank], timeout_s=600) for each in job.all()]
     assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
 
 
@@ -294,20 +284,14 @@ def test_a_rank_that_ends_is_reported(job: Job) -> None:
 INTRODUCTIONS = {
     "no proof": lambda challenge: encode("hello", rank=0, challenge="", proof=""),
     "other rank": lambda challenge: hello(0, member_proof(KEY, challenge, RANK, 1)),
-    "no rank": lambda challenge: hello(7, member_proof(KEY, challenge, RANK, 7)),
     "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
     "a child's key": lambda challenge: hello(0, member_proof(child_key(KEY), challenge, RANK, 0)),
     "a script without its rank": lambda challenge: hello(
         0, member_proof(child_key(KEY), challenge, SCRIPT, 0), role=SCRIPT
     ),
-    "no role": lambda challenge: hello(0, member_proof(KEY, challenge, "x", 0), role="x"),
     "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
-    "no hello": lambda challenge: encode("done"),
-    "a value": lambda challenge: encode("gather", b"1", key="a", timeout_s=1),
-    "number": lambda challenge: b"7\n",
     "deep": lambda challenge: b"[" * 1000 + b"\n",
     "long": lambda challenge: b"x" * (LINE_LIMIT + 70_000),
-    "function": lambda challenge: encode("function", rank=0, challenge="", proof=""),
     "output": lambda challenge: encode(
         "output",
         rank=0,
@@ -343,19 +327,14 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
     "line",
     [
         b"{]",
-        b"7",
         b'{"type": "dance"}',
         b'{"type": "progress", "step": "x"}',
         b'{"type": "progress", "step": 1}\t1',
         b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
         b'{"type": "gather"}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": 1}',
-        b'{"type": "gather", "key": 1, "timeout_s": 1}\t1',
-        b'{"type": "gather", "key": "", "timeout_s": 1}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": NaN}\t1',
-        b'{"type": "gather", "key": "a", "timeout_s": "1"}\t1',
         b'{"type": "gather", "key": "%s", "timeout_s": 1}\t1' % (b"a" * 2000),
-        b'{"type": "fail", "code": 0}',
         b'{"type": "fail", "code": 256}',
         b"[" * 100_000,
         b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
@@ -370,13 +349,6 @@ def test_a_rank_that_violates_the_protocol_is_dropped(job: Job, line: bytes) -> 
             connection.sendall(line + b"\n")
         assert is_dropped(connection)
     assert job.receives("lost").rank == 0
-
-
-def test_a_second_value_of_a_rank_is_refused(job: Job) -> None:
-    rank = job.connect(0)
-    for _ in range(2):
-        rank.send("gather", b"1", key="a", timeout_s=60)
-    assert job.receives("lost")
 
 
 def test_a_second_connection_cannot_replace_a_connected_rank(job: Job) -> None:
@@ -398,16 +370,6 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job: Job) -> None
     for stranger in strangers:
         stranger.close()
     until(lambda: len(job.selector.get_map()) == 2)
-
-
-def test_strangers_that_say_nothing_are_dropped_when_others_come(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel_server, "PROOF_TIMEOUT_S", 0.1)
-    with job.stranger() as (connection, _):
-        time.sleep(0.2)
-        job.connect(0)
-        assert is_dropped(connection)
 
 
 def test_a_server_of_another_job_is_not_believed() -> None:
@@ -475,9 +437,3 @@ def test_a_line_of_any_parts_is_split_in_linear_time() -> None:
     assert time.process_time() - since < 5
     with pytest.raises(ValueError, match="too long"):
         Lines(3).split(b"abcd")
-
-
-def test_listed_values_keep_their_ranks() -> None:
-    values = {rank: json.dumps(rank if rank == 3 else "usual").encode() for rank in range(9)}
-    assert unlisted(listed(values), 9) == [3 if rank == 3 else "usual" for rank in range(9)]
-    assert len(listed(dict.fromkeys(range(10_000), b"7"))) < 100
