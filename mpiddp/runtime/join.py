@@ -31,8 +31,7 @@ from mpiddp.protocol.variables import (
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
-from mpiddp.runtime.job.failure import FailureWatch
-from mpiddp.runtime.job.script_exit import ExitUnknown
+from mpiddp.runtime.job.failure import ExitUnknown, FailureWatch
 from mpiddp.runtime.job.session import Session, script_session
 from mpiddp.runtime.log import log_to_console
 from mpiddp.world import World, is_joined

@@ -11,12 +11,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.protocol.messages import MOST_SHOWN, SHOWN_BYTES, TEXT_LIMIT, is_short
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.link import Link
 
 PROGRESS_EVERY_S = 0.5
 _BY_OPTIMIZER, _BY_CALLS, _BY_SCRIPT = range(3)  # who counts the steps; the last one is right
@@ -29,8 +27,8 @@ class Reports:
     room, no step is reported.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, link: Link) -> None:
+        self._link = link
         self.step = 0  # the latest step of this rank
         self._counter = _BY_OPTIMIZER
         self._sent_progress_at = 0.0
@@ -56,12 +54,12 @@ class Reports:
             return
         self._counter, self.step = counter, step
         now = time.monotonic()
-        channel = self._session.channel
+        channel = self._link.channel
         is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
         if is_due and channel is not None and channel.has_room:
             self._sent_progress_at = now
             facts = {**_usage(), **self._new_shown(), **self._phases}
-            self._session.send("progress", step=step, **facts)
+            self._link.send("progress", step=step, **facts)
             self._phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
@@ -85,7 +83,7 @@ class Reports:
 
     def send_stacks(self) -> None:
         with contextlib.suppress(OSError):  # no file is left, not even to import
-            self._session.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
+            self._link.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
 
 
 def _usage() -> dict[str, float]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -25,21 +23,19 @@ from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, ending_of
+from mpiddp.runtime.job.link import Link
 from mpiddp.runtime.job.reports import Reports, open_logs
-from mpiddp.runtime.job.stop import StopRequest, stop_on
+from mpiddp.runtime.job.stop import StopRequest
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
 
 
-class Session:
+class Session(Link):
     """The state of one process. A process belongs to one job, so it has one session.
 
     Attributes:
-        channel: this process's connection to its job; None until there is one.
-        control: the connection to the agent that has started this script; None for any other process.
-        has_launcher: whether `mpiddp launch` listens.
         coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
         watch: set while this process is in the process group of its job.
         run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
@@ -48,9 +44,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.channel: JobChannel | None = None
-        self.control: socket.socket | None = None
-        self.has_launcher = False
+        super().__init__()
         self.coordinator: Coordinator | None = None
         self.watch: object = None
         self.run: Any = None
@@ -59,17 +53,11 @@ class Session:
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
         self.reports = Reports(self)
-        self.stop = StopRequest(self)
+        self.stop = StopRequest(self, self.reports.counted)
         self._saves = 0
         self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
         self._savers: list[Callable[[], None]] = []
-        self._pid = os.getpid()
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """False in a forked child, which is not a rank."""
-        return os.getpid() == self._pid
 
     def connect(self) -> None:
         """Connect this script to the server of its job, which its rank's variables name.
@@ -91,23 +79,6 @@ class Session:
                 self.stop.request()
             case "stacks":
                 self.reports.send_stacks()
-
-    def send(self, kind: str, **fields: object) -> None:
-        """Send the launcher a message, if there is a launcher."""
-        if self.has_launcher and self.channel is not None:
-            self.channel.send(kind, b"", **fields)
-
-    def tell(self, kind: str) -> None:
-        """The script "supports_stop", or has "stopped"."""
-        self.send(kind)
-        self.tell_agent({"type": kind})
-        if kind == "supports_stop" and self.has_launcher:
-            stop_on(self.stop, signal.SIGTERM)
-
-    def tell_agent(self, facts: Mapping[str, object]) -> None:
-        if self.control is not None and self.is_of_this_process:
-            with contextlib.suppress(OSError):  # the script has closed it
-                self.control.sendall(json.dumps(facts).encode() + b"\n")
 
     def log_to(self, folder: Path) -> None:
         """Write this rank's output, from its first line on, to files in `folder`, if its agent copies it.

@@ -15,14 +15,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.runtime.job.channel import JobChannel
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.link import Link
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
@@ -30,10 +29,13 @@ CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 
 
 class StopRequest:
-    """The state of a requested stop in the process of `session`. Its steps are the calls of `should_stop`."""
+    """The state of a requested stop in the process of `link`.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Its steps are the calls of `should_stop`, each of which `counted` gets.
+    """
+
+    def __init__(self, link: Link, counted: Callable[[int], None]) -> None:
+        self._link, self._counted = link, counted
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
@@ -58,7 +60,9 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._session.tell("supports_stop")
+            self._link.tell("supports_stop")
+            if self._link.has_launcher:
+                stop_on(self, signal.SIGTERM)
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""
@@ -74,15 +78,15 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        if self._session.channel is not None:
-            self._session.channel.wake()
+        if self._link.channel is not None:
+            self._link.channel.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-        self._session.reports.counted(self._steps_before + self._calls)
+        self._counted(self._steps_before + self._calls)
         stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
@@ -115,7 +119,7 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._session.tell("stopped")
+            self._link.tell("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
