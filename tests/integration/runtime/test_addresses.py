@@ -75,16 +75,6 @@ def test_rank_0_listens_on_the_given_address(
     assert found.master_addr == address
 
 
-def test_every_task_of_a_slurm_step_computes_the_same_port(
-    world: Callable[[dict[str, str]], World],
-) -> None:
-    first, listener = find_by_address(world(SRUN), 5)
-    assert listener is not None
-    with listener:
-        second, none = find_by_address(world(SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}), 5)
-    assert (first.master_port, second.master_port, none) == (20218, 20218, None)
-
-
 @pytest.mark.parametrize(
     ("env", "id", "values"),
     [
