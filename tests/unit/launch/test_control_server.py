@@ -26,7 +26,7 @@ from mpiddp.protocol.channel import RANK, SCRIPT, encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.world import World
 from tests.support.channels import connect, place_to_listen, progress
 from tests.support.errors import error
@@ -135,7 +135,7 @@ def test_the_script_of_a_rank_gets_what_concerns_it(job: Job) -> None:
 
 def test_a_stream_of_output_is_handed_over(job: Job) -> None:
     facts = {"stream": 2, "host": "b"}
-    stream = connect_to_launcher(job.address, World(2, 3, 2, 3), "output", **facts).socket
+    stream = connect_to_server(job.address, World(2, 3, 2, 3), "output", **facts).socket
     (output,) = job.receives("output")
     connection = output.facts.pop("connection")
     assert (output.rank, output.facts) == (2, facts)
