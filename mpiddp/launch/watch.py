@@ -32,6 +32,7 @@ _LONGEST_CODE = 60  # characters
 _WAITS = re.compile(r"/torch/distributed/")
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator)/")
 _AGREES = re.compile(r"/mpiddp/runtime/job/")
+_JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
 _DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py")
 _FILES = re.compile(r"/torch/serialization\.py$")
 _OF_LIBRARIES = re.compile(
@@ -229,7 +230,19 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
     """The place by a message "stacks" of a rank; None if it has sent none."""
     if stacks is None:
         return Place()
-    return Place(tuple(_main_frames(stacks["text"])), stacks["cpu_s"], stacks["state"])
+    return Place(tuple(_frames(stacks["text"])), stacks["cpu_s"], stacks["state"])
+
+
+def _frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, or those of the thread of the script for which the main thread waits."""
+    main = _main_frames(text)
+    if not main or not _JOINS.search(main[-1][0]):
+        return main
+    threads = [each for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
+    for frames in map(_FRAME.findall, threads):
+        if frames and not all(_OF_LIBRARIES.search(file) for file, _, _ in frames):
+            return list(frames)
+    return main
 
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:

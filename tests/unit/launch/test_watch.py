@@ -6,10 +6,12 @@ python -m pytest tests/unit/launch/test_watch.py
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.watch import Watch, place_of
+from mpiddp.launch.watch import Watch, place_of, places_sentence
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
 
@@ -27,6 +29,11 @@ BACKWARD = [
 OPENS = [
     ("/home/me/train.py", 70, "main", "batch = next(batches)"),
     ("/home/me/data.py", 40, "load", "with open(path) as file:"),
+]
+LOADS = [
+    ("/home/me/train.py", 70, "main", "batch = next(batches)"),
+    (f"{SITE}/torch/utils/data/dataloader.py", 1140, "_try_get_data", "data = self._queue.get()"),
+    ("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get", "if not self._poll(timeout):"),
 ]
 Frames = list[tuple[str, int, str, str]]
 
@@ -111,6 +118,16 @@ def test_a_script_that_counts_its_steps_anew_does_not_hang(timeout_s: float | No
     assert "rank 1 on b" in job.after(400)
 
 
+def test_steps_end_a_hang_and_the_next_one_is_named_again() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: BACKWARD, 1: OPENS}
+    said = "rank 0 on a waits in backward (train.py:60); rank 1 on b is in load (data.py:40)"
+    assert said in job.after(100)
+    job.steps(1, every_s=1)
+    assert said in job.after(100)
+
+
 def test_a_rank_that_does_not_answer_is_named() -> None:
     job = Job(3)
     job.steps(5, every_s=1)
@@ -142,6 +159,14 @@ def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
     job.steps(50, every_s=0.5)
 
 
+def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
+    job = Job(2)
+    job.steps(50, every_s=0.5)
+    job.stacks, job.busy = {0: OPENS, 1: ALL_REDUCE}, {0}
+    assert job.after(290) == ""
+    assert "rank 0 on a is in load" in job.after(100)
+
+
 def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> None:
     job = Job(2)
     job.stacks = {0: ALL_REDUCE, 1: OPENS}
@@ -163,6 +188,38 @@ def test_a_limit_of_the_user_needs_one_look_once_there_are_steps() -> None:
     said = job.after(3)
     assert said.startswith("rank 1 on b has made no step for 20 s while the others wait at step 0.")
     assert "with open(path) as file:" in said
+
+
+def test_ranks_that_have_ended_are_not_waited_for() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: ALL_REDUCE}
+    job.note(1, "done")
+    assert job.after(100).endswith(
+        ": rank 0 on a waits in all_reduce (train.py:88); rank 1 on b has finished."
+    )
+
+
+def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
+    """Steps of 5 ms to 20 s, a slow first one, evaluations and recompilations of up to four minutes."""
+    job, random_ = Job(4), random.Random(1)
+    job.stacks = {0: LOADS, 1: BACKWARD, 2: BACKWARD, 3: BACKWARD}
+    job.busy = {0}
+    assert job.after(200) == ""  # the first step compiles
+    made = 0
+    while made < 100_000:
+        job.stacks[0] = LOADS
+        count = random_.choice([500, 2000, 5000])
+        job.steps(count, every_s=random_.choice([0.005, 0.02, 0.3]))
+        made += count
+        job.steps(3, every_s=random_.choice([1.0, 20.0]))
+        job.stacks[0] = [("/home/me/train.py", made, "evaluate", "predict(batch)")]
+        for _ in range(random_.randrange(240)):
+            if random_.random() < 0.5:
+                job.stacks[0] = [
+                    ("/home/me/train.py", random_.randrange(500), "evaluate", "predict(batch)")
+                ]
+            assert job.after(1) == ""
 
 
 @pytest.mark.parametrize(
@@ -191,3 +248,38 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     ranks.note(Message(0, "progress", progress(2), 61.0))
     assert not watch.wants_stacks(61.5, 0.0)
     assert watch.judge_stacks(65.0) == []
+
+
+EVALUATES = [
+    ("/home/me/train.py", 95, "evaluate", "predicted = model(batch)"),
+    (f"{SITE}/torch/nn/modules/module.py", 1780, "_call_impl", "return forward_call(*args)"),
+    (f"{SITE}/torch/nn/functional.py", 6400, "multi_head_attention_forward", "attn = linear(x)"),
+]
+
+
+@pytest.mark.parametrize("waiting", [(), (1, 2)])
+@pytest.mark.parametrize("steps", [0, 50])
+def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], steps: int) -> None:
+    """Rank 0 evaluates while the others wait, all evaluate, or all infer without an optimizer."""
+    job = Job(3)
+    job.steps(steps, every_s=0.5)
+    job.stacks = dict.fromkeys(range(3), EVALUATES) | dict.fromkeys(waiting, ALL_REDUCE)
+    job.busy = {0, 1, 2} - {*waiting}
+    assert job.after(280) == ""
+    sentence = places_sentence(job.ranks)
+    assert "rank 0 on a" in sentence
+    assert "rank 0 on a waits" not in sentence
+
+
+def test_training_in_a_thread_is_named_by_that_thread() -> None:
+    lines = [
+        f'  File "{file}", line {line}, in {name}\n    {code}\n'
+        for file, line, name, code in ALL_REDUCE
+    ]
+    joins = [
+        ("/home/me/train.py", 10, "main", "thread.join()"),
+        ("/usr/lib/python3.11/threading.py", 1112, "join", "self._wait_for_tstate_lock()"),
+    ]
+    main = stack(joins).partition("thread MainThread")[2]
+    text = f"thread MainThread{main}\nthread Thread-1 (train):\n{''.join(lines)}"
+    assert place_of(stacks(text)).text == "all_reduce (train.py:88)"
