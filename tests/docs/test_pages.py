@@ -1,6 +1,7 @@
 """README.md and docs/ say what the program does: their options, defaults, exit codes, variables and names.
 
-`mkdocs build --strict` checks their links. tests/promises/test_page_commands.py runs the ```console blocks.
+`mkdocs build --strict` checks their links. tests/promises/test_page_commands.py runs the ```console blocks; a
+command of another block names only what a test runs, or has the mark of one that none does.
 python -m pytest tests/docs
 """
 
@@ -326,3 +327,68 @@ def test_each_help_opens_with_two_examples() -> None:
         examples = re.findall(r"^  (?:\S.* )?mpiddp (\w+.*?)(?:   .*)?$", head, re.MULTILINE)
         assert len(examples) >= 2, verb
         assert [line for line in examples if wrong_options(line.split())] == []
+
+
+# ---- every command is run by a test, or marked: † after it, or after the heading of its section
+
+MARK = "\N{DAGGER}"
+PROGRAM = re.compile(
+    r"(?:mpiddp|mpirun|srun|torchrun|pip|python|docker|podman|apptainer|enroot|nsys|py-spy|conda|uv|qsub|"
+    r"scancel|tensorboard|wandb|mlflow|trackio|deepspeed|horovodrun|accelerate|\./run\.sh) "
+)
+
+
+@cache
+def words_of_tests() -> frozenset[str]:
+    """The words of the tests that run programs: what none of them names, no test has run."""
+    folders = ("promises", "integration", "unit", "support")
+    files = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*.py")]
+    files.append(ROOT / "tests/refusals/refusals.txt")
+    text = "\n".join(path.read_text() for path in files)
+    return frozenset(re.findall(r"[\w-]+", text.replace("_", "-")))
+
+
+def unmarked(page: Path) -> Iterator[str]:
+    """The commands of a page that it does not mark. Those of ```console blocks are run as they stand."""
+    heading = ""
+    text = re.sub(r"^```console\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
+        if part.startswith("#"):
+            heading = part
+        elif MARK in heading:
+            continue
+        for block in re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
+            yield from (line for line in joined(block) if line and MARK not in line)
+        rest = re.sub(r"^```.*?^```$", "", part, flags=re.MULTILINE | re.DOTALL)
+        for line in rest.splitlines():
+            if MARK in line:
+                continue
+            if line.startswith("    "):
+                yield from ([line.strip()] if PROGRAM.match(line.strip()) else [])
+            # The first cell of a row is often an option of another program.
+            for code in re.findall(r"`([^`]+)`", re.sub(r"^\|[^|]*\|", "", line)):
+                yield from ([code] if PROGRAM.match(code) or code.startswith("--") else [])
+
+
+def not_in_tests(command: str) -> list[str]:
+    """Its programs and options that no test names."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;><")
+    lexer.whitespace_split = True
+    found = []
+    is_program = not command.startswith("-")
+    for word in lexer:
+        if is_program and re.fullmatch(r"[a-z./][\w./-]*", word) and word != "exec":
+            found.append(Path(word).name.removesuffix(".sh"))
+            is_program = False
+        elif word.startswith("--") and word != "--":
+            found.append(word.partition("=")[0].replace("_", "-"))
+        is_program = is_program or word in ("--", "|", "&&", ";")
+    return [word for word in found if word not in words_of_tests()]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=named)
+def test_commands_are_run_or_marked(page: Path) -> None:
+    wrong = {command: missing for command in unmarked(page) if (missing := not_in_tests(command))}
+    assert wrong == {}
+    if MARK in (text := page.read_text()):
+        assert re.search(rf"{MARK}:? (marks what )?no test", text)
