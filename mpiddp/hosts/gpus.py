@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import select
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ NO_ANSWER = (
     "{name}: nvidia-smi (amd-smi, xpu-smi) does not answer. Repair the driver, or set "
     "CUDA_VISIBLE_DEVICES= to run without GPUs."
 )
+_MOST_BYTES = 1 << 20  # of a tool's output
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
 # CUDA (and HIP, which reads it too), HIP, ROCr, and Level Zero.
@@ -110,7 +114,10 @@ def tool_output(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The program's output; "" without the program, None without an answer in time."""
+    """The program's output, or its beginning; "" without the program, None without an answer.
+
+    Whatever the program is, it ends: it may hang in a driver, or print for ever.
+    """
     found = shutil.which(program, path=path)
     if found is None:
         return ""
@@ -119,11 +126,20 @@ def tool_output(
         tool = subprocess.Popen(command, env=env, stdin=null, stdout=subprocess.PIPE, stderr=null)
     except OSError:
         return None
-    try:
-        text, _ = tool.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        tool.kill()  # without waiting for its end: a driver holds even a killed process
-        return None
+    assert tool.stdout is not None
+    text, has_ended = b"", False
+    deadline = time.monotonic() + timeout_s
+    with tool.stdout as stdout:
+        while not has_ended and len(text) < _MOST_BYTES:
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                tool.kill()  # without waiting for its end: a driver holds even a killed process
+                return None
+            chunk = os.read(stdout.fileno(), _MOST_BYTES)
+            text += chunk
+            has_ended = not chunk
+    if not has_ended:
+        tool.kill()
+    tool.wait()
     return text.decode(errors="replace")
 
 
