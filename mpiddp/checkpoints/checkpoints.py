@@ -37,7 +37,7 @@ from mpiddp.runtime.job.failure import enter_until_exit, exit_now
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.text import parse_interval
+from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
@@ -94,7 +94,7 @@ class Checkpoints:
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._keep, self._must_succeed = keep, on_save_error == "stop"
         try:
-            self._interval = None if every is None else parse_interval(str(every))
+            self._interval = Interval() if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
@@ -256,9 +256,7 @@ class Checkpoints:
                         f"{self._dir} has {found[-1].name} of an earlier run. "
                         "Call resume() before the first save(), or name another folder."
                     )
-        if self._saver is None:
-            assert self._run is not None
-            self._saver = Saver(self._run, keep=self._keep, must_succeed=self._must_succeed)
+        assert self._saver is not None
         self._saver.meet(step)
         if step < self._step:
             raise ValueError(
@@ -342,6 +340,7 @@ class Checkpoints:
                 session.log_to(self._dir.logs.absolute())
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
+        self._saver = Saver(run, keep=self._keep, must_succeed=self._must_succeed)
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

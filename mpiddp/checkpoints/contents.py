@@ -88,10 +88,6 @@ class Resumed:
                 )
             try:
                 target.load_state_dict(_with_tensors(self.state[name], _tensors_of(target)))
-            except UserError as error:
-                raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {error}"
-                ) from None
             except JobFailed:
                 raise
             except Exception as error:  # whatever a load_state_dict raises

@@ -87,6 +87,7 @@ class RunLock:
         if os.getpid() != self._pid or self._path not in _held:
             return
         _held.discard(self._path)
+        # While it is locked: later, the file may be that of the next run, which has locked it.
         with contextlib.suppress(OSError):  # a file server that is gone
             self._path.unlink()
         self._file.close()

@@ -63,17 +63,14 @@ class _Copied:
 
 
 class Saver:
-    """Saves the state of a training. Every rank has one, with the same arguments."""
+    """Saves the state of a training. Every rank creates one, with the same arguments.
+
+    Args:
+        must_succeed: whether a failed save ends the run; else it causes a warning.
+    """
 
     def __init__(self, run: Run, *, keep: int, must_succeed: bool) -> None:
-        """A collective: every rank must create one.
-
-        Args:
-            keep: number of verified checkpoints to keep.
-            must_succeed: whether a failed save ends the run; else it causes a warning.
-        """
-        self._run = run
-        self._root = run.dir.checkpoints
+        self._run, self._root = run, run.dir.checkpoints
         self._keep, self._must_succeed = keep, must_succeed
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
@@ -89,11 +86,7 @@ class Saver:
         per_rank: dict[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Copy the state, and write it in the thread. A collective, after `meet`.
-
-        Args:
-            per_rank: the state of this rank alone.
-        """
+        """Copy the state, and write it in the thread. A collective, after `meet`."""
         run = self._run
         self._num_saves += 1
         ranks = self._gather(per_rank)
@@ -101,12 +94,12 @@ class Saver:
         if sharded and self._ring is None and len(run.writers) > 1:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
-        if not sharded and not run.is_writer:
-            return
-        own = replicated if run.is_writer else {}
-        (copied, boxes), wait_for_copies = _to_host((own, boxes_of(sharded) if sharded else None))
-        job = _Copied(step, copied, boxes, ranks, config, wait_for_copies)
-        self._pending = self._thread.submit(self._write, job)
+        if sharded or run.is_writer:
+            own = replicated if run.is_writer else {}
+            boxes = boxes_of(sharded) if sharded else None
+            (copied, boxes), wait_for_copies = _to_host((own, boxes))
+            job = _Copied(step, copied, boxes, ranks, config, wait_for_copies)
+            self._pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
         """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
@@ -360,20 +353,17 @@ class SaveSchedule:
 
     For an interval in seconds, rank 0 reads its clock at a few steps that all ranks know. It broadcasts
     whether a save is due, and the step of the next check. The steps between exchange no message.
+
+    Args:
+        step: the latest one.
     """
 
     def __init__(
-        self, interval: Interval | None, coordinator: Coordinator, step: int, *, timeout_s: float
+        self, interval: Interval, coordinator: Coordinator, step: int, *, timeout_s: float
     ) -> None:
-        """
-        Args:
-            interval: None if no save is ever due.
-            step: the latest one.
-        """
-        self._coordinator, self._timeout_s = coordinator, timeout_s
-        self._interval = interval or Interval()
-        self._next_check = step + 1
+        self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
         self._start = self._previous = step
+        self._next_check = step + 1
         self._saved_at = time.monotonic()
         self._checked = (step, self._saved_at)
 
@@ -384,14 +374,13 @@ class SaveSchedule:
             return step // self._interval.steps > previous // self._interval.steps
         if self._interval.seconds is None or step < self._next_check:
             return False
-        is_rank_0 = self._coordinator.world.rank == 0
-        own = self._check(step, self._interval.seconds) if is_rank_0 else (False, 0)
+        own = self._check(step, self._interval.seconds)
         is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
         self._next_check = step + pause
         return is_due
 
     def _check(self, step: int, interval_s: float) -> tuple[bool, int]:
-        """On rank 0: whether a save is due by its clock, and the number of steps until the next check."""
+        """Whether a save is due by this rank's clock, and the number of steps until the next check."""
         now = time.monotonic()
         checked_step, checked_at = self._checked
         step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)

@@ -109,8 +109,7 @@ class ShardedValue:
         if like.shape != self.shape:
             where = ".".join(map(str, json.loads(self.name)))
             raise UserError(
-                f"{where} was saved with shape {list(self.shape)}; it now has {list(like.shape)}. "
-                "Build the same model as before."
+                f"{where} was saved with shape {list(self.shape)}; it now has {list(like.shape)}."
             )
         return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
 

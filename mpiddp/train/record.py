@@ -73,19 +73,19 @@ def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
 
 def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> None:
     """Begin to write the record of this start, beside the training: git may be slow. For rank 0 alone."""
-    facts: dict[str, Any] = {
-        "started": started,  # local time, 20261122-070847
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
-        "folder": str(Path.cwd()),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "started_by": world.launcher.name,
-        "hosts_of_ranks": hosts,
-    }
 
     def write() -> None:
-        facts["packages"] = {str(each.metadata["Name"]): each.version for each in distributions()}
-        facts["git"] = git_state(Path.cwd())
+        facts = {
+            "started": started,  # local time, 20261122-070847
+            "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+            "folder": str(Path.cwd()),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "started_by": world.launcher.name,
+            "hosts_of_ranks": hosts,
+            "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
+            "git": git_state(Path.cwd()),
+        }
         with contextlib.suppress(OSError):  # the training matters more than its record
             (run / "starts").mkdir(exist_ok=True)
             number = 1 + len(list((run / "starts").glob("start_*.json")))
@@ -111,7 +111,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 # RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
 
 Config = Mapping[str, Any]  # config.json
-Record = tuple[int, dict[str, float]]  # step, numbers by name
+Records = SimpleQueue[tuple[int, dict[str, float]] | None]  # step, numbers by name; None at the end
 
 
 class Sink(NamedTuple):
@@ -217,9 +217,9 @@ def following(
     Args:
         step: the one from which the run starts or resumes.
     """
-    threads: dict[threading.Thread, SimpleQueue[Record | None]] = {}
+    threads: dict[threading.Thread, Records] = {}
     for tool in tools.split(",") if tools else ():
-        queue: SimpleQueue[Record | None] = SimpleQueue()
+        queue: Records = SimpleQueue()
         arguments = (tool, run, config, step + 1, queue)
         threads[threading.Thread(target=_send, args=arguments, daemon=True)] = queue
     for thread in threads:
@@ -242,13 +242,7 @@ def following(
             log.warning(f"warning: --log-to: the last records took more than {FINISH_S:g} s.")
 
 
-def _send(
-    tool: str,
-    run: Path,
-    config: Config,
-    first_step: int,
-    records: SimpleQueue[Record | None],
-) -> None:
+def _send(tool: str, run: Path, config: Config, first_step: int, records: Records) -> None:
     file = run / "log_to" / f"{tool}.json"
     try:
         file.parent.mkdir(exist_ok=True)

@@ -42,11 +42,7 @@ class State:
 
 
 def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Module:
-    """The bare model on the device, the same on every rank, in the memory layout of the images.
-
-    Raises:
-        UserError: --weights names a file that does not fit.
-    """
+    """The bare model on the device, the same on every rank, in the memory layout of the images."""
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
     if config.weights is not None:
@@ -59,11 +55,7 @@ def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Modul
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load a torchvision state_dict, except a last layer for another number of classes.
-
-    Raises:
-        UserError: no such file, not a state_dict, or one of another architecture.
-    """
+    """Load a torchvision state_dict, except a last layer for another number of classes. Raises UserError."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -164,11 +156,7 @@ def train_step(
 ) -> Tensor:
     """One step of the optimizer over the next batches of this rank. It leaves its gradients.
 
-    Args:
-        phase_ends: as for `backward`. The rest of the step is the phase "optimizer".
-
-    Returns:
-        The sum of the losses of this rank's images: a scalar on the device.
+    Arguments and result are those of `backward`. The rest of the step is the phase "optimizer".
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr

@@ -31,26 +31,23 @@ class CpuSyncBatchNorm(nn.BatchNorm2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalize images [N, C, H, W]. In training a collective: every rank must call it."""
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if not self.training or not is_distributed or dist.get_world_size() == 1:
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(images)
+        sum_over_ranks: Any = _SumOverRanks.apply
         values = images.float()
-        count = values.new_tensor([values.numel() // values.shape[1]])
-        count = _sum_over_ranks(count)
+        count = sum_over_ranks(values.new_tensor([values.numel() // values.shape[1]]))
         # Two passes: a difference of sums would lose precision.
-        mean = _sum_over_ranks(values.sum(_EXCEPT_CHANNELS)) / count
+        mean = sum_over_ranks(values.sum(_EXCEPT_CHANNELS)) / count
         centred = values - mean.view(1, -1, 1, 1)
-        variance = _sum_over_ranks(centred.square().sum(_EXCEPT_CHANNELS)) / count
+        variance = sum_over_ranks(centred.square().sum(_EXCEPT_CHANNELS)) / count
         factor = self.weight * (variance + self.eps).rsqrt()
         with torch.no_grad():
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            assert self.num_batches_tracked is not None
-            assert self.momentum is not None
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
-        return (centred * factor.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)).to(images.dtype)
+            statistics: Any = self  # a BatchNorm2d of mpiddp's models has them all
+            statistics.num_batches_tracked += 1
+            statistics.running_mean.lerp_(mean, self.momentum)
+            statistics.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        normalized: Tensor = centred * factor.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
+        return normalized.to(images.dtype)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -67,8 +64,3 @@ class _SumOverRanks(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total)
         return total
-
-
-def _sum_over_ranks(values: Tensor) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
-    return total

@@ -136,7 +136,6 @@ def main(options: Namespace) -> int:
             with mpiddp.together():
                 try:
                     logs.mkdir(exist_ok=True)
-                    (logs / f"rank_{world.rank:05d}.log").touch()
                     if checkpoints.is_writer:
                         save_json(out / "config.json", vars(config))
                 except OSError as error:

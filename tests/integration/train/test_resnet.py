@@ -16,7 +16,7 @@ from torch import nn
 
 from mpiddp.errors import UserError
 from mpiddp.train.options import ARCHS as NAMES
-from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet
+from mpiddp.train.resnet import ARCHS, ResNet
 from mpiddp.train.step import load_weights
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
@@ -81,15 +81,6 @@ def test_stems(stem: str, image_size: int, last_map: int) -> None:
     logits = model(torch.empty(2, 3, image_size, image_size, device="meta"))
     assert shapes == [(2, 512, last_map, last_map)]
     assert logits.shape == (2, 7)
-
-
-def test_pad_shortcut_drops_pixels_and_adds_zeros() -> None:
-    x = torch.arange(2 * 4 * 4, dtype=torch.float32).view(1, 2, 4, 4)
-    y = PadShortcut(2, 6, 2)(x)
-    assert y.shape == (1, 6, 2, 2)
-    assert torch.equal(y[:, 2:4], x[:, :, ::2, ::2])
-    assert not y[:, :2].any()
-    assert not y[:, 4:].any()
 
 
 # --weights
