@@ -6,6 +6,7 @@ mpirun's orphans, so that none of them outlives the job.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -153,21 +154,34 @@ class MpirunProcess:
 
 @contextmanager
 def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
-    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts."""
+    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts.
+
+    The folders that killed launchers have left are removed: no lock says that their owner is alive.
+    """
     parent = env.get("TMPDIR", "")
     # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
     is_fit = " " not in parent and len(parent) < _LONGEST_PARENT and parent.startswith("/")
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
+    for lock in Path(parent).glob("mpiddp-*/owner.lock"):
+        # An error: its owner is alive, or another user.
+        with suppress(OSError), lock.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(parent, f"mpiddp-{os.urandom(8).hex()}")
+    unnamed = folder / "owner"
     try:
         folder.mkdir(mode=0o700)
+        owner = unnamed.open("wb")
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        unnamed.rename(folder / "owner.lock")  # nobody sees it without its lock
     except OSError as error:
         raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with owner:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:

@@ -81,8 +81,9 @@ class Coordinator:
     def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
         """Run the body on every rank; it succeeds on all ranks or on none.
 
-        If any rank raises a `UserError` or a `JobFailed`, rank 0 prints it once and every rank exits, with
-        code 2 or 1. A `NoAnswer` is raised at once: the missing rank would be missing here as well.
+        If any rank raises a `UserError` or a `JobFailed`, the launcher prints it, or else rank 0, and every
+        rank exits, with code 2 or 1. A `NoAnswer` is raised at once: the missing rank would be missing here
+        as well.
         """
         problem, code = "", DONE
         try:
@@ -100,8 +101,7 @@ class Coordinator:
         # A failure of a machine may cause what looks like bad input.
         code = min(code for _, code in answers if code != DONE)
         sentences = self.sentences(problems)
-        is_launchers = code == FAILED and self.has_launcher
-        if not is_launchers:
+        if not self.has_launcher:
             if self.world.rank == 0:
                 for sentence in sentences:
                     # Print it: a script's logging.config may have switched the log off.
@@ -109,7 +109,7 @@ class Coordinator:
             # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
             self._wait_for_all("printed", AGREE_TIMEOUT_S)
         self.leave()
-        raise Refused(code, "\n".join(sentences), is_printed=not is_launchers)
+        raise Refused(code, "\n".join(sentences), is_printed=not self.has_launcher)
 
     def claim_first_failure(self) -> bool:
         """See `JobChannel.claim_first_failure`."""

