@@ -74,12 +74,18 @@ class Console:
 def open_console(name: str) -> Console:
     """The console of the job with this name, which viewers find in a folder of this user."""
     console = Console(name)
-    any(console.listen(folder) for folder in folders() * _TRIES)
+    if not any(console.listen(folder) for folder in folders() * _TRIES) and taken():
+        console.listen(Path(f"{_usual()[-1]}-{os.urandom(4).hex()}"))  # a name that nobody can have
     return console
 
 
 def folders() -> list[Path]:
     """The folders in which a launcher of this user may listen, the preferred one first."""
+    *session, usual = _usual()
+    return [*session, usual, *sorted(usual.parent.glob(f"{usual.name}-*"))]
+
+
+def _usual() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     session = [Path(runtime, "mpiddp")] if runtime.startswith("/") else []
     return [*session, Path(f"/tmp/mpiddp-{os.getuid()}")]
@@ -87,10 +93,10 @@ def folders() -> list[Path]:
 
 def taken() -> str:
     """A sentence about the folder in /tmp if another user has taken its name, and no other is usual."""
-    *_, folder = folders()
-    if any(map(is_private, folders())) or not os.path.lexists(folder):
+    *_, folder = _usual()
+    if any(map(is_private, _usual())) or not os.path.lexists(folder):
         return ""
-    return f"{folder} is not a folder of yours alone, so mpiddp ps and top find no job."
+    return f"{folder} is not a folder of yours alone, so jobs listen in {folder}-… instead."
 
 
 def is_private(folder: Path) -> bool:

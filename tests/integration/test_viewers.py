@@ -234,12 +234,14 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
 
 
 def test_a_folder_that_another_user_has_taken(tmp_path, monkeypatch):
-    """The job runs unseen, and a sentence says why."""
+    """A job listens in a new folder of its user, which viewers find, and both say why."""
     taken = tmp_path / "mpiddp"
     taken.mkdir()
     taken.chmod(0o777)
-    monkeypatch.setattr(viewers, "folders", lambda: [taken])
+    monkeypatch.setattr(viewers, "_usual", lambda: [taken])
     with closing(viewers.open_console("train.py")) as console:
-        assert console.listener is None
+        assert console.listener is not None
         assert viewers.taken().startswith(f"{taken} is not a folder of yours alone")
+        assert [path.suffix for path in viewers.folders()[-1].iterdir()] == [viewers.JOB]
         assert not [*taken.iterdir()]
+    assert viewers.folders() == [taken]
