@@ -471,6 +471,8 @@ def _job(values: argparse.Namespace) -> RankProgram:
     if ":" in command:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
     if not (is_module or is_command or os.path.isfile(command[0])):  # noqa: PTH113 - no error
+        if os.path.exists(command[0]):  # noqa: PTH110 - no error
+            raise UserError(f"{command[0]} is not a regular file. Expected a Python script.")
         hint = f" To start any program: mpiddp launch … -- {command[0]}"
         hint = hint if shutil.which(command[0]) else ""
         raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).{hint}")
