@@ -49,8 +49,8 @@ INTERNAL_VERBS = {
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
-# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns whether
-# all ranks are shown unless the user names some.
+# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns the
+# backend ("auto" is nccl on GPUs), and whether all ranks are shown unless the user names some.
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 # A verb's help opens with its examples; those of launch and train have their own.

@@ -126,12 +126,13 @@ def _option(flags: str, text: str, default: Any = None, group: str = "", **more:
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given".
 
-    job: what each rank runs.
+    job: what each rank runs. backend: the one that the job's own options request, if known.
     variables: those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
     """
 
     job: RankProgram = field(default_factory=RankProgram)
+    backend: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
@@ -397,10 +398,10 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     refuse_misplaced(job, verb)
     given = {name: getattr(values, name) for name in _FIELDS}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    if (
-        job.verb in OPTION_CHECKS
-    ):  # the ranks would refuse a wrong option only after they have joined
-        shows_all = import_module(OPTION_CHECKS[job.verb]).check_options(list(job.command[2:]))
+    if job.verb in OPTION_CHECKS:
+        # The ranks would refuse a wrong option only after they have joined.
+        module = import_module(OPTION_CHECKS[job.verb])
+        given["backend"], shows_all = module.check_options(list(job.command[2:]))
         if shows_all and values.log_ranks == DEFAULT_RANKS:
             given["log_ranks"] = "all"
     prefix = os.environ.get(PREFIX) or "auto"
@@ -413,7 +414,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     for path in values.env_files:
         variables |= read_env_file(path, os.environ)
     variables |= parse_exports(values.exports, os.environ)  # these take precedence
-    return LaunchOptions(job, variables, prefix, **given)
+    return LaunchOptions(job, variables=variables, prefix=prefix, **given)
 
 
 # Options that people write behind the script by mistake.

@@ -23,6 +23,7 @@ def with_slots(
     hosts: Hosts,
     infos: Mapping[Host, HostInfo],
     variables: Mapping[str, str],
+    backend: str | None = None,
     *,
     by_number: bool = False,
     dry_run: bool = False,
@@ -32,21 +33,22 @@ def with_slots(
     Args:
         infos: of the hosts that the preflight has checked.
         variables: those that the user gives the ranks.
+        backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown.
         by_number: the user requests a number of ranks, on this machine.
     """
-    found = []
+    found, is_gloo = [], backend == "gloo"
     for host in hosts.hosts:
         info, is_here = infos.get(host), is_this_host(host.name)
-        is_known = info is not None or (is_here and len(hosts.hosts) == 1)
+        is_known = not is_gloo and (info is not None or (is_here and len(hosts.hosts) == 1))
         slots, gpus, most = host.slots, 0, host.max_slots or sys.maxsize
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
         if info or (is_here and (slots is None or host.gpus or (is_known and slots > 1))):
             env = env_on_host(host.name, os.environ, variables)
             gpus = _visible_gpus(host, _gpus_here(host, env) if info is None else info.gpus, env)
         if slots is not None:
-            slots = _fitted(hosts, host, slots, gpus) if is_known else slots
+            slots = _fitted(hosts, host, slots, gpus, backend) if is_known else slots
         elif by_number:
-            slots = min(most, gpus or len(os.sched_getaffinity(0)))
+            slots = min(most, (0 if is_gloo else gpus) or len(os.sched_getaffinity(0)))
         elif info or is_here:
             slots = min(most, gpus or 1)
         elif dry_run:
@@ -86,7 +88,7 @@ def _visible_gpus(host: Host, installed: int | None, env: Mapping[str, str]) -> 
     return len(host.gpus)
 
 
-def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int) -> int:
+def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None) -> int:
     """The host's slots as written. A scheduler's, which may be cores, are no more than the GPUs."""
     if not 0 < gpus < slots:
         return slots
@@ -97,6 +99,8 @@ def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int) -> int:
             f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'} from a script that uses gloo"
         )
         return gpus
+    if backend is not None:
+        raise UserError(f"{found}: ranks would share GPUs. Write: {host.name} slots={gpus}")
     log.info(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return slots
 

@@ -93,7 +93,9 @@ def make_plan(
     is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
     by_number = is_default and options.names_ranks
     with_counts = with_slots(
-        *(chosen, infos, options.variables), by_number=by_number, dry_run=options.dry_run
+        *(chosen, infos, options.variables, options.backend),
+        by_number=by_number,
+        dry_run=options.dry_run,
     )
     if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")

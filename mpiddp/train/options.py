@@ -182,9 +182,10 @@ def parse(argv: list[str]) -> Namespace:
     return options
 
 
-def check_options(argv: list[str]) -> bool:
-    """Check the options before a job starts. Returns whether every rank prints."""
-    return bool(parse(argv).per_rank_log)
+def check_options(argv: list[str]) -> tuple[str, bool]:
+    """Check the options before a job starts. Returns the backend, and whether every rank prints."""
+    options = parse(argv)
+    return options.backend or "auto", bool(options.per_rank_log)
 
 
 def _dashed(argument: str) -> str:

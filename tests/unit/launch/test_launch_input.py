@@ -26,14 +26,14 @@ from tests.support.errors import error
 from tests.unit.launch.test_starters import MPIS
 
 
-def placed(hosts: Hosts, gpus: dict[str, int]) -> Hosts:
+def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Hosts:
     """The hosts with their ranks, if the preflight has found `gpus`."""
     infos = {
         host: HostInfo(host, True, True, True, "", "", "", gpus[host.name], ())
         for host in hosts.hosts
         if host.name in gpus
     }
-    return place(with_slots(hosts, infos, {}), MPIS["openmpi5"].kind)
+    return place(with_slots(hosts, infos, {}, backend), MPIS["openmpi5"].kind)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -85,12 +85,17 @@ def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
 
 
 def test_more_slots_than_gpus(capfd: pytest.CaptureFixture[str]) -> None:
-    """A scheduler counts in cores: its slots are reduced. Those that the user writes are kept."""
+    """A scheduler counts in cores: its slots are reduced. The user's are kept, unless the job uses GPUs."""
     hosts = parse_host_list("n1.invalid:1,n2.invalid:4")
     found = {"n1.invalid": 2, "n2.invalid": 2}
     assert ranks(placed(hosts, found)) == [1, 4]
     note = "mpiddp: n2.invalid has 2 GPUs but 4 slots: "
     assert capfd.readouterr().err.startswith(f"{note}ranks that use GPUs would share them")
+    sentence = error("share GPUs", "n2.invalid ", "2 GPUs", "4 slots")
+    for backend in ("nccl", "auto"):
+        with pytest.raises(UserError, match=f"^{sentence}$"):
+            placed(hosts, found, backend)
+    assert ranks(placed(hosts, found, "gloo")) == [1, 4]
     hosts = replace(hosts, scheduler="Slurm")
     assert ranks(placed(hosts, found)) == [1, 2]
     assert capfd.readouterr().err.startswith(f"{note}starting only 2 ranks there; ")
