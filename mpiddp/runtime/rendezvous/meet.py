@@ -82,6 +82,8 @@ def meet(
         if channel is None:
             server = _from_rank_0(world, gather, partial(_serve, result.world))
             channel = _connect(Server(*server), world, timeout_s)
+        else:
+            gather(None)  # a script that connects to torch's store before would be drained too
         names = result.hostnames
         yield Coordinator(result.world, channel, hostnames=names, has_launcher=has_launcher), result
 
