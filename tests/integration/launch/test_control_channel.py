@@ -7,6 +7,7 @@ python -m pytest tests/integration/launch/test_control_channel.py
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import stat
@@ -203,6 +204,7 @@ NO_FILE = os.strerror(errno.EMFILE)
 
 def test_an_mpirun_that_cannot_be_started() -> None:
     """subprocess needs two more files for its own pipe."""
+    gc.collect()  # what other tests have left open
     before = len(list(Path("/proc/self/fd").iterdir()))
     starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
@@ -212,4 +214,4 @@ def test_an_mpirun_that_cannot_be_started() -> None:
     for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
             MpirunProcess(starter, Command(program, (), (argument,)), JobOutput(1))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
