@@ -64,7 +64,7 @@ class RankFailed(JobFailed):
     def __init__(self, sentence: str, rank: int, hostname: str, traceback: str = "") -> None:
         """
         Args:
-            sentence: the verdict of the launcher.
+            sentence: the error line of the launcher.
             rank: the rank that failed first.
             hostname: the name of its host.
             traceback: its own traceback, which follows the sentence in `str()`.

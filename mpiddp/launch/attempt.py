@@ -384,7 +384,7 @@ class Attempt:
         self._timers.after(STACKS_S + INTERRUPTED_S if self._mute else 0.0, Event.STACKS_OVER)
 
     def _interrupt(self) -> None:
-        """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
+        """Interrupt ranks that do not answer, if their stacks are for an error line: one may only be slow."""
         is_guess = self._wanted is Event.WATCH_STACKS and self._options.hang_timeout_s is None
         if not is_guess and self._wanted is not Event.VIEW_STACKS:
             for rank in self._mute:
