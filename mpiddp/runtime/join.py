@@ -104,7 +104,9 @@ def _as_script(world: World, session: Session) -> Coordinator:
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(address, port, world.hostname)
             session.torch_store = serve_store(env, listener.detach())
-    coordinator = Coordinator(world, session.channel, has_launcher=session.has_launcher)
+    # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
+    reports = session.has_launcher and session.control is not None
+    coordinator = Coordinator(world, session.channel, has_launcher=reports)
     names = coordinator.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
     coordinator.hostnames = tuple(names)
     return coordinator
