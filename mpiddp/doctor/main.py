@@ -276,7 +276,10 @@ def _address(name: str, found: compare.Facts, networks: Sequence[str]) -> str:
     """The host's address on the job's network, else that to which its name leads; "" without any."""
     named = {address for each in found.values() for address in each["names"].get(name, [])}
     best = sorted(
-        (each for each in (Interface(**one) for one in found[name]["interfaces"])),
+        (
+            Interface(each["name"], each["address"], each["network"])
+            for each in found[name]["links"]
+        ),
         key=lambda each: (
             each.is_loopback,
             not any(each.matches(network) for network in networks),

@@ -1,4 +1,4 @@
-"""What a host says of itself: the one program that the preflight, `mpiddp doctor` and `hosts check` ask.
+"""What a host says of itself: the one program that the preflight and `mpiddp doctor` ask.
 
 Its source travels to the hosts, with those of interfaces.py and gpus.py. It needs Python 3.8 and the standard
 library. What a host cannot tell is None.
@@ -62,7 +62,6 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
     return {
         "hostname": socket.gethostname(),
         "addresses": list(own_addresses()),
-        "interfaces": [asdict(each) for each in interfaces()],
         "links": links(),
         "names": resolved,
         **process_facts(),
@@ -93,32 +92,17 @@ def process_facts() -> dict[str, Any]:
     }
 
 
-def links(root: str = "/sys/class") -> list[dict[str, Any]]:
-    """Each interface but the loopback: its address, speed in Gbit/s, MTU and state. Then each RDMA port."""
-    addresses = {each.name: each.address for each in interfaces()}
+def links(root: str = "/sys/class/net") -> list[dict[str, Any]]:
+    """Each interface that is up, with its speed in Gbit/s, "" where it is not known, and its MTU."""
     found = []
-    for path in sorted(Path(root, "net").glob("*")):
-        if path.name == "lo" or not path.is_dir():
-            continue
-        speed = _text(path / "speed")  # -1: not known
+    for each in interfaces():
+        speed = _text(Path(root, each.name, "speed"))  # -1: not known
         link = {
-            "name": path.name,
-            "address": addresses.get(path.name, ""),
+            **asdict(each),
             "speed": f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else "",
-            "mtu": _text(path / "mtu"),
-            "state": _text(path / "operstate"),
+            "mtu": _text(Path(root, each.name, "mtu")),
         }
         found.append(link)
-    for path in sorted(Path(root, "infiniband").glob("*/ports/*")):
-        kind = "RoCE" if _text(path / "link_layer") == "Ethernet" else "InfiniBand"
-        port = {
-            "name": f"{path.parents[1].name}:{path.name}",
-            "address": _text(path / "gid_attrs/ndevs/0"),
-            "speed": _text(path / "rate"),
-            "mtu": "",
-            "state": f"{_text(path / 'state').rpartition(' ')[2]}, {kind}",  # "4: ACTIVE"
-        }
-        found.append(port)
     return found
 
 

@@ -2,9 +2,9 @@
 
     {"at": 1795329022.1, "job": "7c4f…", "hosts": ["gpu16", "gpu17"], "failed": {"gpu17": "rank 3 was …"}}
 
-They stand beside the hostfile. A line has the hosts that took part in an attempt, those that ended it or did
-not answer its preflight, and those of stragglers. Nothing depends on it: a folder that cannot be
-written and a disk that is full cost a line, and never a job. Hosts are named by their keys, see `Host.key`.
+They stand beside the hostfile. A line has the hosts that took part in an attempt, and those that ended it or
+did not answer its preflight. Nothing depends on it: a folder that cannot be written and a disk that is full
+cost a line, and never a job. Hosts are named by their keys, see `Host.key`.
 """
 
 from __future__ import annotations
@@ -45,77 +45,58 @@ class Event:
         job: equal in all lines of one launch, whose attempts count as one job.
         hosts: that took part.
         failed: a sentence for each host that ended the attempt, which is one of `hosts`, or did not answer.
-        slow: the part of the others' speed of each host of a straggler.
     """
 
     at: float
     job: str = ""
     hosts: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
-    slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def concerned(self) -> list[str]:
         """All hosts of which it says something."""
-        return list(dict.fromkeys((*self.hosts, *self.failed, *self.slow)))
+        return list(dict.fromkeys((*self.hosts, *self.failed)))
 
 
 @dataclass(frozen=True)
 class Record:
-    """The last jobs of a host. `reason` is that of its latest failure, "" for none.
-
-    `speed` is its part of the others' speed in the last job that it held up, 0 for none.
-    """
+    """The last jobs of a host. `reason` is that of its latest failure, "" for none."""
 
     jobs: int
     ended: int  # of these, by a failure of its own
     silent: int  # of these, in whose preflight it did not answer
     reason: str = ""
     failed_at: float = 0.0
-    speed: float = 0.0
 
     @property
     def doubt(self) -> str:
         """Why a job would do better without it; "" for no reason."""
-        if self.ended + self.silent >= FLAKY:
-            return self.summary
-        return f"is {_slowness(self.speed)}" if self.speed else ""
+        return self.summary if self.ended + self.silent >= FLAKY else ""
 
     @property
     def summary(self) -> str:
-        """ "ended 3 of its last 5 jobs, and did not answer in 1; 14 % slower than the others"."""
+        """ "ended 3 of its last 5 jobs, and did not answer in 1"."""
         of = f"of its last {counted(self.jobs, 'job')}"
-        said = f"ended {self.ended or 'none'} {of}"
-        if self.silent and self.ended:
-            said += f", and did not answer in {self.silent}"
-        elif self.silent:
-            said = f"did not answer in {self.silent} {of}"
-        return f"{said}; {_slowness(self.speed)}" if self.speed else said
-
-
-def _slowness(speed: float) -> str:
-    return f"{100 * (1 - speed):.0f} % slower than the others"
+        if self.silent and not self.ended:
+            return f"did not answer in {self.silent} {of}"
+        unanswered = f", and did not answer in {self.silent}" if self.silent else ""
+        return f"ended {self.ended or 'none'} {of}{unanswered}"
 
 
 def record_of(host: str, events: Sequence[Event]) -> Record:
     """What the events say of a host, oldest first. A job counts as its worst attempt."""
     jobs: dict[str, str] = {}
-    speeds: dict[str, float] = {}
     reason, failed_at = "", 0.0
     for event in events:
         if host not in event.concerned:
             continue
-        if host in event.slow:
-            speeds[event.job] = event.slow[host]
         end = jobs.pop(event.job, "well")  # the latest job is the last
         if host in event.failed:
             reason, failed_at = event.failed[host], event.at
             end = "ended" if host in event.hosts or end == "ended" else "silent"
         jobs[event.job] = end
-    last = list(jobs)[-LAST_JOBS:]
-    ends = [jobs[job] for job in last]
-    speed = ([0.0] + [speeds[job] for job in last if job in speeds])[-1]
-    return Record(len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at, speed)
+    ends = [*jobs.values()][-LAST_JOBS:]
+    return Record(len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at)
 
 
 def file_of(hostfile: str | None) -> Path | None:
@@ -146,9 +127,8 @@ def parse(line: bytes) -> Event | None:
     """The event in a line, None if it is none."""
     try:
         facts = json.loads(line)
-        slow = {host: float(part) for host, part in facts.get("slow", {}).items()}
         hosts, failed = tuple(facts.get("hosts", [])), dict(facts.get("failed", {}))
-        event = Event(float(facts["at"]), facts.get("job", ""), hosts, failed, slow)
+        event = Event(float(facts["at"]), facts.get("job", ""), hosts, failed)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     words = [event.job, *hosts, *failed, *failed.values()]
@@ -180,7 +160,6 @@ def _line(event: Event, *, but: Collection[str] = ()) -> str:
             for host, reason in event.failed.items()
             if host not in but
         },
-        "slow": {host: part for host, part in event.slow.items() if host not in but},
     }
     return json.dumps({name: fact for name, fact in facts.items() if fact}) + "\n"
 
@@ -234,8 +213,6 @@ def _of_one(host: str, events: Sequence[Event]) -> list[tuple[str, ...]]:
             what = f"{how}: {event.failed[host]}"
         else:
             what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
-        if host in event.slow:
-            what += f", and was {_slowness(event.slow[host])}"
         if host in event.concerned:
             rows.append((_time(event.at), escaped(what)))
     return rows

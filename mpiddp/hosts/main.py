@@ -9,23 +9,18 @@
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
     mpiddp hosts history hostfiles/two_nodes
 
-keys, push, pull, run and `check --network` connect to the hosts; the others do not.
+keys, push, pull and run connect to the hosts; the others do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED
-from mpiddp.hosts import facts, gpus, history, interfaces, keys, pull, push, run
-from mpiddp.hosts.allocations import compress_names
-from mpiddp.hosts.hostfile import Host, Hosts, diff, read_hostfile, render
-from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.text import align_columns, counted, escaped, names_by_value
+from mpiddp.hosts import history, keys, pull, push, run
+from mpiddp.hosts.hostfile import Hosts, diff, read_hostfile, render
+from mpiddp.text import align_columns, counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
@@ -34,7 +29,6 @@ OVER_SSH = {
     "pull": (pull, "Bring the folder of a run home from every host"),
     "run": (run, "Run a command on every host"),
 }
-_ANSWER_S = 30.0
 
 
 def main(argv: list[str]) -> int:
@@ -56,8 +50,8 @@ def main(argv: list[str]) -> int:
     hosts = read_hostfile(options.file)
     if options.verb == "check":
         print(table(hosts))
-        return _check_network(hosts.hosts) if options.network else DONE
-    print(render(hosts, options.to), end="")
+    else:
+        print(render(hosts, options.to), end="")
     return DONE
 
 
@@ -81,8 +75,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "check",
         "Print a table of the hosts and their slots, or the first error in the file",
         "A host without a slot count gets one slot per GPU when the job starts.",
-    ).add_argument(
-        "--network", action="store_true", help="also print each host's links and what differs"
     )
     verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm").add_argument(
         "--to",
@@ -126,39 +118,3 @@ def table(hosts: Hosts) -> str:
         names = ", ".join(host.name for host in hosts.without_slots)
         total += f", and one per GPU of {names} (1 on a CPU host)"
     return f"{align_columns(rows, right=(1,))}\n{total}"
-
-
-def _check_network(hosts: Sequence[Host]) -> int:
-    """Print the links of each host that answers, and a sentence for each that does not."""
-    resolve_all([host.name for host in hosts])
-    program = program_that_prints((interfaces, gpus, facts), "links()")
-    found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S)
-    print(escaped(network_table({host.name: each for host, each in found.items()}), keep="\n"))
-    for sentence in failures.values():
-        print(sentence, file=sys.stderr)
-    return FAILED if failures else DONE
-
-
-def network_table(found: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """The links and RDMA ports of each host, and a line for each property that differs."""
-    properties = ("speed", "mtu", "state")
-    rows = [["host", "link", "address", "speed", "MTU", "state"]]
-    values: dict[str, dict[str, str]] = {}  # of each property by host
-    for host, links in found.items():
-        for link in links:
-            cells = [link["address"], *(link[each] for each in properties)]
-            rows.append([host, link["name"], *(cell or "-" for cell in cells)])
-            if not interfaces.Interface(link["name"], "", "").is_virtual:
-                for each in properties:
-                    if link[each]:
-                        values.setdefault(f"{link['name']}, {each}", {})[host] = link[each]
-    lines = []
-    for name, by_host in values.items():
-        # The state says on which hosts the link is missing.
-        hosts = found if name.endswith("state") else by_host
-        groups = names_by_value({host: by_host.get(host, "missing") for host in hosts})
-        if len(groups) > 1:
-            texts = [f"{value} on {compress_names(names)}" for value, names in groups.items()]
-            name = name.replace("mtu", "MTU")
-            lines.append(f"differs: {name}: {', '.join(texts)}")
-    return "\n".join([align_columns(rows), *(lines or ["nothing differs between the hosts"])])

@@ -150,15 +150,15 @@ def run_attempt(
         printed = output.last_errors if is_all_shown else None
         elsewhere = {host.name for host in others}
         beside = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
-        found = verdict(
+        outcome = verdict(
             ranks, mpirun.end, attempt.history, beside_mpirun=beside, printed=printed or {}
         )
         if printed is not None:
-            output.settle(is_said=found.is_complete, log_dir=options.log_dir)
-    if others and found.code not in (DONE, BAD_INPUT, STOPPED) and not kind.has_scheduler:
+            output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
+    if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not kind.has_scheduler:
         left = [host for host in others if host.name not in ranks.silent_hosts]
         kill_orphans(left, job, request.job[0], request.hosts.transport)
-    return found._replace(slow_hosts=attempt.watch.slow_hosts)
+    return outcome
 
 
 Action = Callable[["Attempt"], None] | None

@@ -112,22 +112,15 @@ def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
-def remember(
-    memory: Path,
-    *,
-    used: Collection[str] = (),
-    failed: Doubts = _NO_DOUBTS,
-    slow: Mapping[str, float] = MappingProxyType({}),
-) -> None:
+def remember(memory: Path, *, used: Collection[str] = (), failed: Doubts = _NO_DOUBTS) -> None:
     """Write down what a preflight or an attempt has shown. Hosts are named by their keys.
 
     Args:
         failed: the hosts that did not answer, or that ended the attempt, and why.
-        slow: the hosts of stragglers, and their part of the others' speed.
     """
     from mpiddp.hosts.history import Event, append
 
-    append(memory, Event(time.time(), _JOB, tuple(used), dict(failed), dict(slow)))
+    append(memory, Event(time.time(), _JOB, tuple(used), dict(failed)))
 
 
 def key_of(name: str, named: Hosts) -> str:

@@ -131,7 +131,6 @@ class _Job:
                 plan.memory,
                 used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
                 failed={at_fault: outcome.sentence} if at_fault else {},
-                slow={key_of(name, named): part for name, part in outcome.slow_hosts.items()},
             )
         doubts = dict(self.past.doubts)
         if at_fault and at_fault == self.at_fault:

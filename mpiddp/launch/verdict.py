@@ -103,7 +103,6 @@ class Outcome(NamedTuple):
     stop: Stop = Stop.NONE
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
-    slow_hosts: Mapping[str, float] = MappingProxyType({})  # their part of the others' speed
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""

@@ -58,7 +58,7 @@ class Watch:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._straggler: Straggler | None = None  # of the latest window
-        self._named: dict[int, Straggler] = {}
+        self._named: set[int] = set()
         self._window_ends_at = now + WINDOW_S
         self._newest = 0  # the step at the end of the latest window
         self._windows: deque[set[int]] = deque(maxlen=CHRONIC)  # the stragglers of the latest
@@ -73,12 +73,6 @@ class Watch:
         """A sentence about the straggler of the latest window; "" for none."""
         found = self._straggler
         return found.sentence(self._ranks.names(found.ranks)) if found else ""
-
-    @property
-    def slow_hosts(self) -> dict[str, float]:
-        """The hosts of the stragglers that were named, and their part of the others' speed."""
-        named = self._named.items()
-        return {self._ranks.hosts[rank]: each.others_s / each.time.own_s for rank, each in named}
 
     def judge_steps(self, now: float) -> str:
         """A sentence about ranks that are stragglers for long, each named once; "" for none.
@@ -96,11 +90,11 @@ class Watch:
         latest = self._straggler.ranks if self._straggler else ()
         self._windows.append(set(latest))
         ranks = tuple(rank for rank in latest if all(rank in window for window in self._windows))
-        is_chronic = len(self._windows) == CHRONIC and not set(ranks) <= self._named.keys()
+        is_chronic = len(self._windows) == CHRONIC and not set(ranks) <= self._named
         if self._straggler is None or not is_chronic:
             return ""
         found = self._straggler._replace(ranks=ranks)
-        self._named |= dict.fromkeys(ranks, found)
+        self._named |= {*ranks}
         return found.sentence(self._ranks.names(ranks))
 
     def wants_stacks(self, now: float, silent_s: float) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, gpus, interfaces, main, processes
+from mpiddp.hosts import facts, gpus, interfaces, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON
 from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
@@ -143,76 +143,11 @@ def test_the_folder_of_mpirun_is_on_its_path(path, expected):
     assert found == {"A": "1", "PATH": expected}
 
 
-# --- the network ---
-
-
-def put(root, files):
-    for name, text in files.items():
-        (root / "class" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "class" / name).write_text(f"{text}\n")
-    return str(root / "class")
-
-
-def test_links_and_devices_of_a_host(tmp_path):
-    root = put(
-        tmp_path,
-        {
-            "net/bonding_masters": "",  # a file among the folders
-            "net/lo/mtu": "65536",
-            "net/mpiddp0/mtu": "9000",
-            "net/mpiddp0/speed": "25000",
-            "net/mpiddp0/operstate": "up",
-            "net/mpiddp1/speed": "-1",
-            "infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
-            "infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
-            "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
-            "infiniband/mlx5_1/ports/1/link_layer": "Ethernet",
-            "infiniband/mlx5_1/ports/1/gid_attrs/ndevs/0": "ens2",
-        },
-    )
-    one = {"name": "mpiddp0", "address": "", "speed": "25 Gbit/s", "mtu": "9000", "state": "up"}
-    two = {"name": "mpiddp1", "address": "", "speed": "", "mtu": "", "state": ""}
-    ethernets, (ib, roce) = links(root)[:2], links(root)[2:]
-    assert ethernets == [one, two]
-    assert (ib["name"], ib["speed"], ib["state"]) == (
-        "mlx5_0:1",
-        "400 Gb/sec (4X NDR)",
-        "ACTIVE, InfiniBand",
-    )
-    assert (roce["state"], roce["address"]) == (", RoCE", "ens2")
-    assert links(str(tmp_path / "none")) == []
-
-
-def link(name, mtu=1500):
-    return {
-        "name": name,
-        "address": "10.0.0.1",
-        "speed": "10 Gbit/s",
-        "mtu": str(mtu),
-        "state": "up",
-    }
-
-
-def test_a_link_that_differs_is_named():
-    found = {
-        "n1": [link("eth0"), link("docker0", mtu=1)],
-        "n2": [link("eth0", mtu=9000), link("docker0", mtu=2)],
-        "n3": [],
-    }
-    lines = [" ".join(line.split()) for line in main.network_table(found).splitlines()]
-    assert lines[1] == "n1 eth0 10.0.0.1 10 Gbit/s 1500 up"
-    assert lines[-2:] == [
-        "differs: eth0, MTU: 1500 on n1, 9000 on n2",
-        "differs: eth0, state: up on n[1-2], missing on n3",
-    ]
-    del found["n2"], found["n3"]
-    assert main.network_table(found).endswith("\nnothing differs between the hosts")
-
-
-def test_a_dead_host_hides_no_other(tmp_path, capsys):
-    file = tmp_path / "hosts"
-    file.write_text("localhost\nnowhere.invalid\n")
-    assert main.main(["check", str(file), "--network"]) == 1
-    printed = capsys.readouterr()
-    assert "nothing differs" in printed.out
-    assert printed.err.startswith("nowhere.invalid: cannot be resolved from ")
+def test_the_links_of_a_host(tmp_path):
+    for name, value in (("speed", "25000"), ("mtu", "9000")):
+        (tmp_path / "lo").mkdir(exist_ok=True)
+        (tmp_path / "lo" / name).write_text(f"{value}\n")
+    (found,) = (each for each in links(str(tmp_path)) if each["name"] == "lo")
+    assert (found["address"], found["speed"], found["mtu"]) == ("127.0.0.1", "25 Gbit/s", "9000")
+    (tmp_path / "lo/speed").write_text("-1\n")
+    assert links(str(tmp_path))[0]["speed"] == ""

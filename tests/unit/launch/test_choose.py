@@ -12,7 +12,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
-from mpiddp.launch.choose import Past, choose, of_earlier_jobs, remember, wanted_hosts
+from mpiddp.launch.choose import Past, choose, wanted_hosts
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import THIS_MACHINE, exclude, read_hosts, working_folder
 
@@ -75,18 +75,6 @@ def test_an_avoided_host_is_left_out_if_the_options_allow(
     said = "b has failed: --exclude HOST does without it."
     said = "leaving out a host: b has failed." if expected == "ca" else said
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
-
-
-def test_a_host_that_held_a_job_up_is_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "history"
-    named = Hosts("list", (Host("gpu16.invalid"), Host("GPU17.invalid"), Host("gpu18.invalid")))
-    remember(file, used=["gpu16.invalid"], slow={"gpu17.invalid": 0.86})
-    kept(named, past=of_earlier_jobs(file, named))
-    assert capfd.readouterr().err == (
-        "mpiddp: GPU17.invalid is 14 % slower than the others: --exclude HOST does without it.\n"
-    )
 
 
 def test_exclude() -> None:
