@@ -43,11 +43,10 @@ GROUPS = {
 INTERNAL_VERBS = {
     "bench-rank": "bench.ranks.main",
     "launch-function": "launch.launch_function",
-    "run-function": "runtime.function",
 }
 
 # The verbs that every rank of a job runs. They join the job by themselves.
-RANK_VERBS = ("run", "train", "bench-rank", "run-function")
+RANK_VERBS = ("run", "train", "bench-rank")
 
 # rank verb: the module whose check_options(argv) checks its options before a job starts, and returns the
 # backend ("auto" is nccl on GPUs), and whether all ranks are shown unless the user names some.

@@ -10,26 +10,13 @@ reports its end. The launcher never unpickles anything. Whoever does checks the 
 from __future__ import annotations
 
 import socket
-from base64 import b64decode
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.protocol.channel import VALUE_LIMIT, Lines, decode, encode, value_mac
 from mpiddp.protocol.server import ChannelServer, Message
 
 _NO_LIMIT = 1 << 62  # between the caller and its own launcher
-
-
-class Answer(NamedTuple):
-    """What a rank answers."""
-
-    form: str = "none"  # or "result", "refusal", "exception"
-    text: str = ""  # the sentence of a refusal, the traceback of an exception
-    body: bytes = b""  # a pickle in base64, or none
-
-    @property
-    def pickle(self) -> bytes:
-        return b64decode(self.body)
 
 
 class Exchange:
@@ -38,6 +25,10 @@ class Exchange:
     Args:
         function: as `mpiddp.spawning.pickled.pickled_call` makes it; b"" for the job of a script.
         limit: the most bytes of a pickled result.
+
+    Attributes:
+        results: of the ranks in the latest attempt, by rank: pickles in base64.
+        errors: the same, of what has ended the function.
     """
 
     def __init__(self, function: bytes = b"", limit: int = 0) -> None:
@@ -45,7 +36,8 @@ class Exchange:
         self._value_limit = max(VALUE_LIMIT, len(function), 2 * limit)  # base64 takes 4/3
         self._line = b""  # of the function
         self.world_size = 0
-        self.answers: dict[int, Answer] = {}  # by rank, of the latest attempt
+        self.results: dict[int, bytes] = {}
+        self.errors: dict[int, bytes] = {}
 
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
@@ -53,7 +45,7 @@ class Exchange:
         mac = value_mac(server.script_key, "function", self._function)
         self._line = encode("function", self._function, mac=mac)
         self.world_size = server.world_size
-        self.answers = {}
+        self.results, self.errors = {}, {}
 
     def take(self, message: Message, server: ChannelServer) -> None:
         """A rank asks for the function, or answers."""
@@ -61,7 +53,8 @@ class Exchange:
         if message.kind == "function":
             server.send_line(rank, self._line, to_script=True)
         elif facts["mac"] == value_mac(server.script_key, f"answer {rank}", facts["body"]):
-            self.answers[rank] = Answer(facts["form"], facts["text"], facts["body"])
+            found = self.results if facts["is_result"] else self.errors
+            found[rank] = facts["body"]
             server.send(rank, "answered", to_script=True)
 
 

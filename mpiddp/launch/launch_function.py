@@ -27,7 +27,7 @@ from mpiddp.protocol.channel import encode
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job
 
-_JOB = ("-m", "mpiddp", "run-function")
+_JOB = ("-m", "mpiddp.runtime.function")
 
 
 def main(argv: list[str]) -> int:
@@ -70,14 +70,8 @@ def _launch(call: dict[str, Any], exchange: Exchange, started_at: float) -> Outc
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
-    """The outcome, after a look at what the ranks have answered."""
-    refusals = [
-        answer.text for _, answer in sorted(exchange.answers.items()) if answer.form == "refusal"
-    ]
-    if outcome.code == BAD_INPUT:
-        error = outcome.first.error if outcome.first else ""
-        return outcome._replace(sentence=(*refusals, outcome.sentence or error)[0])
-    missing = [rank for rank in range(exchange.world_size) if rank not in exchange.answers]
+    """The outcome: a job without the result of a rank has failed."""
+    missing = [rank for rank in range(exchange.world_size) if rank not in exchange.results]
     if outcome.code in (DONE, STOPPED) and missing:
         ranks = all_of([f"rank {rank}" for rank in missing])
         return outcome._replace(code=FAILED, sentence=f"{ranks} ended without a result.")
@@ -85,12 +79,12 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
 
 
 def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
-    """Send the caller the answers that it needs, and then the outcome."""
+    """Send the caller the results, or the error of the rank that failed first, and then the outcome."""
     first = outcome.first
-    for rank, answer in sorted(exchange.answers.items()):
-        if outcome.code in (DONE, STOPPED) or (first and first.rank == rank):
-            line = encode("answer", answer.body, rank=rank, form=answer.form, text=answer.text)
-            caller.sendall(line)
+    is_success = outcome.code in (DONE, STOPPED)
+    for rank, body in (exchange.results if is_success else exchange.errors).items():
+        if is_success or (first and first.rank == rank):
+            caller.sendall(encode("answer", body, rank=rank))
     final = {
         "code": outcome.code,
         "sentence": outcome.sentence,

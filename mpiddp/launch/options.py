@@ -56,7 +56,7 @@ class RankProgram(NamedTuple):
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
-        if self.verb in ("run", "run-function"):
+        if self.verb == "run":
             return (str(python), "-m", *self.command)
         kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
         return (str(python), "-m", "mpiddp", "run", *kind, *self.command)

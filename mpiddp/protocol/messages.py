@@ -86,7 +86,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         # for lack of memory, `oom_kills`, how often, and `memory_limit`: in bytes, or None.
     },
     "function": {},  # it asks for that of `mpiddp.spawn`
-    "answer": {"form": (str,), "text": (str,), "mac": (str,)},  # and its pickle as the value
+    "answer": {"is_result": (bool,), "mac": (str,)},  # and its pickle as the value
     "exited": {},  # with code 0, but without leaving the job
     "done": {},
 }

@@ -44,7 +44,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.job.reports import open_logs, usage_of
+from mpiddp.runtime.job.progress import usage_of
 from mpiddp.runtime.output import Output
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
@@ -62,12 +62,8 @@ _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGU
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp run ARGV`, and return the exit code."""
-    return run_rank(parse(argv))
-
-
-def run_rank(program: Program) -> int:
-    """Be a rank of a job: start `program`, meet the others, and return its exit code."""
+    """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
+    program = parse(argv)
     if is_joined(os.environ):  # a rank's command, or a process that it has started
         python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
         argv = [*python, program.name, *program.args]
@@ -183,10 +179,7 @@ class Agent:
         self._send("started", host=world.hostname, pid=os.getpid())
         self.output.connect(launcher, world)
         if self._selection and (folder := os.environ.get(LOG_DIR)):
-            with named_by("--log-dir"):
-                files, path = open_logs(Path(folder).absolute(), world.rank)
-            self.output.write_to(files)
-            self._send("log", path=str(path))
+            self._log_to(Path(folder).absolute(), "--log-dir")
         if world.rank == 0:
             connection = connect_to_server(launcher, world, INPUT).socket
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
@@ -194,6 +187,11 @@ class Agent:
             self._files[0] = connection.detach()
         else:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
+
+    def _log_to(self, folder: Path, option: str = "") -> None:
+        with named_by(option):
+            path = self.output.write_to(folder, self.world.rank)
+        self._send("log", path=str(path))
 
     def _own_info(self) -> RankInfo:
         """What the other ranks learn of this one, once its script has imported torch.
@@ -262,7 +260,7 @@ class Agent:
         while child.status is None:
             self._wait()
         while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
-            self.output.write_to(child.hear())
+            self._hear(child)
         ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
         if child.left:
@@ -306,7 +304,7 @@ class Agent:
         self.output.act(ready)
         if child is not None:
             if child.control is not None and child.control.fileno() in ready:
-                self.output.write_to(child.hear())
+                self._hear(child)
             child.reap()
         if channel is not None and channel.connection.fileno() in ready:
             for facts in channel.receive():
@@ -315,6 +313,12 @@ class Agent:
             for number in os.read(self._wakeup, 4096):
                 self._on_signal(number)
         self._see_failure()
+
+    def _hear(self, child: Child) -> None:
+        """Take what the script says next."""
+        child.hear()
+        if log := child.said.pop("log_to", None):
+            self._log_to(Path(log["folder"]))
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""

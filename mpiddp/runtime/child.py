@@ -35,7 +35,7 @@ from mpiddp.hosts.processes import (
 )
 from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import Lines
-from mpiddp.protocol.messages import LINE_LIMIT, STREAMS, recorded_error
+from mpiddp.protocol.messages import LINE_LIMIT, recorded_error
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.program import Program, command_environment
@@ -127,15 +127,14 @@ class Child:
             self.control.sendall(line[sent:])
         self.control.setblocking(False)
 
-    def hear(self) -> list[int]:
-        """Take what the script says next, and return the files that it has sent."""
+    def hear(self) -> None:
+        """Take what the script says next."""
         if self.control is None:
-            return []
-        files: list[int] = []
+            return
         try:
-            chunk, files, _, _ = socket.recv_fds(self.control, 1 << 16, len(STREAMS))
+            chunk = self.control.recv(1 << 16)
         except BlockingIOError:
-            return []
+            return
         except OSError:
             chunk = b""
         if not chunk:  # it has ended, or has closed all files
@@ -147,7 +146,6 @@ class Child:
                 self.said[facts["type"]] = facts
             else:
                 self._frames.append(line.decode(errors="replace"))
-        return files
 
     def stack(self) -> str | None:
         """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.

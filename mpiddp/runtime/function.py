@@ -1,7 +1,7 @@
-"""`mpiddp run-function`: one rank of `mpiddp.spawn` runs the caller's function, and returns its result.
+"""One rank of `mpiddp.spawn` runs the caller's function, and answers with its result.
 
-The agents have met, as for a script. The function comes from the launcher, and the answer goes back to it,
-over the connection of the rank's script: see `mpiddp.launch.exchange`.
+It is the module that `mpiddp launch` runs on every rank. The function comes from the launcher, and the answer
+goes back to it, over the connection of the rank's script: see `mpiddp.launch.exchange`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,21 @@ from typing import Any
 from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.protocol.channel import value_mac
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.ending import Refused, ending_of
-from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.ending import ending_of
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 from mpiddp.runtime.script import script_frames
 
-_MAX_TRACEBACK = 1 << 15  # characters, of which one may take 12 bytes in JSON
+_MAX_TRACEBACK = 1 << 15  # characters
 _LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
 
 
-def main(argv: list[str]) -> int:
-    """Be the agent of a rank that runs the function. `argv` follows the function's name in sys.argv."""
-    from mpiddp.runtime.agent import run_rank
-    from mpiddp.runtime.program import FUNCTION, Program
-
-    return run_rank(Program(FUNCTION, "run-function", tuple(argv)))
-
-
-def run_function(session: Session) -> None:
+def main() -> None:
     """Run the function as this rank, in the process of its script, and answer with its result."""
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+    session = current()
     with join() as coordinator:
         hostname, channel = coordinator.world.hostname, coordinator.channel
         assert channel is not None
@@ -66,26 +59,13 @@ def run_function(session: Session) -> None:
             # A result that is refused ends the other ranks, which may still save.
             session.finish()
             body = pickled_result(result, facts, f"rank {channel.rank} on {hostname}")
-            answer(channel, "result", body=body)
+            answer(channel, body, is_result=True)
+        except (UserError, JobFailed, SystemExit):
+            raise  # the launcher itself learns of them
         except BaseException as error:  # asyncio.CancelledError is no Exception
-            report_error(channel, error)
+            with contextlib.suppress(JobFailed):  # the agent notices it as well
+                answer(channel, pickled_error(error), is_result=False)
             raise
-
-
-def report_error(channel: JobChannel, error: BaseException) -> None:
-    """Send the caller an error before the ranks end because of it."""
-    with contextlib.suppress(JobFailed):  # the agent notices it as well
-        match error:
-            case Refused():
-                answer(channel, "refusal", error.sentence)
-            case UserError():
-                answer(channel, "refusal", str(error))
-            case JobFailed() | SystemExit():
-                pass  # the launcher itself learns of them
-            case _:
-                frames = script_frames(error.__traceback__)
-                text = "".join(traceback.format_exception(type(error), error, frames))
-                answer(channel, "exception", text[-_MAX_TRACEBACK:], pickled_error(error))
 
 
 def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
@@ -97,11 +77,11 @@ def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
     return found, b64decode(body)
 
 
-def answer(channel: JobChannel, form: str, text: str = "", body: bytes = b"") -> None:
+def answer(channel: JobChannel, body: bytes, *, is_result: bool) -> None:
     """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
     mac = value_mac(channel.server.key, f"answer {channel.rank}", value)
-    channel.ask("answer", value, answer_key="answered", form=form, text=text, mac=mac)
+    channel.ask("answer", value, answer_key="answered", is_result=is_result, mac=mac)
 
 
 def unpickled(
@@ -147,14 +127,22 @@ def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """The pickle of an exception, without its traceback; b"" if it has none of a usual size."""
+    """The pickle of an exception's traceback, and of the pickle of the exception.
+
+    The latter is b"" if it has none of a usual size. The caller may lack its class.
+    """
+    frames, body = script_frames(error.__traceback__), b""
+    text = "".join(traceback.format_exception(type(error), error, frames))
     with contextlib.suppress(Exception):
         import cloudpickle
 
-        body: bytes = cloudpickle.dumps(error)
-        return body if len(body) <= _LARGEST_ERROR else b""
-    return b""
+        body = cloudpickle.dumps(error)
+    return pickle.dumps((text[-_MAX_TRACEBACK:], body if len(body) <= _LARGEST_ERROR else b""))
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,8 @@ import socket
 import termios
 import time
 import tty
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, is_shown, notice_silence
 from mpiddp.runtime.job.connect import Server, connect_to_server
@@ -58,10 +59,17 @@ class Output:
                 connection.setblocking(False)
                 stream.connection = connection
 
-    def write_to(self, files: Sequence[int]) -> None:
-        """Write the streams to these files, beginning with what was read so far."""
-        for stream, file in zip(self._streams, files, strict=False):
-            stream.write_to(file)
+    def write_to(self, folder: Path, rank: int) -> Path:
+        """Write the streams to files of `folder`, beginning with what was read so far.
+
+        They grow at a restart. Returns the path of stderr's, which will contain a traceback.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
+        for stream, path in zip(self._streams, paths, strict=False):
+            stream.write_to(os.open(path, flags, 0o666))
+        return paths[-1]
 
     @property
     def flushes_at(self) -> float:

@@ -1,4 +1,4 @@
-"""What a rank runs: a script, a module, a command, or the function of `mpiddp.spawn`."""
+"""What a rank runs: a script, a module, or a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpiddp.paths import check_program, named_by
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, REPORT, RUN_ID
 from mpiddp.world import RANK_SOURCES
 
-SCRIPT, MODULE, COMMAND, FUNCTION = "script", "module", "command", "function"
+SCRIPT, MODULE, COMMAND = "script", "module", "command"
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
+from mpiddp.runtime.job.progress import BY_SCRIPT
 from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
 
@@ -183,8 +184,8 @@ def progress(
     """
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
-    reports = script_session().reports
+    told = script_session().progress
     if phases is not None:
-        reports.tell_phases(phases)
-    reports.show(values if total is None else {**values, "total": total})
-    reports.progress(step)
+        told.tell_phases(phases)
+    told.show(values if total is None else {**values, "total": total})
+    told.count(step, BY_SCRIPT)

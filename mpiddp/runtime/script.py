@@ -1,6 +1,6 @@
 """Inside the script's process: wait for the ranks to meet, and run the script as python would.
 
-    python -c "from mpiddp.runtime.script import main; main()" FD (script | module | function) NAME [ARGS ...]
+    python -c "from mpiddp.runtime.script import main; main()" FD (script | module) NAME [ARGS ...]
 
 A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`), so torch is imported
 meanwhile. Then a line arrives over the file FD: the variables that a script finds under torchrun, and where
@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 from mpiddp.errors import INTERRUPTED, STOPPED, print_error
 from mpiddp.protocol.variables import CHANNEL, OBSERVER
 from mpiddp.runtime.job.ending import ending_of
+from mpiddp.runtime.job.progress import BY_OPTIMIZER
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
 from mpiddp.world import World
@@ -57,14 +58,11 @@ def main() -> None:
     _set_first_path(kind, name)
     with contextlib.suppress(ImportError):  # a script need not use it
         import_torch()
-    session.tell_agent({"type": "ready"})
+    session.tell_agent("ready")
     sys.argv = sys.argv[3:]
     try:
         _begin(session, *_wait_for_go(session))
-        if kind == "function":
-            import_module("mpiddp.runtime.function").run_function(session)
-        else:
-            _run(kind, name)
+        _run(kind, name)
         _leave(session)
     except SystemExit as error:
         session.error = error
@@ -203,7 +201,7 @@ def _begin(session: Session, env: Mapping[str, str], files: Mapping[str, int]) -
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
             torch.set_num_threads(int(threads))
         if session.has_launcher:
-            _report_optimizer_steps(session.reports.optimizer_stepped)
+            _report_optimizer_steps(lambda step: session.progress.count(step, BY_OPTIMIZER))
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 
@@ -260,7 +258,7 @@ def _run(kind: str, name: str) -> None:
 
 def _leave(session: Session) -> None:
     """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
-    session.tell_agent({"type": "left"})
+    session.tell_agent("left")
     channel = session.channel
     if channel is None or session.watch is not None or channel.world_size == 1:
         return

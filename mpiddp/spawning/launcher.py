@@ -12,21 +12,25 @@ import socket
 import subprocess
 import sys
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
-from mpiddp.launch.exchange import Answer, messages_over
+from mpiddp.launch.exchange import messages_over
 
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
 
 @dataclass
 class Report:
-    """What the launcher has sent: answers by rank, and the outcome, None if it was killed."""
+    """What the launcher has sent: answers by rank, as pickles, and the outcome, None if it was killed.
 
-    answers: dict[int, Answer] = field(default_factory=dict)
+    They are the results of all ranks, or the error of the one that has failed first.
+    """
+
+    answers: dict[int, bytes] = field(default_factory=dict)
     outcome: dict[str, Any] | None = None
     exit_code: int = 0
     was_interrupted: bool = False
@@ -107,7 +111,7 @@ def receive(connection: socket.socket, report: Report) -> None:
         if facts["type"] == "outcome":
             report.outcome = facts
             return
-        report.answers[facts["rank"]] = Answer(facts["form"], facts["text"], body)
+        report.answers[facts["rank"]] = b64decode(body)
 
 
 def _copy(pipe: IO[bytes], stream: Any) -> None:

@@ -9,6 +9,7 @@ The caller starts a launcher (`mpiddp.launch.launch_function`), which starts the
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.launch.exchange import Answer
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.launcher import Report, run_launcher
@@ -115,9 +115,8 @@ def spawn(
     if report.was_interrupted:
         raise KeyboardInterrupt
     _raise_failure(report)
-    return [
-        _result(rank, answer, name_of(function)) for rank, answer in sorted(report.answers.items())
-    ]
+    name = name_of(function)
+    return [_result(rank, body, name) for rank, body in sorted(report.answers.items())]
 
 
 def _refuse_within_a_job(env: Mapping[str, str]) -> None:
@@ -177,19 +176,17 @@ def _raise_failure(report: Report) -> None:
         raise UserError(sentence or "a rank has refused its input. Its line above says why.")
     if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
         raise JobFailed(sentence)
-    answer = report.answers.get(rank, Answer())
-    cause: object = None
-    if answer.form == "exception" and answer.body:
-        with suppress(Exception):  # it cannot be unpickled here
-            cause = unpickled(answer.pickle)
-    text = answer.text if answer.form == "exception" else ""
-    failed = RankFailed(sentence, rank, outcome["host"], text)
-    raise failed from (cause if isinstance(cause, BaseException) else None)
+    text, cause = "", None
+    if rank in report.answers:
+        text, body = pickle.loads(report.answers[rank])
+        with suppress(Exception):  # its class is missing here
+            cause = unpickled(body)
+    raise RankFailed(sentence, rank, outcome["host"], text) from cause
 
 
-def _result(rank: int, answer: Answer, name: str) -> Any:
+def _result(rank: int, body: bytes, name: str) -> Any:
     try:
-        return unpickled(answer.pickle)
+        return unpickled(body)
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "

@@ -58,7 +58,6 @@ class FailureWatch:
         stop_on(self._session.stop, signal.SIGUSR1)
         channel = self._channel
         if self._is_rank and channel is not None and self._coordinator.world.world_size > 1:
-            self._session.stop.is_alone = False
             channel.listen(lambda facts: None, partial(self._look, channel))
 
     def stop(self) -> None:

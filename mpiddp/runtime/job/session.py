@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -23,8 +24,7 @@ from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, ending_of
-from mpiddp.runtime.job.link import Link
-from mpiddp.runtime.job.reports import Reports, open_logs
+from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stop import StopRequest
 from mpiddp.world import World, is_joined
 
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
 
 
-class Session(Link):
+class Session:
     """The state of one process. A process belongs to one job, so it has one session.
 
     Attributes:
+        channel: this process's connection to the server of its job; None until there is one.
+        control: the connection to the agent that has started this script; None for any other process.
+        has_launcher: whether `mpiddp launch` listens.
         coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
         watch: set while this process is in the process group of its job.
         run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
@@ -44,7 +47,9 @@ class Session(Link):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.channel: JobChannel | None = None
+        self.control: socket.socket | None = None
+        self.has_launcher = False
         self.coordinator: Coordinator | None = None
         self.watch: object = None
         self.run: Any = None
@@ -52,8 +57,9 @@ class Session(Link):
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.reports = Reports(self)
-        self.stop = StopRequest(self, self.reports.counted)
+        self.progress = Progress(self)
+        self.stop = StopRequest(self)
+        self._pid = os.getpid()
         self._saves = 0
         self._lock = threading.RLock()
         self._before_leaving: list[Callable[[], None]] = []
@@ -69,7 +75,6 @@ class Session(Link):
         connection = connect_to_server(server, world, "hello", role=SCRIPT)
         self.channel = channel = JobChannel(server, connection, world)
         self.has_launcher = JOB in env
-        self.stop.is_alone = world.world_size == 1
         channel.listen(self._obey, partial(self.stop.agree, channel))
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
@@ -78,21 +83,32 @@ class Session(Link):
             case "stop":
                 self.stop.request()
             case "stacks":
-                self.reports.send_stacks()
+                self.progress.send_stacks()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child, which is not a rank."""
+        return os.getpid() == self._pid
+
+    def send(self, kind: str, **facts: object) -> None:
+        """Send the launcher a message, if there is a launcher."""
+        if self.has_launcher and self.channel is not None:
+            self.channel.send(kind, b"", **facts)
+
+    def tell_agent(self, kind: str, **facts: object) -> None:
+        """Tell the agent that has started this script, if one has."""
+        if self.control is not None and self.is_of_this_process:
+            with contextlib.suppress(OSError):  # the script has closed it
+                self.control.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
 
     def log_to(self, folder: Path) -> None:
         """Write this rank's output, from its first line on, to files in `folder`, if its agent copies it.
 
-        Not if the user has named another folder. The files are opened here, where an error is the rank's own.
+        Not if the user has named another folder.
         """
-        if self.control is None or not self.has_launcher or os.environ.get(LOG_DIR):
-            return
-        files, path = open_logs(folder, int(os.environ["RANK"]))
-        with contextlib.suppress(ConnectionError):
-            socket.send_fds(self.control, [b'{"type": "log_to"}\n'], files)
-        for file in files:
-            os.close(file)
-        self.send("log", path=str(path))
+        if self.control is not None and self.has_launcher and not os.environ.get(LOG_DIR):
+            folder.mkdir(parents=True, exist_ok=True)  # here, where an error is the script's own
+            self.tell_agent("log_to", folder=str(folder))
 
     def report(self, ending: Ending) -> None:
         """Say why this script has failed, to whoever reports its end.
@@ -103,7 +119,7 @@ class Session(Link):
             return
         self.has_said_why = bool(ending.sentence)
         if self.control is not None:
-            self.tell_agent({"type": "error", **ending.facts})
+            self.tell_agent("error", **ending.facts)
         else:
             self.send("failed", **ending.facts)
 

@@ -15,13 +15,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.link import Link
+from mpiddp.runtime.job.progress import BY_CALLS
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.session import Session
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
@@ -29,13 +31,10 @@ CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 
 
 class StopRequest:
-    """The state of a requested stop in the process of `link`.
+    """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
 
-    Its steps are the calls of `should_stop`, each of which `counted` gets.
-    """
-
-    def __init__(self, link: Link, counted: Callable[[int], None]) -> None:
-        self._link, self._counted = link, counted
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
@@ -48,7 +47,12 @@ class StopRequest:
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
-        self.is_alone = True  # until there are other ranks to agree with
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is no other rank to agree with."""
+        channel = self._session.channel
+        return channel is None or channel.world_size == 1
 
     def enter_group(self) -> None:
         """The ranks meet again. What they proposed when they left the last group counts no longer."""
@@ -60,8 +64,8 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._link.tell("supports_stop")
-            if self._link.has_launcher:
+            self._session.send("supports_stop")
+            if self._session.has_launcher:
                 stop_on(self, signal.SIGTERM)
 
     def count_from(self, step: int) -> None:
@@ -78,15 +82,15 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        if self._link.channel is not None:
-            self._link.channel.wake()
+        if self._session.channel is not None:
+            self._session.channel.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-        self._counted(self._steps_before + self._calls)
+        self._session.progress.count(self._steps_before + self._calls, BY_CALLS)
         stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
@@ -104,7 +108,7 @@ class StopRequest:
     def _stops_at(self, call: int) -> bool:
         """Whether all ranks stop at this call, or before. Waits for the decision if that may be so."""
         with self._lock:
-            if self.is_alone and self.is_requested and self._step is None:
+            if self._is_alone and self.is_requested and self._step is None:
                 self._decide(max(call, self._denied + 1))
             must_wait = self._step is None and self._proposed == call
         if must_wait:
@@ -119,12 +123,13 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._link.tell("stopped")
+            self._session.send("stopped")
+            self._session.tell_agent("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
         is_called = self.is_requested or channel.is_called(self._key)
-        if self.is_alone or self._step is not None or not is_called:
+        if self._is_alone or self._step is not None or not is_called:
             return
         self.is_requested = True
         self.propose_step(channel, _AHEAD)

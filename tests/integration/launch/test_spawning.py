@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import threading
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import RankFailed, UserError
-from mpiddp.launch.exchange import Answer
 from mpiddp.runtime import function as run_function
 from mpiddp.spawning import launcher
 from mpiddp.spawning.pickled import pickled_call
@@ -218,7 +217,7 @@ def test_a_result_whose_module_is_missing_here() -> None:
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
     sentence = error("Return plain", " work ", "rank 2 ", lacks)
     with pytest.raises(UserError, match=f"^{sentence}$"):
-        _result(2, Answer("result", "", b64encode(body)), "work")
+        _result(2, body, "work")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ python -m pytest tests/unit/launch/test_exchange.py
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
@@ -14,17 +15,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
 from mpiddp.launch.control import ControlServer, TimedSelector
-from mpiddp.launch.exchange import Answer, Exchange
+from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.launch_function import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.function import answer, received_function, report_error
+from mpiddp.runtime.function import answer, pickled_error, received_function
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server
-from mpiddp.runtime.job.ending import Refused
+from mpiddp.spawning.pickled import unpickled
 from mpiddp.world import World
 from tests.support.channels import connect, place_to_listen
 from tests.support.errors import error
@@ -69,10 +70,12 @@ def test_the_function_arrives_and_the_answer_is_there_before_the_rank_continues(
     exchange = Exchange(FUNCTION, 1000)
     with script_of(exchange, address) as channel:
         assert received_function(channel) == ({"name": "work"}, BODY)
-        answer(channel, "result", body=b"r" * 1000)
-        assert exchange.answers[1].pickle == b"r" * 1000
+        answer(channel, b"r" * 1000, is_result=True)
+        assert exchange.results == {1: b64encode(b"r" * 1000)}
+        answer(channel, b"an error", is_result=False)
+        assert exchange.errors == {1: b64encode(b"an error")}
     with script_of(exchange):  # a restart
-        assert exchange.answers == {}
+        assert exchange.results == exchange.errors == {}
 
 
 def test_what_a_stranger_has_written_is_not_unpickled() -> None:
@@ -83,50 +86,33 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
             received_function(channel)
         body = b64encode(b"a pickle")
-        channel.send("answer", body, form="result", text="", mac=value_mac("x", "answer 1", body))
+        channel.send("answer", body, is_result=True, mac=value_mac("x", "answer 1", body))
         channel.server = own
         assert received_function(channel)  # and so the launcher has read what was sent before
-        assert exchange.answers == {}
+        assert exchange.results == {}
 
 
-@pytest.mark.parametrize(
-    ("raised", "form", "reason"),
-    [
-        (ValueError("a bug"), "exception", "ValueError: a bug\n"),
-        (asyncio.CancelledError("late"), "exception", "CancelledError: late\n"),
-        (UserError("bad input."), "refusal", "bad input."),
-        (Refused(2, "all refuse."), "refusal", "all refuse."),
-        (JobFailed("a host is lost."), "", ""),
-        (SystemExit(3), "", ""),
-    ],
-)
-def test_the_caller_receives_errors(raised: BaseException, form: str, reason: str) -> None:
-    exchange = Exchange(FUNCTION, 1000)
-    with script_of(exchange) as channel:
-        report_error(channel, raised)
-    found = exchange.answers.get(1, Answer(form=""))
-    assert found.form == form
-    assert found.text.endswith(reason)
+@pytest.mark.parametrize("raised", [ValueError("a bug"), asyncio.CancelledError("late")])
+def test_the_caller_receives_errors(raised: BaseException) -> None:
+    text, body = pickle.loads(pickled_error(raised))
+    assert text.endswith(f"{type(raised).__name__}: {raised}\n")
+    assert repr(unpickled(body)) == repr(raised)
 
 
 # --- what the caller gets ---
 
-RESULT = ("result", "")
 
-
-def answered(*answers: tuple[int, tuple[str, str]]) -> Exchange:
+def answered(*ranks: int) -> Exchange:
     found = Exchange(b"function", 100)
     found.world_size = 2
-    found.answers = {rank: Answer(*said, b"body %d" % rank) for rank, said in answers}
+    found.results = {rank: b"body %d" % rank for rank in ranks}
     return found
 
 
 @pytest.mark.parametrize("code", [DONE, STOPPED])
 def test_a_rank_without_a_result_makes_the_job_fail(code: int) -> None:
-    both = answered((0, RESULT), (1, RESULT))
+    both = answered(0, 1)
     assert _final(Outcome(code), both) == Outcome(code)
-    assert _final(Outcome(code), answered((0, RESULT))) == Outcome(
-        FAILED, "rank 1 ended without a result."
-    )
+    assert _final(Outcome(code), answered(0)) == Outcome(FAILED, "rank 1 ended without a result.")
     neither = _final(Outcome(code), answered())
     assert neither.sentence == "rank 0 and rank 1 ended without a result."

@@ -1,4 +1,4 @@
-"""What a script reports to its launcher by itself: its steps, its values, its stacks."""
+"""What a script tells its launcher of its training: its steps, its values, and where it is."""
 
 from __future__ import annotations
 
@@ -11,55 +11,46 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.protocol.messages import MOST_SHOWN, SHOWN_BYTES, TEXT_LIMIT, is_short
-from mpiddp.runtime.job.link import Link
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.session import Session
 
 PROGRESS_EVERY_S = 0.5
-_BY_OPTIMIZER, _BY_CALLS, _BY_SCRIPT = range(3)  # who counts the steps; the last one is right
+BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 
 
-class Reports:
-    """A script's reports of its steps and its stacks.
+class Progress:
+    """The steps of a script, and the values that it shows.
 
     A launcher that is stopped (Ctrl-Z) reads nothing, and the script goes on: while the connection has no
     room, no step is reported.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.step = 0  # the latest step of this rank
-        self._counter = _BY_OPTIMIZER
-        self._sent_progress_at = 0.0
+        self._counter = BY_OPTIMIZER
+        self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
 
-    def progress(self, step: int) -> None:
-        """The script has made this step, by its own count."""
-        self._count(step, _BY_SCRIPT)
+    def count(self, step: int, counter: int) -> None:
+        """Report this step by one who counts, at most twice a second. Most calls send nothing.
 
-    def counted(self, step: int) -> None:
-        """The script has called `should_stop` in this step."""
-        self._count(step, _BY_CALLS)
-
-    def optimizer_stepped(self, step: int) -> None:
-        """An optimizer of the script has made so many steps."""
-        if step > self.step:
-            self._count(step, _BY_OPTIMIZER)
-
-    def _count(self, step: int, counter: int) -> None:
-        """Report this rank's step, at most twice a second. Most calls send nothing."""
-        if counter < self._counter:
+        Several optimizers may count one step.
+        """
+        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self.step):
             return
         self._counter, self.step = counter, step
         now = time.monotonic()
-        channel = self._link.channel
-        is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
-        if is_due and channel is not None and channel.has_room:
-            self._sent_progress_at = now
+        channel = self._session.channel
+        if now - self._sent_at >= PROGRESS_EVERY_S and channel is not None and channel.has_room:
+            self._sent_at = now
             facts = {**_usage(), **self._new_shown(), **self._phases}
-            self._link.send("progress", step=step, **facts)
+            self._session.send("progress", step=step, **facts)
             self._phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
@@ -82,8 +73,9 @@ class Reports:
         return {"shown": shown} if shown else {}
 
     def send_stacks(self) -> None:
+        """Send where this process is."""
         with contextlib.suppress(OSError):  # no file is left, not even to import
-            self._link.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
+            self._session.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
 
 
 def _usage() -> dict[str, float]:
@@ -129,11 +121,3 @@ def _stacks() -> str:
     # The end of a long stack is where the thread is.
     first = stacks.pop(main or 0, "")[-TEXT_LIMIT:]
     return "\n".join([first, *stacks.values()])[:TEXT_LIMIT]
-
-
-def open_logs(folder: Path, rank: int) -> tuple[list[int], Path]:
-    """The open log files of a rank's streams, and the path of stderr's. They grow at a restart."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    return [os.open(path, flags, 0o666) for path in paths], paths[-1]
