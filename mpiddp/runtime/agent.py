@@ -44,7 +44,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.job.progress import usage_of
+from mpiddp.runtime.job.reporter import usage_of
 from mpiddp.runtime.output import Output
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined

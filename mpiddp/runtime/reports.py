@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.job.progress import BY_SCRIPT
+from mpiddp.runtime.job.reporter import BY_SCRIPT
 from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
 
@@ -184,8 +184,8 @@ def progress(
     """
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
-    told = script_session().progress
+    session = script_session()
     if phases is not None:
-        told.tell_phases(phases)
-    told.show(values if total is None else {**values, "total": total})
-    told.count(step, BY_SCRIPT)
+        session.tell_phases(phases)
+    session.show(values if total is None else {**values, "total": total})
+    session.count(step, BY_SCRIPT)

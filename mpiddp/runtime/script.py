@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 from mpiddp.errors import INTERRUPTED, STOPPED, print_error
 from mpiddp.protocol.variables import CHANNEL, OBSERVER
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.progress import BY_OPTIMIZER
+from mpiddp.runtime.job.reporter import BY_OPTIMIZER
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
 from mpiddp.world import World
@@ -201,7 +201,7 @@ def _begin(session: Session, env: Mapping[str, str], files: Mapping[str, int]) -
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
             torch.set_num_threads(int(threads))
         if session.has_launcher:
-            _report_optimizer_steps(lambda step: session.progress.count(step, BY_OPTIMIZER))
+            _report_optimizer_steps(lambda step: session.count(step, BY_OPTIMIZER))
         if (listener := files.get("store")) is not None:
             from mpiddp.runtime.rendezvous.store import serve_store
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +22,7 @@ from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, ending_of
-from mpiddp.runtime.job.progress import Progress
+from mpiddp.runtime.job.reporter import Reporter
 from mpiddp.runtime.job.stop import StopRequest
 from mpiddp.world import World, is_joined
 
@@ -32,13 +30,10 @@ if TYPE_CHECKING:
     from mpiddp.runtime.job.coordinator import Coordinator
 
 
-class Session:
+class Session(Reporter):
     """The state of one process. A process belongs to one job, so it has one session.
 
     Attributes:
-        channel: this process's connection to the server of its job; None until there is one.
-        control: the connection to the agent that has started this script; None for any other process.
-        has_launcher: whether `mpiddp launch` listens.
         coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
         watch: set while this process is in the process group of its job.
         run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
@@ -47,9 +42,7 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.channel: JobChannel | None = None
-        self.control: socket.socket | None = None
-        self.has_launcher = False
+        super().__init__()
         self.coordinator: Coordinator | None = None
         self.watch: object = None
         self.run: Any = None
@@ -57,7 +50,6 @@ class Session:
         self.error: BaseException | None = None
         self.has_printed = False  # the sentence of that error
         self.has_said_why = False  # to whoever reports this end
-        self.progress = Progress(self)
         self.stop = StopRequest(self)
         self._pid = os.getpid()
         self._saves = 0
@@ -83,23 +75,12 @@ class Session:
             case "stop":
                 self.stop.request()
             case "stacks":
-                self.progress.send_stacks()
+                self.send_stacks()
 
     @property
     def is_of_this_process(self) -> bool:
         """False in a forked child, which is not a rank."""
         return os.getpid() == self._pid
-
-    def send(self, kind: str, **facts: object) -> None:
-        """Send the launcher a message, if there is a launcher."""
-        if self.has_launcher and self.channel is not None:
-            self.channel.send(kind, b"", **facts)
-
-    def tell_agent(self, kind: str, **facts: object) -> None:
-        """Tell the agent that has started this script, if one has."""
-        if self.control is not None and self.is_of_this_process:
-            with contextlib.suppress(OSError):  # the script has closed it
-                self.control.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
 
     def log_to(self, folder: Path) -> None:
         """Write this rank's output, from its first line on, to files in `folder`, if its agent copies it.

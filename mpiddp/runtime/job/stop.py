@@ -17,13 +17,10 @@ import sys
 import threading
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.progress import BY_CALLS
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.reporter import BY_CALLS, Reporter
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _KEY = "stop"
@@ -33,8 +30,8 @@ CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 class StopRequest:
     """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
@@ -51,7 +48,7 @@ class StopRequest:
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        channel = self._session.channel
+        channel = self._reporter.channel
         return channel is None or channel.world_size == 1
 
     def enter_group(self) -> None:
@@ -64,8 +61,8 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._session.send("supports_stop")
-            if self._session.has_launcher:
+            self._reporter.send("supports_stop")
+            if self._reporter.has_launcher:
                 stop_on(self, signal.SIGTERM)
 
     def count_from(self, step: int) -> None:
@@ -82,15 +79,15 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        if self._session.channel is not None:
-            self._session.channel.wake()
+        if self._reporter.channel is not None:
+            self._reporter.channel.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-        self._session.progress.count(self._steps_before + self._calls, BY_CALLS)
+        self._reporter.count(self._steps_before + self._calls, BY_CALLS)
         stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
@@ -123,8 +120,8 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._session.send("stopped")
-            self._session.tell_agent("stopped")
+            self._reporter.send("stopped")
+            self._reporter.tell_agent("stopped")
 
     def agree(self, channel: JobChannel) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""

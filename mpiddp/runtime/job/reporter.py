@@ -1,4 +1,4 @@
-"""What a script tells its launcher of its training: its steps, its values, and where it is."""
+"""What a script tells its launcher and its agent: its steps, its values, and where it is."""
 
 from __future__ import annotations
 
@@ -6,51 +6,68 @@ import contextlib
 import json
 import numbers
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.protocol.messages import MOST_SHOWN, SHOWN_BYTES, TEXT_LIMIT, is_short
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.channel import JobChannel
 
 PROGRESS_EVERY_S = 0.5
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 
 
-class Progress:
-    """The steps of a script, and the values that it shows.
+class Reporter:
+    """The connections of one process, and what it says over them.
 
     A launcher that is stopped (Ctrl-Z) reads nothing, and the script goes on: while the connection has no
     room, no step is reported.
+
+    Attributes:
+        channel: this process's connection to the server of its job; None until there is one.
+        control: the connection to the agent that has started this script; None for any other process.
+        has_launcher: whether `mpiddp launch` listens.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.step = 0  # the latest step of this rank
+    def __init__(self) -> None:
+        self.channel: JobChannel | None = None
+        self.control: socket.socket | None = None
+        self.has_launcher = False
+        self._step = 0  # the latest step of this rank
         self._counter = BY_OPTIMIZER
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
         self._phases: dict[str, Any] = {}  # the same
+
+    def send(self, kind: str, **facts: object) -> None:
+        """Send the launcher a message, if there is a launcher."""
+        if self.has_launcher and self.channel is not None:
+            self.channel.send(kind, b"", **facts)
+
+    def tell_agent(self, kind: str, **facts: object) -> None:
+        """Tell the agent that has started this script, if one has."""
+        if self.control is not None:
+            with contextlib.suppress(OSError):  # the script has closed it
+                self.control.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
 
     def count(self, step: int, counter: int) -> None:
         """Report this step by one who counts, at most twice a second. Most calls send nothing.
 
         Several optimizers may count one step.
         """
-        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self.step):
+        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self._step):
             return
-        self._counter, self.step = counter, step
+        self._counter, self._step = counter, step
         now = time.monotonic()
-        channel = self._session.channel
-        if now - self._sent_at >= PROGRESS_EVERY_S and channel is not None and channel.has_room:
+        is_due = now - self._sent_at >= PROGRESS_EVERY_S
+        if is_due and self.channel is not None and self.channel.has_room:
             self._sent_at = now
             facts = {**_usage(), **self._new_shown(), **self._phases}
-            self._session.send("progress", step=step, **facts)
+            self.send("progress", step=step, **facts)
             self._phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
@@ -75,7 +92,7 @@ class Progress:
     def send_stacks(self) -> None:
         """Send where this process is."""
         with contextlib.suppress(OSError):  # no file is left, not even to import
-            self._session.send("stacks", step=self.step, text=_stacks(), **usage_of(os.getpid()))
+            self.send("stacks", step=self._step, text=_stacks(), **usage_of(os.getpid()))
 
 
 def _usage() -> dict[str, float]:
