@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,6 +48,14 @@ def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
     for name, value in values.items():
         found.setdefault(value, []).append(name)
     return found
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL". Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -111,7 +111,7 @@ class Checkpoints:
         session = current()
         if session.run is None or session.run.is_closed:
             session.run = self._records
-        session.add_saver(self._wait_for_own_save)
+        session.savers.append(self._wait_for_own_save)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -378,7 +378,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
             )
         enter_until_exit(join(world))
     assert session.coordinator is not None
-    session.before_leaving(finish)
+    session.before_leaving.append(finish)
     return session.coordinator
 
 

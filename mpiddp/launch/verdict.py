@@ -21,7 +21,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.ranks import MPIRUN, NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
-from mpiddp.text import escaped, size_text
+from mpiddp.text import escaped, signal_name, size_text
 
 if TYPE_CHECKING:
     from mpiddp.explain.explain import Explanation
@@ -190,14 +190,6 @@ def _judge(
     if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
         return Outcome(mpirun.code, is_complete=False)
     return _by_mpirun(mpirun)
-
-
-def signal_name(number: int) -> str:
-    """ "SIGKILL". Most real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _began(ranks: Ranks, message: Message) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import signal
 import socket
@@ -39,7 +38,7 @@ from mpiddp.protocol.variables import (
     SECRET,
     VERBOSE,
 )
-from mpiddp.runtime.child import PASSED, Child
+from mpiddp.runtime.child import PASSED, Child, end_by
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.connect import Server, connect_to_server
@@ -57,7 +56,6 @@ _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's o
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _NEVER = float("inf")
-_AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the script has ended
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
 
@@ -89,7 +87,7 @@ class Agent:
         self.coordinator: Coordinator | None = None
         self.child: Child | None = None
         self.output = Output(self._selection, self.name)
-        self._files = self.output.files  # the child's own, by its file descriptors
+        self._stdin: dict[int, int] = {}  # the child's, by its file descriptor
         self._parent = os.getppid()
         # Nothing would end this rank without its parent, the daemon of MPI or Slurm.
         self._has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
@@ -107,10 +105,8 @@ class Agent:
             ending = self._serve()
         except BaseException as error:
             ending = ending_of(error)
-            if self._launcher is not None:
+            if self._launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            elif self.channel is not None and ending.is_failure and not isinstance(error, Refused):
-                self.channel.fail(ending.code)
             if isinstance(error, (JobFailed, UserError)) and self._launcher and self.channel:
                 return ending.code  # the launcher prints it
             raise
@@ -125,7 +121,7 @@ class Agent:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
         elif ending.signal and self.program.kind != COMMAND:  # a shell says 128 + N of a command
-            _end_by(ending.signal)
+            end_by(ending.signal)
         return ending.code
 
     # --- beginning ---
@@ -147,8 +143,7 @@ class Agent:
             self._problem = str(problem)
         allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
         if self.program.kind != COMMAND and not self._problem:
-            self.child = Child.of_script(self.program, self._files)
-            self._close_files()
+            self.child = Child.of_script(self.program, self.output.files)
         if self._launcher is not None:
             self._connect(self._launcher)
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
@@ -160,15 +155,9 @@ class Agent:
         others = set(descendants(os.getpid(), but={self.child.pid} if self.child else ()))
         if self.child is None:
             with coordinator.all_or_none():
-                self.child = Child.of_command(self.program, self._files)
-            self._close_files()
+                files = {**self.output.files, **self._stdin}
+                self.child = Child.of_command(self.program, files)
         self.child.others = others
-
-    def _close_files(self) -> None:
-        """The child has them."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
@@ -184,9 +173,9 @@ class Agent:
             connection = connect_to_server(launcher, world, INPUT).socket
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
-            self._files[0] = connection.detach()
+            self._stdin = {0: connection.detach()}
         else:
-            self._files[0] = os.open(os.devnull, os.O_RDONLY)
+            self._stdin = {0: os.open(os.devnull, os.O_RDONLY)}
 
     def _log_to(self, folder: Path, option: str = "") -> None:
         with named_by(option):
@@ -236,13 +225,10 @@ class Agent:
             print(line, end="", flush=True)
         store = result.listener
         if self.child is not None:
-            files = {"stdin": self._files[0]} if self._files else {}
+            files = {"stdin": self._stdin[0]} if self._stdin else {}
             if store is not None:
-                files["store"] = store.fileno()
+                files["store"] = store.detach()
             self.child.go(env, files)
-            self._close_files()
-            if store is not None:
-                store.close()
         elif store is not None:
             _reserve(store)
 
@@ -252,7 +238,6 @@ class Agent:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
         assert child is not None
-        self._catch_signals()
         if self._has_daemon:
             signal_at_parents_end(signal.SIGTERM)
             if os.getppid() != self._parent:
@@ -267,8 +252,7 @@ class Agent:
             child.end(_END_S)
             if child.left:  # what is left cannot be killed
                 self.output.end()
-        deadline = time.monotonic() + _AWAY_S
-        while not self.output.is_done and time.monotonic() < deadline:
+        while not self.output.is_done:
             self._wait()
         return ending
 
@@ -277,8 +261,6 @@ class Agent:
 
         Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
         """
-        if self._wakeup is not None:
-            return
         self._wakeup, writer = os.pipe()
         for file in (self._wakeup, writer):
             os.set_blocking(file, False)
@@ -336,9 +318,10 @@ class Agent:
 
     def _send_stack(self) -> None:
         """Send the main thread's stack, unless the script does not answer."""
-        text = self.child.stack() if self.child is not None else ""
+        text, pid = (
+            ("", os.getpid()) if self.child is None else (self.child.stack(), self.child.pid)
+        )
         if text is not None:
-            pid = self.child.pid if self.child is not None else os.getpid()
             self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid))
 
     def _see_failure(self) -> None:
@@ -417,14 +400,6 @@ class Agent:
     def _send(self, kind: str, **facts: object) -> None:
         if self._launcher is not None and self.channel is not None:
             self.channel.send(kind, b"", **facts)
-
-
-def _end_by(number: int) -> None:
-    """End as the script has ended, so that the MPI sees the signal too."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _reserve(listener: socket.socket) -> None:

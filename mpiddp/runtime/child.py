@@ -13,6 +13,7 @@ import json
 import linecache
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -55,8 +56,8 @@ _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead
 class Child:
     """The process of a rank's script, or of its command.
 
-    `files` are open files of this process, by the child's file descriptor. `control` has both ends of the
-    connection to a script, this process's first.
+    `files` are open files of this process, by the child's file descriptor, and are closed here. `control` has
+    both ends of the connection to a script, this process's first.
 
     Attributes:
         status: its exit code, -N for signal N; None as long as it runs.
@@ -92,6 +93,8 @@ class Child:
             preexec_fn=begin,
         )
         self.pid = self._process.pid
+        for file in files.values():
+            os.close(file)
         if control is not None:
             self.control = control[0]
             self.control.setblocking(False)
@@ -118,7 +121,7 @@ class Child:
             raise cause_of(error)(sentence) from None
 
     def go(self, env: Mapping[str, str], files: Mapping[str, int]) -> None:
-        """Let the script begin: with these variables, and open files."""
+        """Let the script begin: with these variables, and open files, which are closed here."""
         assert self.control is not None
         line = json.dumps({"env": env, "files": [*files]}).encode() + b"\n"
         self.control.setblocking(True)
@@ -126,6 +129,8 @@ class Child:
             sent = socket.send_fds(self.control, [line], list(files.values()))
             self.control.sendall(line[sent:])
         self.control.setblocking(False)
+        for file in files.values():
+            os.close(file)
 
     def hear(self) -> None:
         """Take what the script says next."""
@@ -242,6 +247,14 @@ def _is_in_foreground() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False
+
+
+def end_by(number: int) -> None:
+    """End this process as its child has ended, so that the MPI sees the signal too."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def stack_of(frames: Sequence[str]) -> str:

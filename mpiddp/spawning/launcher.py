@@ -69,7 +69,11 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
                 copy.start()
             with suppress(OSError):  # it has ended, and its last line says why
                 ours.sendall(call)
-                receive(ours, report)
+                for facts, body in messages_over(ours):
+                    if facts["type"] == "outcome":
+                        report.outcome = facts
+                        break
+                    report.answers[facts["rank"]] = b64decode(body)
             report.exit_code = launcher.wait()
             for copy in copies:
                 copy.join(_LAST_S)
@@ -103,15 +107,6 @@ def _forwarded_interrupts(launcher: subprocess.Popen[bytes], report: Report) -> 
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def receive(connection: socket.socket, report: Report) -> None:
-    """Take the launcher's messages until it has sent the outcome."""
-    for facts, body in messages_over(connection):
-        if facts["type"] == "outcome":
-            report.outcome = facts
-            return
-        report.answers[facts["rank"]] = b64decode(body)
 
 
 def _copy(pipe: IO[bytes], stream: Any) -> None:

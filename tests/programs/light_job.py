@@ -32,13 +32,13 @@ from mpiddp.world import World
 class Alone(Agent):
     def _begin(self):
         adopt_orphans()
+        self._catch_signals()
         self._connect(self._launcher)
         control = socket.socketpair()
         script = FIRST.format(number=control[1].fileno(), rank=rank) + sys.argv[3]
         os.environ["RANK"] = str(rank)
         command = [sys.executable, "-c", script]
-        self.child = Child(command, os.environ, self._files, control)
-        self._close_files()
+        self.child = Child(command, os.environ, {**self.output.files, **self._stdin}, control)
 
 FIRST = '''
 import os, signal, socket, subprocess, sys, time

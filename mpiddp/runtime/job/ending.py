@@ -6,7 +6,6 @@ ranks end.
 
 from __future__ import annotations
 
-import signal
 from typing import Any, NamedTuple
 
 from mpiddp.errors import (
@@ -20,6 +19,7 @@ from mpiddp.errors import (
     package_we_lack,
 )
 from mpiddp.protocol.messages import TEXT_LIMIT
+from mpiddp.text import signal_name
 
 
 class Refused(SystemExit):
@@ -79,7 +79,7 @@ class Ending(NamedTuple):
         if self.code in (DONE, BAD_INPUT, STOPPED):
             return ""
         if self.signal:
-            return f"{rank} was killed by {name_of_signal(self.signal)}"
+            return f"{rank} was killed by {signal_name(self.signal)}"
         return f"{rank} ended with exit code {self.code}{': ' * bool(self.sentence)}{self.sentence}"
 
 
@@ -126,11 +126,3 @@ def _of_exit(error: SystemExit, has_stopped: bool) -> Ending:
 def ending_of_process(status: int) -> Ending:
     """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell."""
     return Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
-
-
-def name_of_signal(number: int) -> str:
-    """ "SIGKILL". Most real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -39,6 +39,8 @@ class Session(Reporter):
         run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
         torch_store: the store that rank 0 serves as long as its process lives.
         error: what has ended the script, once its agent's program knows it.
+        before_leaving: calls on every rank, the latest first, once its script has succeeded.
+        savers: each waits until this rank has no save of one kind in flight.
     """
 
     def __init__(self) -> None:
@@ -54,8 +56,8 @@ class Session(Reporter):
         self._pid = os.getpid()
         self._saves = 0
         self._lock = threading.RLock()
-        self._before_leaving: list[Callable[[], None]] = []
-        self._savers: list[Callable[[], None]] = []
+        self.before_leaving: list[Callable[[], None]] = []
+        self.savers: list[Callable[[], None]] = []
 
     def connect(self) -> None:
         """Connect this script to the server of its job, which its rank's variables name.
@@ -104,22 +106,14 @@ class Session(Reporter):
         else:
             self.send("failed", **ending.facts)
 
-    def before_leaving(self, finish: Callable[[], None]) -> None:
-        """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
-        self._before_leaving.append(finish)
-
     def finish(self) -> None:
-        """Make these calls, the latest first. Raises JobFailed if the script has not succeeded after all."""
-        while self._before_leaving:
-            self._before_leaving.pop()()
-
-    def add_saver(self, wait: Callable[[], None]) -> None:
-        """Let `wait_for_saves` call `wait`, which returns once this rank has no save in flight."""
-        self._savers.append(wait)
+        """Make the calls before leaving. Raises JobFailed if the script has not succeeded after all."""
+        while self.before_leaving:
+            self.before_leaving.pop()()
 
     def wait_for_saves(self) -> None:
         """Wait until this rank has no save in flight, whether the saves succeed or not. Not a collective."""
-        for wait in self._savers:
+        for wait in self.savers:
             wait()
 
     @contextlib.contextmanager
@@ -172,10 +166,10 @@ def script_session() -> Session:
 def _report_end(session: Session) -> None:
     """Tell the launcher why this script of a command ends. Python keeps only an error that it prints."""
     error = getattr(sys, "last_value", None)
-    if session.is_of_this_process and not session.has_said_why:
+    if session.channel is not None and not session.has_said_why:  # None in a forked child
         if error is None:
             session.send("done")
-        elif session.channel is not None:
+        else:
             session.channel.claim_first_failure()
             session.report(ending_of(error, has_stopped=session.stop.has_stopped))
 

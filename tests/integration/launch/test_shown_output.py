@@ -86,7 +86,8 @@ for number in range(400):
     os.write(1, b"%999d\\n" % number)
 for _ in range(2):
     current().log_to(Path({str(tmp_path)!r}))
-while b"missing" not in Path({str(tmp_path / "rank_00000.out")!r}).read_bytes():
+file = Path({str(tmp_path / "rank_00000.out")!r})
+while not (file.exists() and b"missing" in file.read_bytes()):
     time.sleep(0.01)
 print("late")
 """
