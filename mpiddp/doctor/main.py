@@ -51,11 +51,7 @@ _COMPARED = ("torch", "mpi4py")  # by the preflight
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp doctor ARGV`. Returns 1 if a check has failed, else 0.
-
-    Raises:
-        UserError: bad input, or no MPI here.
-    """
+    """Run `mpiddp doctor ARGV`. Returns 1 if a check has failed, else 0. Raises UserError."""
     began = time.monotonic()
     leave_enclosing_job(os.environ)
     options = _parse(argv)

@@ -347,11 +347,7 @@ _TEXTS = re.compile(_any_of([text.encode() for text in (*_SAYS, *_CHAINED, _TRAC
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp explain ARGV`. Returns 0 if a failure is explained, 1 if not.
-
-    Raises:
-        UserError: bad usage, or no log that can be read.
-    """
+    """Run `mpiddp explain ARGV`. Returns 0 if a failure is explained, 1 if not. Raises UserError."""
     parser = OneSentenceParser(
         prog="mpiddp explain",
         description="Say why a job failed, from its log: the root cause, what fixes it, and what else is in "

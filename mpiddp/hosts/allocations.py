@@ -51,9 +51,6 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
 
     A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
     they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
-
-    Raises:
-        UserError: Slurm's variables are incomplete, or the job is heterogeneous.
     """
     job = env["SLURM_JOB_ID"]
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
@@ -310,8 +307,7 @@ def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
 def expand_nodelist(nodelist: str) -> list[str]:
     """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply.
 
-    Raises:
-        ValueError: any other text, or more than MAX_HOSTS hosts.
+    Raises ValueError for any other text, or more than MAX_HOSTS hosts.
     """
     if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
         raise ValueError("the brackets do not match")
@@ -365,11 +361,7 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1.
-
-    Raises:
-        ValueError: any other text, or more than MAX_HOSTS counts.
-    """
+    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text, or more than MAX_HOSTS counts."""
     expanded: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)

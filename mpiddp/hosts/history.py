@@ -31,7 +31,7 @@ _LONGEST_REASON = 300  # characters
 _COLUMNS = ("host", "in the last jobs", "latest failure")
 
 VERBS = {
-    "history": "Print what earlier jobs have shown of each host, or every event of one",
+    "history": "Print what earlier jobs have shown of each host, or of one",
     "forget": "Clear the history of one host, or of all",
 }
 
@@ -169,11 +169,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run a verb of `VERBS`. Returns 1 if nothing is known of the hosts, else 0.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Run a verb of `VERBS`. Returns 1 if nothing is known of the hosts, else 0. Raises UserError."""
     path = file_of(options.file)
     events = read(path)
     host = (options.host or "").lower()
@@ -184,8 +180,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"nothing is known of {of} of {escaped(options.file)}.")
         return FAILED
     if options.verb == "history":
-        rows = _of_one(host, events) if host else _of_each(known, events)
-        print(align_columns(rows))
+        print(align_columns([_COLUMNS, *(_row(each, events) for each in known)]))
         print(f"from {escaped(str(path))}")
         return DONE
     try:
@@ -196,27 +191,8 @@ def main(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _of_each(hosts: Sequence[str], events: Sequence[Event]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    for host in hosts:
-        record = record_of(host, events)
-        latest = f"{_time(record.failed_at)}  {record.reason}" if record.reason else ""
-        rows.append((escaped(host), record.summary, escaped(latest)))
-    return rows
-
-
-def _of_one(host: str, events: Sequence[Event]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for event in events:
-        if host in event.failed:
-            how = "ended the job" if host in event.hosts else "did not answer"
-            what = f"{how}: {event.failed[host]}"
-        else:
-            what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
-        if host in event.concerned:
-            rows.append((_time(event.at), escaped(what)))
-    return rows
-
-
-def _time(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+def _row(host: str, events: Sequence[Event]) -> tuple[str, ...]:
+    record = record_of(host, events)
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.failed_at))
+    latest = f"{at}  {record.reason}" if record.reason else ""
+    return escaped(host), record.summary, escaped(latest)

@@ -151,11 +151,7 @@ def parse_hostfile(data: bytes, source: str) -> Hosts:
 
 
 def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
-    """The hosts that a scheduler lists: for each a name, and maybe "slots=N".
-
-    Raises:
-        UserError: as for a hostfile; `source` stands in its sentence.
-    """
+    """The hosts that a scheduler lists: for each a name, and maybe "slots=N". Raises UserError."""
     if not rows:
         raise UserError(f"{source} lists no host.")
     found = [_parse_host(source, row) for row in rows]
@@ -182,8 +178,6 @@ def _merged(found: Sequence[Host]) -> list[Host]:
 def parse_host_list(text: str) -> Hosts:
     """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
     example = "Example: -H node1:2,node2:4"
-    if not text.strip():
-        raise UserError(f"-H lists no host. {example}")
     found = []
     for entry in text.split(","):
         tokens = _tokens(entry)

@@ -25,8 +25,7 @@ _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
     """Make a key where the user has none, and copy it to each host that ssh does not reach.
 
-    Raises:
-        UserError: a host that does not answer, or accepts no login.
+    Raises UserError for a host that does not answer, or accepts no login.
     """
     SSH.check_installed()
     others = other_hosts(hosts.hosts)

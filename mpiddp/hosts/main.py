@@ -32,11 +32,7 @@ OVER_SSH = {
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0.
-
-    Raises:
-        UserError: bad input.
-    """
+    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0."""
     options = _parse(argv)
     if options.verb in OVER_SSH:
         code: int = OVER_SSH[options.verb][0].main(options, read_hostfile(options.file))

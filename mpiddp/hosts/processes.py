@@ -76,10 +76,8 @@ def opened(pid: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that sends a signal to the process that has this pid now.
 
     The caller then checks that it is the right process. Without pidfds (Linux before 5.3, a container that
-    forbids them) the pid is signalled, right after that check.
-
-    Raises:
-        ProcessLookupError: it has ended. The function raises it too.
+    forbids them) the pid is signalled, right after that check. If the process has ended, this and the
+    function raise ProcessLookupError.
     """
     try:
         process = os.pidfd_open(pid)
@@ -95,11 +93,7 @@ def opened(pid: int) -> Iterator[Callable[[int], None]]:
 
 
 def kill_marked(mark: bytes) -> list[int]:
-    """Kill all processes that were started with the environment variable `mark`, b"NAME=VALUE".
-
-    Returns:
-        The pids of those that were killed.
-    """
+    """Kill all processes that were started with the environment variable `mark`. Returns their pids."""
     return signal_all(lambda: marked(mark), signal.SIGKILL)
 
 
@@ -131,11 +125,7 @@ def signal_all(find: Callable[[], Collection[int]], number: int) -> list[int]:
 
 
 def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collection[int]:
-    """End the processes that `find` returns: SIGTERM, and SIGKILL after `grace_s`.
-
-    Returns:
-        Those that cannot be killed.
-    """
+    """End what `find` returns: SIGTERM, and SIGKILL after `grace_s`. Returns those that cannot be killed."""
     if not (left := find()):
         return left
     if grace_s:

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.push import PART, VANISHED, least_of, rsync, rsync_errors, rsync_target
 from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, without_name
 from mpiddp.text import counted, listed, size_text
 
@@ -35,12 +35,7 @@ _SSH_FAILED = 255  # rsync's exit code
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument("folder", help="the folder of the run, at the same path on every host")
-    parser.add_argument(
-        "--min-hosts",
-        type=whole(1),
-        metavar="H",
-        help="go on without hosts that cannot be reached, as long as H hosts remain",
-    )
+    push.add_min_hosts(parser)
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
@@ -53,7 +48,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not above.is_dir():
         raise UserError(f"{above} is a file; expected the folder of a run.")
-    least = least_of(hosts.hosts, options.min_hosts)
+    least = push.least_of(hosts.hosts, options.min_hosts)
     others = other_hosts(hosts.hosts)
     was_here = folder.exists()
     with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
@@ -96,10 +91,12 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
     """
     arrived = _arrived(folder, host)
     arrived.mkdir(parents=True, exist_ok=True)
-    done = rsync(host, *_options(folder), "--", f"{rsync_target(host)}:{folder}/", f"{arrived}/")
-    if done.returncode in (DONE, VANISHED):
+    done = push.rsync(
+        host, *_options(folder), "--", f"{push.rsync_target(host)}:{folder}/", f"{arrived}/"
+    )
+    if done.returncode in (DONE, push.VANISHED):
         return []
-    said = rsync_errors(done)
+    said = push.rsync_errors(done)
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
     return None if "change_dir" in said[0] and "No such file" in done.stderr else said
@@ -108,7 +105,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
 def _options(folder: Path) -> list[str]:
     """Of rsync, which then leaves out what is equal in `folder`."""
     options = ["--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*"]
-    return [*options, f"--partial-dir={PART}", f"--compare-dest={folder}"]
+    return [*options, f"--partial-dir={push.PART}", f"--compare-dest={folder}"]
 
 
 def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
@@ -141,7 +138,7 @@ def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
 def _pieces(arrived: Path, folder: Path) -> Iterator[Path]:
     """What has arrived: files, and the folders of whole checkpoints or of shards of one that is here."""
     for at, folders, names in os.walk(arrived):
-        folders[:] = sorted(each for each in folders if each != PART)
+        folders[:] = sorted(each for each in folders if each != push.PART)
         new = Path(at)
         is_of_one = (new / _MANIFEST).exists() and _is_checkpoint(folder / new.relative_to(arrived))
         if is_of_one or _is_checkpoint(new):
@@ -203,11 +200,8 @@ def _manifest(folder: Path) -> dict[str, dict[str, str]]:
 def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
     """Complete `new` with the files of `here` that rsync has not brought, and verify it.
 
-    Args:
-        own: the manifest of the same save in `here`, which becomes a part of that of `new`.
-
-    Raises:
-        ValueError: it is damaged.
+    `own` is the manifest of the same save in `here`, which becomes a part of that of `new`. Raises ValueError
+    if it is damaged.
     """
     problem = "is no complete checkpoint there: "
     try:

@@ -96,11 +96,15 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print what each host lacks; send nothing"
     )
+    add_min_hosts(parser)
+
+
+def add_min_hosts(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--min-hosts",
         type=whole(1),
         metavar="H",
-        help="go on without hosts that cannot take it, as long as H hosts remain",
+        help="go on without hosts that fail, as long as H hosts remain",
     )
 
 
@@ -127,10 +131,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         dry_run=options.dry_run,
         min_hosts=options.min_hosts,
     )
-    for line in [_by_host(pushed.failures), *pushed.notes]:
-        print(line, end="\n" if line else "", file=sys.stderr)
-    for line in summary(pushed, options.dry_run):
-        print(line)
+    for line in filter(None, [_by_host(pushed.failures), *pushed.notes]):
+        print(line, file=sys.stderr)
+    print("\n".join(summary(pushed, options.dry_run)))
     return pushed.exit_code
 
 
@@ -167,11 +170,7 @@ def push(
     dry_run: bool = False,
     min_hosts: int | None = None,
 ) -> Pushed:
-    """Make the folders of all other hosts as they are here.
-
-    Raises:
-        UserError, JobFailed: as `main`.
-    """
+    """Make the folders of all other hosts as they are here. Raises as `main`."""
     began = time.monotonic()
     least = least_of(hosts, min_hosts)
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}

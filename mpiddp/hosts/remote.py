@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, did_not_run, login_failed, run_on_hosts
+from mpiddp.hosts.ssh import Answer, run_on_hosts, why_none
 from mpiddp.hosts.transport import SSH, Transport
 
-NO_PYTHON = "{name}: {python} is missing. Install it there."
+INSTALL = "Install it there."  # a Python
 OLDEST_PYTHON = "3.8"
 # The first lines of each program.
 CHECK_PYTHON = f"""
@@ -78,9 +78,6 @@ def read_answers(
         lines = answer.stdout.splitlines()
         if lines and answer.exit_code == 0:
             found[host] = json.loads(lines[-1])
-        elif answer.has_begun and answer.exit_code not in (None, NO_PROGRAM):
-            failures[host] = did_not_run(host, python, answer)
         else:
-            missing = NO_PYTHON.format(name=host.name, python=python)
-            failures[host] = login_failed(host, answer, limit_s=limit_s, missing=missing)
+            failures[host] = why_none(host, python, answer, limit_s, INSTALL)
     return found, failures

@@ -19,8 +19,8 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import NO_PYTHON
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, ssh_complaint, without_name
+from mpiddp.hosts.remote import INSTALL
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, why_none, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -28,8 +28,8 @@ _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
 # Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
 # the end of the connection tells it to end: then nobody reads its stdout, and it ends the command's group.
 _AGENT = r"""
-import os, select, signal, subprocess, sys, threading, time
-GRACE_S = 2.0
+import os, select, signal, subprocess, sys, time
+GRACE_S, PAUSE_S = 2.0, 0.02
 for folder in (FOLDER, os.path.expanduser("~"), "/"):
     try:
         os.chdir(folder)
@@ -48,26 +48,21 @@ except OSError as error:
     print("%s: %s" % (COMMAND[0], error.strerror), file=sys.stderr)
     print(ENDED + "127", file=sys.stderr, flush=True)
     sys.exit(127)
-is_lost = threading.Event()
-def end_with_the_connection():
-    poll = select.poll()
-    poll.register(1, 0)  # errors and hang-ups are always reported
-    poll.poll()
-    is_lost.set()
+poll = select.poll()
+poll.register(1, 0)  # errors and hang-ups are always reported
+while running.poll() is None:
+    if not poll.poll(1000 * PAUSE_S):
+        continue
     number, deadline = signal.SIGTERM, time.monotonic() + GRACE_S
     try:
         while True:
             os.killpg(running.pid, number)
-            time.sleep(0.02)
+            time.sleep(PAUSE_S)
+            running.poll()  # one that has ended belongs to the group until then
             number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 only asks
     except OSError:  # all have ended
-        os._exit(1)
-watcher = threading.Thread(target=end_with_the_connection, daemon=True)
-watcher.start()
-code = running.wait()
-if is_lost.is_set():
-    watcher.join()  # others of its group may go on
-code = code if code >= 0 else 128 - code
+        sys.exit(1)
+code = running.returncode if running.returncode >= 0 else 128 - running.returncode
 print(ENDED + str(code), file=sys.stderr, flush=True)
 sys.exit(code)
 """
@@ -91,11 +86,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Run `options.command` on all hosts, and print what each one answers. Returns 1 if it failed on any.
-
-    Raises:
-        UserError: no command.
-    """
+    """Run `options.command` on all hosts, and print what each one answers. Returns 1 if it failed on any."""
     if not options.command:
         raise UserError(
             "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
@@ -136,8 +127,6 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
         return f"no end in {duration_text(timeout_s)}; stopped"
     if _ENDED in answer.stderr:
         return f"exit code {code}" if code else ""
-    if code == NO_PROGRAM:
-        return without_name(host, NO_PYTHON.format(name=host.name, python="python3"))
-    if answer.has_begun:
+    if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return without_name(host, ssh_complaint(host, answer.stderr))
+    return without_name(host, why_none(host, "python3", answer, math.inf, INSTALL))

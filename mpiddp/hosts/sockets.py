@@ -26,11 +26,7 @@ OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open count
 
 
 def port_in(env: Mapping[str, str]) -> int:
-    """MASTER_PORT, or 0 (any free port) if it is unset.
-
-    Raises:
-        UserError: it is not a port.
-    """
+    """MASTER_PORT, or 0 (any free port) if it is unset. Raises UserError if it is not a port."""
     text = env.get("MASTER_PORT") or "0"
     try:
         return parse_whole(text, 0, 1 << 16)
@@ -64,9 +60,7 @@ def resolve(name: str) -> str:
 def resolve_own(name: str) -> str:
     """This host's address as other hosts resolve its name, not the 127.0.1.1 of Debian's /etc/hosts.
 
-    Raises:
-        UserError: it has no such address.
-        JobFailed: no name server answers.
+    Raises UserError if it has no such address, and JobFailed as `resolve`.
     """
     address = resolve(name)
     if not ipaddress.ip_address(address).is_loopback:
@@ -81,11 +75,7 @@ def resolve_own(name: str) -> str:
 
 
 def allow_open(count: int) -> int:
-    """Raise this process's limit of open files and sockets to `count`, within the system's hard limit.
-
-    Returns:
-        `count`, or the limit if that is lower.
-    """
+    """Raise this process's limit of open files to `count`, or to the hard limit. Returns the lower one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:

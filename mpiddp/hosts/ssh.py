@@ -67,6 +67,11 @@ class Answer:
     printed_before: str = ""
     at: float = field(default=0.0, compare=False)
 
+    @property
+    def has_failed_there(self) -> bool:
+        """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
+        return self.has_begun and self.exit_code not in (None, 255)
+
 
 def run_on_hosts(
     hosts: Sequence[Host],
@@ -294,19 +299,16 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
 
 
-def login_failed(host: Host, answer: Answer, *, limit_s: float, missing: str) -> str:
-    """The sentence for a program that did not begin on a host. `missing` is that for a host without it."""
+def why_none(host: Host, program: str, answer: Answer, limit_s: float, fix: str) -> str:
+    """The sentence for a program that has not answered. `fix` is that for a host without it."""
     if answer.exit_code == NO_PROGRAM:
-        return missing
+        return f"{host.name}: {program} is missing. {fix}"
+    if answer.has_failed_there:
+        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
+        return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
     if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
     return ssh_complaint(host, answer.stderr)
-
-
-def did_not_run(host: Host, program: str, answer: Answer) -> str:
-    """The sentence for a program that has begun on a host and failed before its work: a Python too old."""
-    last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
-    return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
 
 
 def without_name(host: Host, sentence: str) -> str:

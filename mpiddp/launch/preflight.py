@@ -21,8 +21,8 @@ from mpiddp.hosts import facts, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.remote import program_with
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, did_not_run, login_failed, run_on_hosts
+from mpiddp.hosts.remote import program_that_prints
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, why_none
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed
@@ -131,17 +131,11 @@ def _answers(
 
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    begin = f"import json; print(json.dumps(sys.modules[{facts.__name__!r}].host_info({asdict(needs)!a})))"
-    return program_with(TRAVELLING, begin)
+    return program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
 
 
 def _has_answered(answer: Answer) -> bool:
-    return _BEGIN in answer.stdout or answer.exit_code == NO_PROGRAM or _has_failed_there(answer)
-
-
-def _has_failed_there(answer: Answer) -> bool:
-    """Whether the login succeeded and the interpreter did not: it is too old, or does not start."""
-    return answer.has_begun and answer.exit_code not in (None, 255)
+    return _BEGIN in answer.stdout or answer.has_failed_there
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:
@@ -188,20 +182,17 @@ def _complaint(info: HostInfo, needs: Needs) -> str:
 
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
-    if answer.exit_code != NO_PROGRAM and _has_failed_there(answer):
-        return f"{did_not_run(host, needs.python, answer)} Install the same Python there as here."
-    if not transport.is_ssh and answer.exit_code != NO_PROGRAM:
+    if not transport.is_ssh and not answer.has_failed_there:
         unsaid = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
-    missing = (
-        f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
-        "or copy it there: mpiddp hosts push"
-    )
-    return login_failed(host, answer, limit_s=LOGIN_S, missing=missing)
+    fix = "Install it at the same path on every host, or copy it there: mpiddp hosts push"
+    reason = why_none(host, needs.python, answer, LOGIN_S, fix)
+    is_another = answer.has_failed_there and answer.exit_code != NO_PROGRAM
+    return f"{reason} Install the same Python there as here." if is_another else reason
 
 
 def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:

@@ -34,11 +34,7 @@ def stacks(argv: list[str]) -> int:
 
 
 def stacks_text(job: Job, rank: int | None) -> str:
-    """Where all ranks are, and the Python stacks of `rank`.
-
-    Raises:
-        UserError: no answer, or the job has no such rank.
-    """
+    """Where all ranks are, and the Python stacks of `rank`. Raises UserError if there is no such rank."""
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
         has = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
@@ -52,11 +48,7 @@ def stacks_text(job: Job, rank: int | None) -> str:
 
 
 def stop(argv: list[str]) -> int:
-    """Run `mpiddp stop ARGV`. It does not wait for the end of the job.
-
-    Raises:
-        UserError: bad usage, no such job, one in another container, or no name and nobody to ask.
-    """
+    """Run `mpiddp stop ARGV`. It does not wait for the end of the job. Raises UserError for no such job."""
     parser = OneSentenceParser(
         prog="mpiddp stop",
         description="Stop a job: its ranks save, if its script can, and it ends. A second request kills it.",
@@ -83,11 +75,7 @@ def stop(argv: list[str]) -> int:
 
 
 def _confirmed(job: Job) -> bool:
-    """Ask on the terminal. A stop ends hours of work, and the only job may be another terminal's.
-
-    Raises:
-        UserError: there is no terminal.
-    """
+    """Ask on the terminal. A stop ends hours of work, and the only job may be another terminal's."""
     if not sys.stdin.isatty():
         raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")
     print(f"stop job {job.title}? [y/N] ", end="", flush=True)
