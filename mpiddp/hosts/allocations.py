@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,24 +118,17 @@ def pbs(env: Mapping[str, str]) -> Hosts | None:
 
     If it lists each host once, the slots are the GPUs of each host, or 1 on a CPU host.
     """
-    source = f"PBS job {env.get('PBS_JOBID', '')}".rstrip()
-    return _of_file(env, "PBS_NODEFILE", source, "PBS_JOBID")
+    return _of_file(env, "PBS_NODEFILE", _job(env, "PBS", "PBS_JOBID"), "PBS_JOBID")
 
 
 def lsf(env: Mapping[str, str]) -> Hosts | None:
     """LSF: LSB_MCPU_HOSTS has each host with its slots. LSB_DJOB_HOSTFILE has a line for each slot."""
-    source = f"LSF job {env.get('LSB_JOBID', '')}".rstrip()
-    name = "LSB_MCPU_HOSTS"
+    source, name = _job(env, "LSF", "LSB_JOBID"), "LSB_MCPU_HOSTS"
     if not env.get(name):
         return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
-    names, counts = env[name].split()[::2], env[name].split()[1::2]
-    are_numbers = all(re.fullmatch("[0-9]{1,6}", count) for count in counts)
-    if not names or len(names) != len(counts) or not are_numbers:
-        raise UserError(
-            f'{name}="{shown(env[name])}" is not LSF\'s: it does not have a number after each host. '
-            f"{NAME_THEM}"
-        )
-    rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
+    words = env[name].split()
+    pairs = zip_longest(words[::2], words[1::2], fillvalue="")
+    rows = [[host, f"slots={count}"] for host, count in pairs]
     return replace(granted_hosts(rows, name), source=source)
 
 
@@ -143,9 +136,7 @@ def grid_engine(env: Mapping[str, str]) -> Hosts | None:
     """Grid Engine: PE_HOSTFILE has a line for each host, or for each of its queues, with the slots."""
     if not env.get("PE_HOSTFILE") and env.get("NHOSTS", "1") in ("", "1"):
         return None  # a job without a parallel environment
-    return _of_file(
-        env, "PE_HOSTFILE", f"Grid Engine job {env.get('JOB_ID', '')}".rstrip(), "NHOSTS"
-    )
+    return _of_file(env, "PE_HOSTFILE", _job(env, "Grid Engine", "JOB_ID"), "NHOSTS")
 
 
 def flux(env: Mapping[str, str]) -> Hosts | None:
@@ -213,6 +204,10 @@ def unlisted(env: Mapping[str, str]) -> None:
                 f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
                 f"and does not list them. {instead} {NAME_THEM}"
             )
+
+
+def _job(env: Mapping[str, str], scheduler: str, id: str) -> str:
+    return f"{scheduler} job {env.get(id, '')}".rstrip()
 
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:

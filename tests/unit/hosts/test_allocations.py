@@ -157,7 +157,7 @@ def test_no_allocation(env):
     ("env", "words"),
     [
         ({"LSB_JOBID": "9"}, "LSB_JOBID=9 is set but LSB_DJOB_HOSTFILE is not"),
-        ({"LSB_MCPU_HOSTS": "n1 4 n2"}, 'LSB_MCPU_HOSTS="n1 4 n2" is not LSF\'s'),
+        ({"LSB_MCPU_HOSTS": "n1 4 n2"}, 'LSB_MCPU_HOSTS: "slots=" is not a positive integer'),
         ({"SGE_TASK_ID": "1", "NHOSTS": "2"}, "NHOSTS=2 is set but PE_HOSTFILE is not"),
         ({"K_MPI_JOB_ROLE": "worker"}, "Write mpiddp launch in the command of the Launcher"),
         ({"K_MPI_JOB_ROLE": "launcher"}, "Expected one of OMPI_MCA_orte_default_hostfile, "),
