@@ -47,10 +47,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "memory": ("memory", size_text, True),
     "ago": ("ago_s", duration, True),
 }
-# In this order, as a terminal is too narrow for all.
-_LEAST_IMPORTANT = ("memory", "own", "wait", "cpu", "ago", "host", "rate")
-_LEAST_LINE = 10  # characters of a rank's last line
-_LAST = "LAST LINE"
 
 
 def ps(argv: list[str]) -> int:
@@ -128,7 +124,7 @@ def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
     """
     size = shutil.get_terminal_size()
     wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
-    table = [line[: size.columns] for line in rank_lines(ranks, size.columns)]
+    table = [line[: size.columns] for line in rank_lines(ranks)]
     lines = [*wrapped, "", *table][: size.lines - 1]
     text = "\n".join(f"{_ERASE_LINE}{line}" for line in lines)
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
@@ -156,26 +152,12 @@ def head_lines(facts: Facts) -> list[str]:
     return [", ".join(parts), *([escaped(facts["straggler"])] if facts.get("straggler") else [])]
 
 
-def rank_lines(ranks: Sequence[Facts], width: int = 0) -> list[str]:
-    """The table of ranks: a line of names, and one for each.
-
-    Args:
-        width: of the terminal, 0 for any. Whole columns are left out until the table fits.
-    """
-    names = list(COLUMNS)
-    for left_out in ("", *_LEAST_IMPORTANT):
-        names = [name for name in names if name != left_out]
-        lines = _table(ranks, names)
-        if not width or lines[0].index(_LAST) + _LEAST_LINE <= width:
-            break
-    return [line.rstrip() for line in lines]
-
-
-def _table(ranks: Sequence[Facts], names: Sequence[str]) -> list[str]:
-    rows = [[*map(str.upper, names), _LAST]]
+def rank_lines(ranks: Sequence[Facts]) -> list[str]:
+    """The table of ranks: a line of names, and one for each."""
+    rows = [[*map(str.upper, COLUMNS), "LAST LINE"]]
     for rank in ranks:
-        facts = [(rank.get(fact), text) for fact, text, _ in map(COLUMNS.__getitem__, names)]
+        facts = [(rank.get(fact), text) for fact, text, _ in COLUMNS.values()]
         cells = ["-" if value is None else text(value) for value, text in facts]
         rows.append([*cells, escaped(rank["line"])])
-    right = [index for index, name in enumerate(names) if name not in ("host", "state")]
+    right = [index for index, name in enumerate(COLUMNS) if name not in ("host", "state")]
     return align_columns(rows, right=right).split("\n")

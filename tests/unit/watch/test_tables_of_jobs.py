@@ -91,14 +91,6 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
         jobs.find_job(None)
 
 
-def test_a_narrow_terminal_has_whole_columns(facts):
-    lines = rank_lines(sorted_ranks(facts, "rank", ""), 50)
-    assert lines[:2] == [
-        "RANK  HOST  STATE     STEP  RATE  AGO  LAST LINE",
-        "   0  a     running     18   2/s  3 s   20%\\x1b[2J",
-    ]
-
-
 def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls():
     ranks = Ranks(("a",))
     ranks.note(Message(0, "started", {"host": "a", "pid": 7}, 0.0))
