@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import Answer, run_on_hosts, why_none
+from mpiddp.hosts.ssh import Answer, no_answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 
 INSTALL = "Install it there."  # a Python
@@ -79,5 +79,5 @@ def read_answers(
         if lines and answer.exit_code == 0:
             found[host] = json.loads(lines[-1])
         else:
-            failures[host] = why_none(host, python, answer, limit_s, INSTALL)
+            failures[host] = no_answer(host, python, answer, limit_s, INSTALL)
     return found, failures

@@ -20,7 +20,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import INSTALL
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, why_none, without_name
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, no_answer, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -129,4 +129,4 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return without_name(host, why_none(host, "python3", answer, math.inf, INSTALL))
+    return without_name(host, no_answer(host, "python3", answer, math.inf, INSTALL))

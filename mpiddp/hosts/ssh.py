@@ -299,7 +299,7 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
 
 
-def why_none(host: Host, program: str, answer: Answer, limit_s: float, fix: str) -> str:
+def no_answer(host: Host, program: str, answer: Answer, limit_s: float, fix: str) -> str:
     """The sentence for a program that has not answered. `fix` is that for a host without it."""
     if answer.exit_code == NO_PROGRAM:
         return f"{host.name}: {program} is missing. {fix}"

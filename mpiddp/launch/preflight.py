@@ -22,7 +22,7 @@ from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import program_that_prints
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, why_none
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed
@@ -190,7 +190,7 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     fix = "Install it at the same path on every host, or copy it there: mpiddp hosts push"
-    reason = why_none(host, needs.python, answer, LOGIN_S, fix)
+    reason = no_answer(host, needs.python, answer, LOGIN_S, fix)
     is_another = answer.has_failed_there and answer.exit_code != NO_PROGRAM
     return f"{reason} Install the same Python there as here." if is_another else reason
 
