@@ -166,8 +166,10 @@ def group_of(
     return None
 
 
-def kills_in(folder: Path) -> OomKills | None:
+def kills_in(folder: Path | None) -> OomKills | None:
     """The kills of a group, or None where the kernel does not tell."""
+    if folder is None:
+        return None
     for events, limit in _FILES_OF_A_GROUP:
         with suppress(OSError, ValueError):
             counts = dict(line.split() for line in (folder / events).read_text().splitlines())

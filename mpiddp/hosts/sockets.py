@@ -74,6 +74,16 @@ def resolve_own(name: str) -> str:
     return own[0]
 
 
+def reserve(listener: socket.socket) -> None:
+    """Keep the port of a listener for another process of this host, as long as this one lives."""
+    address, family = listener.getsockname(), listener.family
+    listener.close()
+    held = socket.socket(family)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(address)
+    held.detach()
+
+
 def allow_open(count: int) -> int:
     """Raise this process's limit of open files to `count`, or to the hard limit. Returns the lower one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -16,7 +16,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.paths import named_by
 from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, TEXT_LIMIT
 from mpiddp.protocol.variables import (
@@ -230,7 +229,7 @@ class Agent:
                 files["store"] = store.detach()
             self.child.go(env, files)
         elif store is not None:
-            _reserve(store)
+            reserve(store)  # the command's own process listens there
 
     # --- the loop ---
 
@@ -400,14 +399,3 @@ class Agent:
     def _send(self, kind: str, **facts: object) -> None:
         if self._launcher is not None and self.channel is not None:
             self.channel.send(kind, b"", **facts)
-
-
-def _reserve(listener: socket.socket) -> None:
-    """Keep the port of torch's store for a command, whose own process listens there."""
-    address = listener.getsockname()
-    family = listener.family
-    listener.close()
-    held = socket.socket(family)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(address)
-    held.detach()  # as long as this process lives

@@ -27,7 +27,6 @@ from typing import Any
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.processes import (
-    OomKills,
     descendants,
     end_all,
     group_of,
@@ -80,7 +79,7 @@ class Child:
         self.others: set[int] = set()
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
-        self._kills_before = _kills_for_memory()
+        self._kills_before = kills_in(group_of())
         takes_terminal = 0 not in files and _is_in_foreground()
         begin = partial(_begin, os.getpid(), takes_terminal=takes_terminal)
         self._process = subprocess.Popen(
@@ -187,11 +186,7 @@ class Child:
                     self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
 
     def ending(self, *, is_stopping: bool) -> Ending:
-        """What wait() says, with the script's own reason.
-
-        Args:
-            is_stopping: the launcher has requested a stop.
-        """
+        """What wait() says, with the script's own reason. `is_stopping`: a launcher has requested a stop."""
         assert self.status is not None
         ending = ending_of_process(self.status)
         has_stopped = ending.code == STOPPED and ("stopped" in self.said or is_stopping)
@@ -207,7 +202,7 @@ class Child:
     @property
     def lack_of_memory(self) -> dict[str, int | None]:
         """The kernel's kills in the rank's control group since the child began, if there were any."""
-        now, before = _kills_for_memory(), self._kills_before
+        now, before = kills_in(group_of()), self._kills_before
         if now is None or before is None or now.count <= before.count:
             return {}
         return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
@@ -221,12 +216,6 @@ class Child:
         """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`."""
         end_all(lambda: self.left, grace_s=grace_s)
         self.reap()
-
-
-def _kills_for_memory() -> OomKills | None:
-    """The kernel's kills in this process's control group, None where it does not tell."""
-    group = group_of()
-    return None if group is None else kills_in(group)
 
 
 def _begin(agent: int, *, takes_terminal: bool) -> None:

@@ -165,8 +165,7 @@ def import_torch() -> None:
 def _wait_for_go(session: Session) -> tuple[dict[str, str], dict[str, int]]:
     """Wait until the ranks have met. Without them, this process ends with its agent.
 
-    Returns:
-        The variables to set, and open files: "store", on which rank 0 serves torch's store, and "stdin".
+    Returns the variables to set, and open files: "store", where rank 0 serves torch's store, and "stdin".
     """
     assert session.control is not None
     line = b""
@@ -297,7 +296,6 @@ def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
     It supports a stop from its first moment on, and alone the first Ctrl-C requests one.
     """
     from mpiddp.runtime.gpu import prepare
-    from mpiddp.runtime.job.stop import listen_when_alone
 
     world = World.from_env()
     prepare(world)
@@ -305,7 +303,7 @@ def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
     stop = script_session().stop
     stop.declare_support()
     if world.launcher.name == "none":
-        listen_when_alone(stop)
+        stop_on(stop, signal.SIGTERM, signal.SIGINT, only_first=True)
     code = main(argv)
     if code == STOPPED:
         stop.stopped()

@@ -86,8 +86,7 @@ class Ending(NamedTuple):
 def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Ending:
     """The ending of a script that ended with this error, None for none.
 
-    Args:
-        has_stopped: whether the script ends early, as requested. Exit code 75 is no failure then.
+    With `has_stopped` it ends early, as requested, and exit code 75 is no failure.
     """
     if error is None:
         return Ending(DONE)

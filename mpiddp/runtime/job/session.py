@@ -150,10 +150,8 @@ def script_session() -> Session:
     """The session of this process, which is connected first if it is the script of a rank's command.
 
     In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
-    rank's script. The agent reports its start and its end; the script reports the rest, and its error.
-
-    Raises:
-        JobFailed: the server of the job cannot be reached.
+    rank's script. The agent reports its start and its end; the script reports the rest, and its error. Raises
+    JobFailed if the server of the job cannot be reached.
     """
     session = current()
     if session.channel is None and CHANNEL in os.environ and is_joined(os.environ):

@@ -151,45 +151,37 @@ class StopRequest:
         self._decided.set()
 
 
-def stop_on(stop: StopRequest, number: signal.Signals) -> None:
-    """Treat this signal as a request to stop, unless the script has its own handler.
+def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = False) -> None:
+    """Treat these signals as requests to stop, unless the script, or nohup, handles them itself.
 
     SIGUSR1 comes from mpirun or srun. Batch systems send SIGTERM, and the launcher, which gets it too, limits
-    the time.
+    the time. Without a launcher, `only_first` lets a second signal kill.
     """
-    is_main = threading.main_thread() is threading.current_thread()
-    if is_main and signal.getsignal(number) is signal.SIG_DFL:
-        handler = partial(_on_signal, stop)
-        signal.signal(number, handler)
-        os.register_at_fork(after_in_child=partial(_restore, number, handler))
+    if threading.main_thread() is not threading.current_thread():
+        return
+    for number in numbers:
+        before = signal.getsignal(number)
+        if before in (signal.SIG_DFL, signal.default_int_handler):
+            handler = partial(_on_signal, stop, before if only_first else None)
+            signal.signal(number, handler)
+            if not only_first:
+                os.register_at_fork(after_in_child=partial(_restore, number, handler))
 
 
-def _on_signal(stop: StopRequest, number: int, frame: Any) -> None:
+def _on_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
     stop.note_request()
+    if before is not None:
+        signal.signal(number, before)
+        name = signal.Signals(number).name
+        line = f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
+        with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
+            os.write(2, line.encode())
 
 
 def _restore(number: signal.Signals, handler: object) -> None:
     """A forked child is no rank."""
     if signal.getsignal(number) is handler:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
-
-
-def listen_when_alone(stop: StopRequest) -> None:
-    """Treat the first SIGTERM or Ctrl-C as a request to stop too, if there is no launcher."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before = signal.getsignal(number)
-        # Keep the handlers of nohup and the like.
-        if before in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, partial(_on_first_signal, stop, before))
-
-
-def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
-    signal.signal(number, before)
-    stop.note_request()
-    name = signal.Signals(number).name
-    line = f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
-    with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
-        os.write(2, line.encode())
 
 
 def leave_sigterm_to_rank() -> None:
