@@ -202,9 +202,7 @@ def _versions(
 ) -> list[Line]:
     """Whether the interpreter of the ranks loads the same of these packages on each host.
 
-    Args:
-        library: of MPI, "" for that which mpi4py finds.
-        known: the packages that the preflight has compared.
+    `library` is that of MPI, "" for the one that mpi4py finds. The preflight has compared those of `known`.
     """
     found, failures = ask_hosts(
         asked,

@@ -76,17 +76,11 @@ _PLACE = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """A known failure in a log, and the first line that shows it.
-
-    Attributes:
-        failure: the row of the table, with cause and fix.
-        number: the line's number, from 1.
-        line: the line, or its part around the match, without effects on a terminal.
-    """
+    """A known failure in a log, and the first line that shows it."""
 
     failure: Failure
-    number: int
-    line: str
+    number: int  # of the line, from 1
+    line: str  # or its part around the match, without effects on a terminal
 
 
 class Findings(NamedTuple):
@@ -127,16 +121,12 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 @dataclass(eq=False)
 class _Traceback:
-    """A traceback of one rank, "" for an unknown one.
-
-    `entry` is the function of its first frame, "" before that. `found` is its exception, or what led to it.
-    `was_survived`: the job has made a step before the next one.
-    """
+    """A traceback of one rank, "" for an unknown one."""
 
     rank: str
-    entry: str = ""
-    found: Explanation | None = None
-    was_survived: bool = False
+    entry: str = ""  # the function of its first frame, "" before that
+    found: Explanation | None = None  # its exception, or what led to it
+    was_survived: bool = False  # the job has made a step before the next one
 
 
 class _Log:

@@ -272,11 +272,8 @@ SCHEDULERS = (
 def find_allocation(env: Mapping[str, str]) -> Hosts | None:
     """The hosts of the allocation that this process runs in, None outside of any.
 
-    Its own transport reaches them, or ssh where that is not installed.
-
-    Raises:
-        UserError: the variables or files of the scheduler are incomplete.
-        JobFailed: a machine failed.
+    Its own transport reaches them, or ssh where that is not installed. Raises UserError if the variables or
+    files of the scheduler are incomplete, and JobFailed if a machine failed.
     """
     for row in SCHEDULERS:
         if row.is_present(env) and (hosts := row.read(env)):

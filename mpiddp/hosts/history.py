@@ -38,18 +38,11 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Event:
-    """A line.
+    """A line. `failed` has a sentence for each host that ended the attempt, or that did not answer."""
 
-    Args:
-        at: in seconds since 1970.
-        job: equal in all lines of one launch, whose attempts count as one job.
-        hosts: that took part.
-        failed: a sentence for each host that ended the attempt, which is one of `hosts`, or did not answer.
-    """
-
-    at: float
-    job: str = ""
-    hosts: tuple[str, ...] = ()
+    at: float  # in seconds since 1970
+    job: str = ""  # equal in all lines of one launch, whose attempts count as one job
+    hosts: tuple[str, ...] = ()  # that took part; a host that did not answer did not
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -113,9 +113,7 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 def read_hostfile(path: str | Path) -> Hosts:
     """Read a hostfile.
 
-    Raises:
-        UserError: with file, line and hint for its first error.
-        JobFailed: a machine failed.
+    Raises UserError with file, line and hint for its first error, and JobFailed if a machine failed.
     """
     source = str(path)
     try:

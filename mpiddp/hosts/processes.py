@@ -141,15 +141,10 @@ def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collectio
 
 @dataclass(frozen=True)
 class OomKills:
-    """The kills of one control group since it exists.
-
-    Attributes:
-        count: how many processes the kernel has killed for lack of memory.
-        limit_bytes: the group's limit of memory, None for no limit.
-    """
+    """The processes that the kernel has killed for lack of memory, in one control group since it exists."""
 
     count: int
-    limit_bytes: int | None
+    limit_bytes: int | None  # the group's limit of memory, None for no limit
 
 
 def group_of(

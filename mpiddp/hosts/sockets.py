@@ -39,9 +39,7 @@ def port_in(env: Mapping[str, str]) -> int:
 def resolve(name: str) -> str:
     """The address of a host, given its name or its address. IPv4 takes precedence over IPv6.
 
-    Raises:
-        UserError: there is no such name.
-        JobFailed: no name server answers.
+    Raises UserError if there is no such name, and JobFailed if no name server answers.
     """
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
