@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.attempt import Terms, run_attempt
 from mpiddp.launch.control import queued_signals
+from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import Plan
 from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.viewers import Console
 from mpiddp.runtime.rendezvous.channel_process import serve
 
 STEPS = 5  # messages of progress of each rank
@@ -43,11 +45,12 @@ def launcher(ranks: int) -> None:
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
     hosts = tuple(Host(f"node{number}", ranks=per_host) for number in range(ranks // per_host))
-    request = Request(Hosts("light clients", hosts), ("true",), ".")
-    starter = RankStarter(STARTERS[1], "5.0.11", mpirun)
+    named = Hosts("light clients", hosts)
+    request = Request(named, ("true",), ".")
+    plan = Plan(RankStarter(STARTERS[1], "5.0.11", mpirun), request, named, named, None)
     since = time.monotonic()
     with queued_signals() as signals:
-        outcome = run_attempt(Terms(parse_options(["--", "true"])), starter, request, signals)
+        outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).run()
     assert outcome.code == 0, outcome
     report(since)
 

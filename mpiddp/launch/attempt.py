@@ -1,4 +1,4 @@
-"""One attempt at a job: start its mpirun, react to events until nothing of it is left, and judge.
+"""One attempt at a job, whose mpirun has started: react to events until nothing of it is left.
 
 `Attempt._TABLE`, at the end, is the whole state machine. The loop waits for sockets, signals and timers, and
 uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
@@ -6,34 +6,30 @@ uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from mpiddp.errors import BAD_INPUT, DONE, STOPPED
-from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import stdin
-from mpiddp.launch.control import STOP_SIGNALS, ControlServer, SignalQueue, TimedSelector
+from mpiddp.launch.control import STOP_SIGNALS, ControlServer, SignalQueue
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.grow import HostSearch
-from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
+from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
+from mpiddp.launch.plan import HostSearch
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.status import job_facts, status_lines
-from mpiddp.launch.verdict import History, Outcome, Stop, verdict
+from mpiddp.launch.verdict import History, Stop
 from mpiddp.launch.watch import Watch, missing_sentence, places_sentence
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import Message, Peer
-from mpiddp.protocol.variables import JOB, JOIN_TIMEOUT_S, OUTPUT
+from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 from mpiddp.protocol.viewers import Console
 
 # Time limits for:
@@ -96,93 +92,33 @@ class Event(Enum):
     KILL = auto()
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What an attempt gets from its job."""
-
-    options: LaunchOptions
-    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
-    exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
-    search: HostSearch | None = None  # for hosts that can join, with `--grow`
-    console: Console = field(default_factory=Console)  # for viewers, see `mpiddp top`
-    settings: Mapping[str, str] = field(default_factory=dict)  # more variables for the ranks
-    arguments: tuple[str, ...] = ()  # more of them for the job
-
-
-def run_attempt(
-    terms: Terms, starter: RankStarter, request: Request, signals: SignalQueue
-) -> Outcome:
-    """Run the job to its end, and leave no process of it on any host that can be reached.
-
-    Args:
-        signals: the first requests a stop of the ranks. The second kills all processes of the job on this
-            host, and its daemons on other hosts then end too.
-
-    Raises:
-        UserError: mpirun cannot be started with this request.
-        JobFailed: it cannot be started, because a machine failed.
-    """
-    options, console, job = terms.options, terms.console, os.urandom(8).hex()
-    hosts, kind = request.hosts.hosts, starter.kind
-    others = [host for host in hosts if not is_this_host(host.name)]
-    ranks = Ranks(request.names_of_ranks)
-    world_size = ranks.world_size
-    with ExitStack() as stack:
-        folder = stack.enter_context(private_folder(os.environ))
-        selector = stack.enter_context(TimedSelector())
-        # A container may have a /tmp of its own, without this launcher's socket.
-        has_path = not (others or kind.has_scheduler or request.is_command)
-        where = folder / "control" if has_path else request.network.control_address
-        server = stack.enter_context(closing(ControlServer(where, world_size, selector)))
-        if console.listener is not None:
-            selector.register(console.listener, selectors.EVENT_READ, console.listener)
-        console.attempts += 1
-        if terms.exchange is not None:
-            terms.exchange.begin(server)
-        own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
-        settings = {**terms.settings, **own}
-        command = starter.compose(request, terms.arguments, settings, str(folder))
-        has_prefix = options.has_prefix(world_size)
-        output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
-        mpirun = MpirunProcess(starter, command, output)
-        attempt = Attempt(terms, ranks, server, mpirun, output, signals)
-        is_all_shown = attempt.run()
-        printed = output.last_errors if is_all_shown else None
-        elsewhere = {host.name for host in others}
-        beside = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
-        outcome = verdict(
-            ranks, mpirun.end, attempt.history, beside_mpirun=beside, printed=printed or {}
-        )
-        if printed is not None:
-            output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
-    if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not kind.has_scheduler:
-        left = [host for host in others if host.name not in ranks.silent_hosts]
-        kill_orphans(left, job, request.job[0], request.hosts.transport)
-    return outcome
-
-
 Action = Callable[["Attempt"], None] | None
 __ = None
 
 
+@dataclass(eq=False)
 class Attempt:
-    """An attempt whose mpirun has just started: its state, and its loop."""
+    """An attempt whose mpirun has just started: its state, and its loop.
 
-    def __init__(
-        self,
-        terms: Terms,
-        ranks: Ranks,
-        server: ControlServer,
-        mpirun: MpirunProcess,
-        output: JobOutput,
-        signals: SignalQueue,
-    ) -> None:
-        self._terms, self._options = terms, terms.options
-        self._server, self._timers = server, server.selector
-        self._mpirun, self._output, self._signals = mpirun, output, signals
-        self.ranks = ranks
-        self.watch = Watch(ranks, time.monotonic(), self._options.hang_timeout_s)
+    stop_at: when --stop-after is over, in time.monotonic()'s seconds. exchange: of the function that every
+    rank runs, if it is no script. search: for hosts that can join, with `--grow`.
+    """
+
+    options: LaunchOptions
+    ranks: Ranks
+    server: ControlServer
+    mpirun: MpirunProcess
+    output: JobOutput
+    signals: SignalQueue
+    console: Console = field(default_factory=Console)
+    stop_at: float = float("inf")
+    exchange: Exchange | None = None
+    search: HostSearch | None = None
+
+    def __post_init__(self) -> None:
         self.history = History()
+        self.watch = Watch(self.ranks, time.monotonic(), self.options.hang_timeout_s)
+        self._timers = self.server.selector
         self._input: socket.socket | None = None  # of rank 0, which a thread writes
         self._phase = Phase.STARTING
         self._stop_reason = ""
@@ -193,9 +129,9 @@ class Attempt:
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
         self._join_timeout_s = self._join_by = 0.0
-        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self._options.timeout_s or 0))
-        self._timers.after(terms.stop_at - time.monotonic(), Event.STOP_AFTER)
-        if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
+        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
+        self._timers.after(self.stop_at - time.monotonic(), Event.STOP_AFTER)
+        if not self.mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
 
     # --- the loop ---
@@ -206,19 +142,20 @@ class Attempt:
         Returns:
             Whether it is. A terminal may be stopped, and a second signal then ends the wait.
         """
-        self._timers.register(self._signals, selectors.EVENT_READ, self._signals)
-        if self._terms.search is not None:
-            self._timers.register(self._terms.search, selectors.EVENT_READ, self._terms.search)
-        while self._mpirun.code is None:
+        source: Any
+        for source in (self.signals, self.search, self.console.listener):
+            if source is not None:
+                self._timers.register(source, selectors.EVENT_READ, source)
+        while self.mpirun.code is None:
             self._wait()
-        if self._server.has_ranks:
+        if self.server.has_ranks:
             self._receive_last_messages()
         grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
-        if left := ", ".join(map(str, self._mpirun.end_orphans(grace_s))):
+        if left := ", ".join(map(str, self.mpirun.end_orphans(grace_s))):
             blocked = f"processes {left} cannot be killed: they are blocked in the kernel."
             self._log(blocked, is_error=True)
         is_all_shown = self._receive_last_output()
-        self._mpirun.reap_adopted()
+        self.mpirun.reap_adopted()
         if self._input is not None:
             with suppress(OSError):  # it has ended
                 self._input.shutdown(socket.SHUT_RDWR)
@@ -226,23 +163,23 @@ class Attempt:
 
     def _wait(self, at_most_s: float = _LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
-        until = min(self._timers.next_at, self._server.next_deadline)
+        until = min(self._timers.next_at, self.server.next_deadline)
         wait_s = min(at_most_s, max(0.0, until - time.monotonic()))
         ready = [key.data for key, _ in self._timers.select(wait_s)]
         for data in ready:
-            if data is self._terms.search and self._terms.search is not None:
-                self._found = self._terms.search.found()
+            if isinstance(data, HostSearch):
+                self._found = data.found()
                 self.on(Event.HOST_FOUND)
-            elif data is not self._signals:
-                for message in self._server.receive(data):
+            elif data is not self.signals:
+                for message in self.server.receive(data):
                     self.on_message(message)
-        self._server.expire()
+        self.server.expire()
         # After the messages, which the signal's sender may have reacted to.
-        for number in self._signals.receive() if self._signals in ready else ():
+        for number in self.signals.receive() if self.signals in ready else ():
             if number in STOP_SIGNALS:
                 self.on_signal(number)
             else:
-                self._mpirun.reap_adopted()
+                self.mpirun.reap_adopted()
         for event in self._timers.due():
             self.on(event)
 
@@ -250,9 +187,9 @@ class Attempt:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
         deadline = time.monotonic() + SILENCE_S
         self._end_ranks()
-        while self._server.has_ranks and time.monotonic() < deadline:
+        while self.server.has_ranks and time.monotonic() < deadline:
             self._wait(max(0.0, deadline - time.monotonic()))
-        for message in self._server.drop_silent_hosts():
+        for message in self.server.drop_silent_hosts():
             self.ranks.note(message)
 
     def _receive_last_output(self) -> bool:
@@ -262,31 +199,33 @@ class Attempt:
         """
         self._timers.cancel(*(set(Event) - {Event.STOP_AFTER}))
         began_at = time.monotonic()
-        while late := self._late_output():
-            if time.monotonic() > began_at + _LAST_OUTPUT_S[self.history.stop]:
-                break
-            if self._output.idle_s > OUTPUT_S:
+        while (late := self._late_output()) and self._may_wait_since(began_at):
+            if self.output.idle_s > OUTPUT_S:
                 missing = f"the last output of {late} has not arrived; it may be missing here."
                 self._log(missing, is_error=True)
                 break
             self._wait(0.02)
         if late:
-            self._mpirun.kill_agents()
-        self._output.finish()
-        while not self._output.is_finished(0.05):
-            if time.monotonic() > began_at + _LAST_OUTPUT_S[self.history.stop]:
-                return False
+            self.mpirun.kill_agents()
+        self.output.finish()
+        while not (is_finished := self.output.is_finished(0.05)) and self._may_wait_since(began_at):
             self._wait(0.05)
-        return True
+        return is_finished
+
+    def _may_wait_since(self, began_at: float) -> bool:
+        return time.monotonic() <= began_at + _LAST_OUTPUT_S[self.history.stop]
 
     def _late_output(self) -> str:
         """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
-        if late := self._output.open_ranks:
-            stuck, silent, hosts = self._server.connected, self.ranks.silent_hosts, self.ranks.hosts
-            late = [each for each in late if each not in stuck and hosts[each] not in silent]
+        left_out, silent = self.server.connected, self.ranks.silent_hosts
+        late = [
+            rank
+            for rank in self.output.open_ranks
+            if rank not in left_out and self.ranks.hosts[rank] not in silent
+        ]
         if late:
             return self.ranks.names(late)
-        return "a rank" if self._mpirun.agents() else ""
+        return "a rank" if self.mpirun.agents() else ""
 
     # --- events ---
 
@@ -295,7 +234,7 @@ class Attempt:
         if action := self._TABLE[event][self._phase.value]:
             action(self)
         if self._phase.value > Phase.RUNNING.value:
-            self._output.begin_end()
+            self.output.begin_end()
 
     def on_signal(self, number: int) -> None:
         if self.history.stop < Stop.BY_USER:
@@ -317,14 +256,16 @@ class Attempt:
         ranks.note(message)
         match message.kind:
             case "output":
-                self._output.add(rank=message.rank, **facts)
+                self.output.add(rank=message.rank, **facts)
             case "input":
                 self._input = facts["connection"]
                 stdin.begin(facts["connection"])
-            case "function" | "answer" if self._terms.exchange is not None:
-                self._terms.exchange.take(message, self._server)
+            case "function" | "answer" if self.exchange is not None:
+                self.exchange.take(message, self.server)
             case "view_job":
-                self._answer([facts["viewer"]], self._job_facts)
+                now, latest = time.monotonic(), self.output.latest.copy()
+                more = {"phase": self._phase.name.lower(), "straggler": self.watch.straggler}
+                self._answer([facts["viewer"]], {**job_facts(ranks, latest, now), **more})
             case "view_stacks":
                 self._viewers.append(facts["viewer"])
                 self._collect(Event.VIEW_STACKS)
@@ -336,11 +277,11 @@ class Attempt:
             case "started":
                 self.on(Event.STARTED)
                 if self.history.stop is Stop.BY_USER:
-                    self._server.request_stop(message.rank)
+                    self.server.request_stop(message.rank)
             case "mpi_init" if not ranks.joining and len(ranks.in_mpi_init) <= 1:
-                is_waiting = facts["active"]  # MPI waits for all ranks
-                own_s = self._options.timeout_s or JOIN_TIMEOUT_S
-                self._join_timeout_s = own_s if is_waiting else self._start_timeout_s
+                own_s = self.options.timeout_s or JOIN_TIMEOUT_S
+                # "active": MPI waits for all ranks.
+                self._join_timeout_s = own_s if facts["active"] else self._start_timeout_s
                 self.on(Event.FIRST_JOINED)
             case "joining":
                 self._join_timeout_s = facts["timeout_s"]
@@ -358,14 +299,14 @@ class Attempt:
             self._mute.discard(message.rank)
             if self._wanted is not None and not self._mute:
                 self._report_stacks()
-        if ranks.done and not self._server.has_ranks:
+        if ranks.done and not self.server.has_ranks:
             self.on(Event.ALL_LEFT)
 
     def _log(self, sentence: str, *, is_error: bool = False) -> None:
         """Print a sentence, at most once in an attempt."""
         if sentence not in self._said:
             self._said.add(sentence)
-            self._output.log(sentence, is_error=is_error)
+            self.output.log(sentence, is_error=is_error)
 
     # --- stacks: one collection at a time ---
 
@@ -379,16 +320,16 @@ class Attempt:
             return
         self._wanted = event
         self.ranks.stacks.clear()
-        self._mute = self._server.request_stacks() - self.ranks.done.keys()
+        self._mute = self.server.request_stacks() - self.ranks.done.keys()
         self._timers.after(STACKS_S, Event.STACKS_LATE)
         self._timers.after(STACKS_S + INTERRUPTED_S if self._mute else 0.0, Event.STACKS_OVER)
 
     def _interrupt(self) -> None:
         """Interrupt ranks that do not answer, if their stacks are for an error line: one may only be slow."""
-        is_guess = self._wanted is Event.WATCH_STACKS and self._options.hang_timeout_s is None
+        is_guess = self._wanted is Event.WATCH_STACKS and self.options.hang_timeout_s is None
         if not is_guess and self._wanted is not Event.VIEW_STACKS:
             for rank in self._mute:
-                self._server.send(rank, "stacks")  # its agent interrupts the script
+                self.server.send(rank, "stacks")  # its agent interrupts the script
 
     def _report_stacks(self) -> None:
         self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
@@ -402,12 +343,7 @@ class Attempt:
     def _answer(self, viewers: Sequence[Peer], facts: Mapping[str, Any]) -> None:
         for viewer in viewers:
             if viewer.is_open:
-                viewer.send(encode("answer", **self._terms.console.facts, **facts))
-
-    @property
-    def _job_facts(self) -> dict[str, Any]:
-        facts = job_facts(self.ranks, self._output.latest.copy(), time.monotonic())
-        return {**facts, "phase": self._phase.name.lower(), "straggler": self.watch.straggler}
+                viewer.send(encode("answer", **self.console.facts, **facts))
 
     # --- starting, joining ---
 
@@ -444,8 +380,8 @@ class Attempt:
     def _run_on(self) -> None:
         self._phase = Phase.RUNNING
         self._see_steps()
-        if self._terms.search is not None:
-            self._terms.search.begin()
+        if self.search is not None:
+            self.search.begin()
 
     # --- running ---
 
@@ -453,25 +389,23 @@ class Attempt:
         """Look at the running job, and at its stacks if the watch wants them."""
         if self.ranks.all_done:
             return
-        now, watch, output = time.monotonic(), self.watch, self._output
+        now, watch = time.monotonic(), self.watch
         if sentence := watch.judge_steps(now):
             self._log(sentence)
-        if watch.wants_stacks(now, output.idle_s):
+        if watch.wants_stacks(now, self.output.idle_s):
             self._collect(Event.WATCH_STACKS)
-        if output.shows_status:
-            attempt = self._terms.console.attempts
-            output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
-        longest = min(CHECK_S, self._options.hang_timeout_s or CHECK_S)
-        self._timers.after(longest, Event.SEE_STEPS)
+        if self.output.shows_status:
+            attempt = self.console.attempts
+            self.output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
+        self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
         """Say who hangs. With --hang-timeout, that ends the job."""
         if self.ranks.all_done:
             return
-        sentences = self.watch.judge_stacks(time.monotonic())
-        for sentence in sentences:
+        for sentence in (sentences := self.watch.judge_stacks(time.monotonic())):
             self._log(sentence, is_error=True)
-        if sentences and self._options.hang_timeout_s is not None:
+        if sentences and self.options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
     def _grow(self) -> None:
@@ -491,7 +425,7 @@ class Attempt:
 
     def _ask_all(self) -> None:
         """The user's first request: stop all ranks, within the time limits."""
-        if not self._server.has_ranks:
+        if not self.server.has_ranks:
             self._end_mpirun()
             return
         self._ask_to_stop()
@@ -506,12 +440,12 @@ class Attempt:
         self.request_stop("--stop-after")
 
     def _ask_to_stop(self) -> None:
-        for rank in self._server.connected:
-            self._server.request_stop(rank)
+        for rank in self.server.connected:
+            self.server.request_stop(rank)
 
     def _begin_grace(self) -> None:
         self._stopping_since = time.monotonic()
-        self._timers.after(min(CHECK_S, self._options.grace_s), Event.SEE_GRACE)
+        self._timers.after(min(CHECK_S, self.options.grace_s), Event.SEE_GRACE)
 
     def _save_to_grow(self) -> None:
         """A rank has made its last step, and the others are in the same one."""
@@ -521,7 +455,7 @@ class Attempt:
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
-        grace_s, now, ranks = self._options.grace_s, time.monotonic(), self.ranks
+        grace_s, now, ranks = self.options.grace_s, time.monotonic(), self.ranks
         since_stop = now - self._stopping_since
         left_s = grace_s - (now - max(ranks.last_saved_at, self._stopping_since))
         saving = sorted(ranks.saving)
@@ -533,14 +467,12 @@ class Attempt:
                     f"{ranks.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
                     f"waiting for at most {SAVE_GRACE_S:g} s."
                 )
-        if (
-            self._output.blocked_s >= OUTPUT_S
-        ):  # as after `| less`: ranks that print would never end
-            self._output.give_up()
+        if self.output.blocked_s >= OUTPUT_S:  # as by `| less`: ranks that print would never end
+            self.output.give_up()
         if left_s > 0:
             self._timers.after(min(CHECK_S, left_s), Event.SEE_GRACE)
         elif ranks.all_done:  # only their output is left
-            self._output.give_up()
+            self.output.give_up()
         else:
             self.history.limit = ranks.late_clause(SAVE_GRACE_S if saving else grace_s)
             if self.history.stop is Stop.BY_USER:
@@ -571,17 +503,17 @@ class Attempt:
         self._timers.after(END_S, Event.END_MPIRUN)
 
     def _end_ranks(self) -> None:
-        self._server.send_all("end", code=1)
+        self.server.send_all("end", code=1)
 
     def _end_mpirun(self) -> None:
         self._phase = Phase.ENDING
         self._timers.cancel(Event.END_MPIRUN)
-        self._mpirun.stop()
+        self.mpirun.stop()
         # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
         self._timers.after(STOP_S, Event.KILL)
 
     def _kill(self) -> None:
-        self._mpirun.kill_all()
+        self.mpirun.kill_all()
 
     def _kill_now(self) -> None:
         self.history.stop = Stop.AT_ONCE

@@ -162,13 +162,8 @@ def _handled_by(handler: Handler, numbers: Sequence[int]) -> Iterator[None]:
 class ControlServer(ChannelServer):
     """The server for `world_size` ranks. It registers with `selector`.
 
-    Args:
-        where: an address of this machine, of which it takes a free port; for ranks on this host only, the
-            path of a Unix socket in a folder that only this user can open.
-
-    Raises:
-        UserError: it cannot listen there.
-        JobFailed: a machine failed.
+    where: an address of this machine, of which it takes a free port; for ranks on this host only, the path of
+    a Unix socket in a folder that only this user can open.
     """
 
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
@@ -201,11 +196,7 @@ class ControlServer(ChannelServer):
         self._socket.close()
 
     def request_stacks(self) -> set[int]:
-        """Request the stacks of every connected rank: of its script, if that talks to this server itself.
-
-        Returns:
-            The ranks that were asked.
-        """
+        """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
         for rank in self.connected:
             self.send(rank, "stacks", to_script=rank in self._scripts)
         return self.connected

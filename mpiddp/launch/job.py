@@ -10,23 +10,38 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts.names import forget_addresses
+from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.attempt import Terms, run_attempt
-from mpiddp.launch.choose import Past, key_of, remember
-from mpiddp.launch.control import SignalQueue, interrupting, queued_signals
+from mpiddp.launch.attempt import Attempt
+from mpiddp.launch.control import (
+    ControlServer,
+    SignalQueue,
+    TimedSelector,
+    interrupting,
+    queued_signals,
+)
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.grow import HostSearch
+from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, make_plan, read_hosts
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED
-from mpiddp.launch.verdict import Outcome, Stop
-from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.place import Past, key_of, remember
+from mpiddp.launch.plan import HostSearch, Plan, make_plan, read_hosts
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
+from mpiddp.launch.verdict import Outcome, Stop, verdict
+from mpiddp.protocol.variables import (
+    ANNOUNCED,
+    JOB,
+    MAX_RESTARTS,
+    OUTPUT,
+    RESTART_COUNT,
+    RUN_DIR,
+    RUN_ID,
+)
 from mpiddp.protocol.viewers import Console, open_console, taken
 from mpiddp.text import all_of, counted
 
@@ -35,9 +50,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
     """Plan the job, run it, and restart it after each failure, at most `--max-restarts` times, and to grow.
-
-    Args:
-        exchange: of the function that every rank runs, if the job is no script.
 
     Raises:
         UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
@@ -49,19 +61,23 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     with queued_signals() as signals, closing(open_console(name)) as console:
         if why := taken():
             log.info(why)
-        return _Job(options, plan, stop_at, signals, exchange, console).run()
+        return Job(options, plan, signals, console, stop_at, exchange).run()
 
 
 @dataclass
-class _Job:
-    """One job over all of its attempts."""
+class Job:
+    """One job over all of its attempts.
+
+    Of its signals, the first requests a stop of the ranks. The second kills all processes of the job on this
+    host, and its daemons on other hosts then end too.
+    """
 
     options: LaunchOptions
     plan: Plan  # of the latest attempt
-    stop_at: float  # in time.monotonic()'s seconds
     signals: SignalQueue
-    exchange: Exchange | None
     console: Console
+    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         self.named = self.plan.named  # the latest list of hosts without an error
@@ -82,16 +98,9 @@ class _Job:
         return outcome._replace(announcement=self.known)
 
     def _attempt(self) -> Outcome:
-        """Run the latest plan."""
-        plan, options = self.plan, self.options
-        search = HostSearch(options, plan, self.past.doubts) if self.may_grow else None
-        terms = Terms(
-            *(options, self.stop_at, self.exchange, search, self.console),
-            *(self._settings(), self.known.resume_args),
-        )
+        """Run the latest plan, and learn from it."""
         try:
-            with closing(search) if search else nullcontext():
-                outcome = run_attempt(terms, plan.starter, plan.request, self.signals)
+            outcome = self._run_mpirun()
         except (UserError, JobFailed) as error:
             if not self.restarts:
                 raise
@@ -104,6 +113,51 @@ class _Job:
         self.learn_from(outcome)
         if outcome.made_steps:
             self.grown_from = None
+        return outcome
+
+    def _run_mpirun(self) -> Outcome:
+        """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
+        (starter, request, *_), options, job = self.plan, self.options, os.urandom(8).hex()
+        others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
+        has_scheduler = starter.kind.has_scheduler
+        ranks = Ranks(request.names_of_ranks)
+        world_size = ranks.world_size
+        with ExitStack() as stack:
+            search = None
+            if self.may_grow:
+                search = HostSearch(options, self.plan, self.past.doubts)
+                stack.enter_context(closing(search))
+            folder = stack.enter_context(private_folder(os.environ))
+            selector = stack.enter_context(TimedSelector())
+            # A container may have a /tmp of its own, without this launcher's socket.
+            has_path = not (others or has_scheduler or request.is_command)
+            where = folder / "control" if has_path else request.network.control_address
+            server = stack.enter_context(closing(ControlServer(where, world_size, selector)))
+            self.console.attempts += 1
+            if self.exchange is not None:
+                self.exchange.begin(server)
+            own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
+            settings, arguments = {**self._settings(), **own}, self.known.resume_args
+            command = starter.compose(request, arguments, settings, str(folder))
+            has_prefix = options.has_prefix(world_size)
+            output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
+            mpirun = MpirunProcess(starter, command, output)
+            attempt = Attempt(
+                *(options, ranks, server, mpirun, output, self.signals),
+                *(self.console, self.stop_at, self.exchange, search),
+            )
+            is_all_shown = attempt.run()
+            printed = output.last_errors if is_all_shown else {}
+            elsewhere = {host.name for host in others}
+            beside = [rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere]
+            outcome = verdict(
+                ranks, mpirun.end, attempt.history, beside_mpirun=beside, printed=printed
+            )
+            if is_all_shown:
+                output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
+        if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
+            left = [host for host in others if host.name not in ranks.silent_hosts]
+            kill_orphans(left, job, request.job[0], request.hosts.transport)
         return outcome
 
     def _settings(self) -> dict[str, str]:
@@ -150,12 +204,8 @@ class _Job:
             outcome.log()
             self.grown_from, self.may_grow = None, False
             return self._begin_again(before)
-        if outcome.code == FAILED and self.failures < self.options.max_restarts:
-            return self._restart(outcome)
-        return None
-
-    def _restart(self, outcome: Outcome) -> Plan | Outcome:
-        """Plan a restart after a failure."""
+        if outcome.code != FAILED or self.failures >= self.options.max_restarts:
+            return None
         outcome.log()
         self.failures += 1
         self.in_a_row = 1 if outcome.made_steps else self.in_a_row + 1
@@ -168,11 +218,10 @@ class _Job:
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""
-        has_saved, before = outcome.code == STOPPED, self.plan
-        if not has_saved:
+        interrupted, before = _STOPPED, self.plan
+        if outcome.code != STOPPED:
             outcome.log()
-            self.may_grow = False
-        interrupted = _STOPPED if has_saved else INTERRUPTED_BEFORE
+            interrupted, self.may_grow = INTERRUPTED_BEFORE, False
         planned = self._planned(interrupted)
         if planned is interrupted:
             return interrupted
@@ -189,10 +238,8 @@ class _Job:
     def _planned(self, interrupted: Outcome, pause_s: float = 0.0) -> Plan | Outcome:
         """The plan for the hosts that are listed and usable after a pause, or why there is none.
 
-        A list that is in error is ignored; the latest valid one stays in force.
-
-        Args:
-            interrupted: the outcome if the user stops the job meanwhile.
+        A list that is in error is ignored; the latest valid one stays in force. `interrupted` is the outcome
+        if the user stops the job meanwhile.
         """
         if self._must_stop(pause_s):
             return interrupted

@@ -10,22 +10,12 @@ from mpiddp.text import escaped
 
 _PATIENCE_S = 3.0  # with a reader that reads no more
 _stuck: set[int] = set()  # descriptors whose reader has used it up
-_is_quiet = False
-
-
-def be_quiet() -> None:
-    """From now on, `info` prints nothing (`--quiet`)."""
-    global _is_quiet
-    _is_quiet = True
-
-
-def is_quiet() -> bool:
-    return _is_quiet
+is_quiet = False  # with --quiet: `info` prints nothing
 
 
 def info(sentence: str) -> None:
     """Print a sentence on stderr, unless the launcher is to be quiet."""
-    if not _is_quiet:
+    if not is_quiet:
         error(sentence)
 
 

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
     if options.quiet:
-        log.be_quiet()
+        log.is_quiet = True
     home = os.path.expanduser("~")  # noqa: PTH111 - no error without a home folder
     if home != "~":
         os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it

@@ -50,10 +50,6 @@ class MpirunProcess:
 
     If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
     system may send one to every process of a job, whose ranks still save.
-
-    Raises:
-        UserError: mpirun cannot be started with these arguments.
-        JobFailed: a machine failed.
     """
 
     def __init__(self, starter: RankStarter, command: Command, output: JobOutput) -> None:
@@ -188,10 +184,7 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
     """Kill the remaining processes of `job` on these other hosts at once, and log how many there were.
 
     A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
-    were started with the job's id in their environment are killed.
-
-    Args:
-        python: an interpreter that every host has.
+    were started with the job's id in their environment are killed. Every host has the interpreter `python`.
     """
     if not transport.is_installed:
         return

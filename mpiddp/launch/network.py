@@ -25,25 +25,20 @@ def requested_networks(requested: str) -> tuple[str, ...]:
 def find_network(
     placed: Hosts, infos: Collection[HostInfo], requested: str | None, *, dry_run: bool = False
 ) -> JobNetwork:
-    """The network that the hosts share.
-
-    Args:
-        infos: the preflight's results.
-        requested: the interface of --interface, which all hosts have, maybe in different networks.
-    """
-    others = [host for host in placed.hosts if not is_this_host(host.name)]
-    if requested is not None:
+    """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
+    others = [host.name for host in placed.hosts if not is_this_host(host.name)]
+    if requested is not None:  # all hosts have it, maybe in different networks
         interface: Interface | None = _own_interfaces(requested)[0]
         networks = requested_networks(requested)
     else:
-        interface, networks = _shared_network([host.name for host in others], infos)
+        interface, networks = _shared_network(others, infos)
     address = "127.0.0.1"
     if others:
-        routes = map(_route, (host.name for host in others))
+        routes = map(_route, others)
         address = interface.address if interface else next((r[0] for r in routes if r), "")
     if not address and not dry_run:
         raise UserError(
-            f"no address of this machine is known that {others[-1].name} can reach. "
+            f"no address of this machine is known that {others[-1]} can reach. "
             "Name this machine's interface to it: --interface NAME"
         )
     return JobNetwork(interface, networks, address)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.arguments import OPTION_CHECKS, OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
+from mpiddp.launch.starters.command import RankProgram, parse_mpi_args
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.protocol.variables import (
@@ -34,37 +34,11 @@ from mpiddp.protocol.variables import (
     TIMEOUT,
     VERBOSE,
 )
-from mpiddp.text import listed, parse_whole, shown
+from mpiddp.text import parse_whole, shown
 
 WHERE = "where (default: the scheduler's allocation, or this machine)"
 HOW = "how"
 _HIDDEN = argparse.SUPPRESS
-
-
-class RankProgram(NamedTuple):
-    """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
-
-    command: tuple[str, ...] = ()
-    is_module: bool = False
-    is_command: bool = False
-
-    @property
-    def verb(self) -> str:
-        """The verb of mpiddp itself that each rank runs; "" for any other program."""
-        is_ours = self.is_module and self.command[0] == "mpiddp"
-        return "".join(self.command[1:2]) if is_ours else ""
-
-    def rank_command(self, python: Path) -> tuple[str, ...]:
-        """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
-        if self.verb == "run":
-            return (str(python), "-m", *self.command)
-        kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
-        return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
-
-
-def _number_per_node(text: str) -> int | None:
-    """K of --npernode; None for torchrun's words for one rank per GPU, which is what slots are by default."""
-    return None if text in ("gpu", "auto") else whole(1)(text)
 
 
 def _ranks(text: str) -> str:
@@ -99,13 +73,9 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 def _option(flags: str, text: str, default: Any = None, group: str = "", **more: Any) -> Any:
     """A field of LaunchOptions that an option sets.
 
-    Args:
-        flags: the spellings, those of other launchers in parentheses, and at last what the help calls the
-            value, or the "{values}" to choose from; a switch has none.
-        text: its help.
-        default: () for an option that may be repeated.
-        group: of the help, which begins with this option.
-        more: for argparse.
+    flags: the spellings, those of other launchers in parentheses, and at last what the help calls the value,
+    or the "{values}" to choose from; a switch has none. text: its help. default: () for an option that may be
+    repeated. group: of the help, which begins with this option. more: for argparse.
     """
     *names, last = flags.split()
     if last.startswith("-"):
@@ -146,7 +116,8 @@ class LaunchOptions:
     npernode: int | None = _option(
         "--npernode (--nproc-per-node) K",
         "number of ranks on each host (default: all slots)",
-        type=_number_per_node,
+        # torchrun's words for one rank per GPU, which is what slots are by default
+        type=lambda text: None if text in ("gpu", "auto") else whole(1)(text),
     )
     exclude: str | None = _option("--exclude HOSTS", "hosts to leave out: node3,node4")
     push: bool = _option(
@@ -245,16 +216,8 @@ class LaunchOptions:
     def names_hosts(self) -> bool:
         return (self.hostfile, self.host_list) != (None, None)
 
-    @property
-    def names_ranks(self) -> bool:
-        return (self.n, self.npernode) != (None, None)
-
     def settings(self, networks: Sequence[str]) -> dict[str, str | None]:
-        """The variables of the ranks that the options set, None for those that are not given.
-
-        Args:
-            networks: those of --interface, or that the launcher has found.
-        """
+        """The variables of the ranks that the options set, None for those that are not given."""
         is_verbose = "1" if self.verbose else None
         return {
             INTERFACE: ",".join(networks) if self.interface else None,
@@ -268,17 +231,6 @@ class LaunchOptions:
 
     def has_prefix(self, world_size: int) -> bool:
         return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
-
-    def check_log_ranks(self, world_size: int) -> None:
-        """Raise UserError if the job has no such rank."""
-        numbers = [int(each) for each in self.log_ranks.split(",") if each.isdigit()]
-        missing = [str(number) for number in numbers if number >= world_size]
-        if missing:
-            ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-            raise UserError(
-                f"--log-ranks {shown(self.log_ranks)}: there is no rank {listed(missing)}; "
-                f"the job has {ranks}."
-            )
 
 
 _FIELDS = {each.name: each.metadata for each in fields(LaunchOptions) if each.metadata}
@@ -439,23 +391,6 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
         if flag in _STARTS_NOTHING:
             raise UserError(f"{sentence} Write it before the script: {verb} {flag} {script}")
         log.info(f"{sentence} An option of {verb} comes before the script.")
-
-
-def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
-    arguments: list[str] = []
-    for text in texts:
-        try:
-            found = shlex.split(text)
-        except ValueError as error:
-            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
-        if found and not found[0].startswith("-"):
-            raise UserError(
-                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
-                "start it as a program. Example: --mpi-args='--mca pml ucx'"
-            )
-        arguments += found
-    return tuple(arguments)
 
 
 def _job(values: argparse.Namespace) -> RankProgram:

@@ -59,12 +59,8 @@ class _Stream:
 class JobOutput:
     """The job's stdout and stderr, and the thread that copies them.
 
-    Args:
-        has_prefix: each of their lines begins with the rank and its host.
-        shows_end: also show what mpirun says of the end of the job.
-
-    Attributes:
-        latest: by rank, the end of what it has printed last. Another thread changes it.
+    has_prefix: each of their lines begins with the rank and its host. shows_end: also show what mpirun says
+    of the end of the job.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class JobOutput:
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._sentences: deque[str] = deque()  # that are not shown yet
         self._status: Sequence[str] = []
-        self.latest: dict[int, bytes] = {}
+        self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
         self._has_begun_to_end = self._is_ending = False
@@ -110,7 +106,7 @@ class JobOutput:
 
     def log(self, sentence: str, *, is_error: bool = False) -> None:
         """Print a sentence of the launcher on stderr, on a line of its own. `--quiet` leaves errors alone."""
-        if is_error or not log.is_quiet():
+        if is_error or not log.is_quiet:
             self._sentences.append(sentence)
             os.eventfd_write(self._wake, 1)
 
@@ -118,7 +114,7 @@ class JobOutput:
     def shows_status(self) -> bool:
         """Whether stdout and stderr are one terminal, which has room for a status."""
         is_one = self._screens[1] is self._screens[2]
-        return is_one and self._screens[2].is_terminal and not log.is_quiet()
+        return is_one and self._screens[2].is_terminal and not log.is_quiet
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""
@@ -183,8 +179,7 @@ class JobOutput:
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
         """Show what mpirun has said at the end, once all is finished, and close.
 
-        Args:
-            is_said: the verdict says it. Then it goes to mpirun.log in `log_dir`, if any.
+        If the verdict says it (`is_said`), it goes to mpirun.log in `log_dir` instead, if any.
         """
         left_out = b""
         for stream in self._of_mpirun:
@@ -211,7 +206,8 @@ class JobOutput:
     def _copy(self) -> None:
         while not self._is_ending:
             self._busy_since = None
-            ready = self._poll.poll(_TICK_S if self._holds_text else None)
+            holds_text = any(each.buffer for each in self._of_mpirun) and not self._has_begun_to_end
+            ready = self._poll.poll(_TICK_S if holds_text else None)
             self._busy_since = time.monotonic()
             for file, _ in ready:
                 if file == self._wake:
@@ -229,10 +225,6 @@ class JobOutput:
             self._end(stream)
         self._streams.clear()
         self._say()
-
-    @property
-    def _holds_text(self) -> bool:
-        return any(stream.buffer for stream in self._of_mpirun) and not self._has_begun_to_end
 
     def _say(self) -> None:
         """Show what the launcher itself says, and what mpirun has written a while ago."""

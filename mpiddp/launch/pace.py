@@ -41,14 +41,10 @@ class _Sample(NamedTuple):
 
 
 class Pace:
-    """The latest steps of one rank.
-
-    Attributes:
-        memory: of the process, in bytes.
-    """
+    """The latest steps of one rank."""
 
     def __init__(self) -> None:
-        self.memory = 0
+        self.memory = 0  # of the process, in bytes
         self._samples: deque[_Sample] = deque()
         self._phases: Mapping[str, float] = {}  # totals of the latest report of them
         self._own_s: float | None = None  # of a step, by the latest two reports of phases

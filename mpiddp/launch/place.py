@@ -1,14 +1,25 @@
-"""The slots of each host, from its line and its GPUs, and then its ranks, within -n and --npernode."""
+"""Which of the named hosts a job takes, and the slots and ranks of each.
+
+The hosts are those that passed the preflight, without spares. Slots are a host's line, else its GPUs; ranks
+fill them within -n and --npernode. What earlier jobs and attempts have shown of the hosts counts as well
+(mpiddp/hosts/history.py keeps it). A job on this machine alone has no memory: it would only tell a script's
+errors.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from mpiddp.errors import UserError
+from mpiddp.hosts import history
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.names import is_this_host
@@ -16,7 +27,78 @@ from mpiddp.launch import log
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.command import StarterKind
 from mpiddp.launch.variables import env_on_host
-from mpiddp.text import counted, listed
+from mpiddp.protocol.variables import DRILL
+from mpiddp.text import counted, listed, shown
+
+Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
+_NO_DOUBTS: Doubts = MappingProxyType({})
+_JOB = os.urandom(4).hex()  # this launch
+
+
+class Past(NamedTuple):
+    """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
+
+    doubts: of earlier jobs, which are only said; later those of this job, which does without such hosts where
+        it can.
+    enough: the number of hosts of the first attempt; None before it.
+    max_ranks: the most ranks that the job has announced.
+    """
+
+    doubts: Doubts = _NO_DOUBTS
+    enough: int | None = None
+    max_ranks: int | None = None
+
+
+def wanted_hosts(
+    hosts: Hosts, spares: int, min_hosts: int | None, enough: int | None = None
+) -> tuple[int, int]:
+    """The number of hosts that the job takes, and the fewest with which it starts.
+
+    `enough` is that of the first attempt, None before it.
+    """
+    usable = len(hosts.usable)
+    wanted = usable - spares
+    if wanted < 1:
+        raise UserError(
+            f"--spares {spares} leaves no host for the ranks: {hosts.source} has "
+            f"{counted(usable, 'host')}."
+        )
+    if wanted < (min_hosts or 1):
+        beside = f" beside {counted(spares, 'spare')}" if spares else ""
+        raise UserError(
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {min_hosts}."
+        )
+    return wanted, min_hosts or min(wanted, enough or wanted)
+
+
+def choose(
+    named: Hosts, complaints: Mapping[Host, str], wanted: int, least: int, past: Past
+) -> Hosts:
+    """The hosts that the job takes.
+
+    The last hosts are spares. One takes the place of each host with a complaint; without enough of them, such
+    hosts are left out, as long as `least` remain. So is a host that this job doubts.
+    """
+    reasons = dict(complaints)
+    left = [host for host in named.usable if host not in reasons]
+    if reasons and len(left) < least:
+        raise UserError("\n".join(dict.fromkeys(reasons.values())))
+    for host in left[:] if past.enough else ():
+        if host.key in past.doubts and len(left) > least:
+            left.remove(host)
+            reasons[host] = f"{past.doubts[host.key]}."
+    for reason in reasons.values():
+        log.info(f"leaving out a host: {reason}")
+    taken, spares = left[:wanted], left[wanted:]
+    if spares:
+        log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
+    if known := [past.doubts[host.key] for host in taken if host.key in past.doubts]:
+        log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
+    left_out = {*reasons, *spares}
+    return replace(named, hosts=tuple(host for host in named.hosts if host not in left_out))
+
+
+# --- slots and ranks ---
 
 
 def with_slots(
@@ -30,11 +112,9 @@ def with_slots(
 ) -> Hosts:
     """The hosts with known slot counts, but for a host whose GPUs nobody knows.
 
-    Args:
-        infos: of the hosts that the preflight has checked.
-        variables: those that the user gives the ranks.
-        backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown.
-        by_number: the user requests a number of ranks, on this machine.
+    infos: of the hosts that the preflight has checked. variables: those that the user gives the ranks.
+    backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown. by_number: the user
+    requests a number of ranks, on this machine.
     """
     found, is_gloo = [], backend == "gloo"
     for host in hosts.hosts:
@@ -44,7 +124,7 @@ def with_slots(
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
         if info or (is_here and (slots is None or host.gpus or (is_known and slots > 1))):
             env = env_on_host(host.name, os.environ, variables)
-            gpus = _visible_gpus(host, _gpus_here(host, env) if info is None else info.gpus, env)
+            gpus = _visible_gpus(host, info, env)
         if slots is not None:
             slots = _fitted(hosts, host, slots, gpus, backend) if is_known else slots
         elif by_number:
@@ -60,22 +140,22 @@ def with_slots(
     return replace(hosts, hosts=tuple(found))
 
 
-def _gpus_here(host: Host, env: Mapping[str, str]) -> int:
-    """The number of this machine's GPUs. Raises UserError if the vendor's tool does not answer."""
-    if hides_all_gpus(env):
-        return 0
-    names = gpu_names(env.get("PATH"))
-    if names is None:
-        raise UserError(NO_ANSWER.format(name=host.name))
-    return len(names)
-
-
-def _visible_gpus(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
+def _visible_gpus(host: Host, info: HostInfo | None, env: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
-    `installed` is None if the vendor's tool does not answer, which matters only for a job that uses GPUs.
+    Without `info`, the host is this machine. Raises UserError if the vendor's tool does not answer here; the
+    preflight has said so of the other hosts.
     """
-    if hides_all_gpus(env) or installed is None:
+    if hides_all_gpus(env):
+        return 0
+    if info is None:
+        names = gpu_names(env.get("PATH"))
+        if names is None:
+            raise UserError(NO_ANSWER.format(name=host.name))
+        installed: int | None = len(names)
+    else:
+        installed = info.gpus
+    if installed is None:
         return 0
     if host.gpus is None:
         chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
@@ -116,12 +196,8 @@ def place(
 ) -> Hosts:
     """The hosts that take ranks, each with its number, under the names that mpirun gets.
 
-    `n` ranks fill the slots (or `npernode`) in order.
-
-    Args:
-        hosts: with known slot counts.
-        may_be_fewer: hosts are left out, so fewer ranks than `n` may start.
-        max_ranks: an upper bound on the number of ranks, beside `n`.
+    `n` ranks, and at most `max_ranks`, fill the slots (or `npernode`) in order. With `may_be_fewer`, hosts
+    are left out, so fewer ranks than `n` may start.
     """
     room = {host: slots_of(hosts, host) for host in hosts.hosts}
     for host, slots in room.items():
@@ -144,13 +220,8 @@ def place(
         if ranks := min(left, slots):
             placed.append(replace(host, ranks=ranks))
         left -= ranks
-    found = replace(hosts, hosts=tuple(placed))
-    return found if kind.has_scheduler else _named_for_mpirun(found, kind)
-
-
-def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
-    """This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it."""
-    own = [host for host in hosts.hosts if is_this_host(host.name)]
+    # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
+    own = [] if kind.has_scheduler else [host for host in placed if is_this_host(host.name)]
     if len(own) > 1:
         raise UserError(
             f"{hosts.where(own[1])}: {own[0].name} and {own[1].name} are both this machine. "
@@ -159,11 +230,21 @@ def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
     name = socket.gethostname()
     if kind.cuts_own_name:
         name = name.partition(".")[0]
-    named = (
-        replace(host, name=name, user=None, port=None) if host in own else host
-        for host in hosts.hosts
-    )
-    return replace(hosts, hosts=tuple(named))
+    for host in own:
+        placed[placed.index(host)] = replace(host, name=name, user=None, port=None)
+    return replace(hosts, hosts=tuple(placed))
+
+
+def check_log_ranks(selection: str, world_size: int) -> None:
+    """Raise UserError if the job has no such rank."""
+    numbers = [int(each) for each in selection.split(",") if each.isdigit()]
+    missing = [str(number) for number in numbers if number >= world_size]
+    if missing:
+        ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        raise UserError(
+            f"--log-ranks {shown(selection)}: there is no rank {listed(missing)}; "
+            f"the job has {ranks}."
+        )
 
 
 def ranks_by_host(hosts: Hosts) -> list[str]:
@@ -174,3 +255,29 @@ def ranks_by_host(hosts: Hosts) -> list[str]:
         lines.append(f"{host.name}: rank{f's {first}-{last}' if host.ranks > 1 else f' {first}'}")
         first = last + 1
     return lines
+
+
+# --- the memory of earlier jobs ---
+
+
+def memory_of(hostfile: str | None) -> Path | None:
+    """The history of the hosts of several machines; None in a drill, whose faults are no host's."""
+    return None if DRILL in os.environ else history.file_of(hostfile)
+
+
+def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
+    """What the history says of the hosts."""
+    events = history.read(memory)
+    doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
+    return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
+
+
+def remember(memory: Path, *, used: Collection[str] = (), failed: Doubts = _NO_DOUBTS) -> None:
+    """Write down what a preflight or an attempt has shown, see `history.Event`."""
+    history.append(memory, history.Event(time.time(), _JOB, tuple(used), dict(failed)))
+
+
+def key_of(name: str, named: Hosts) -> str:
+    """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
+    here = (host.key for host in named.hosts if is_this_host(name) and is_this_host(host.name))
+    return next(here, name.lower())

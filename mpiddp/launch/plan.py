@@ -7,30 +7,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
-from mpiddp.hosts.names import is_this_host, resolve_all
+from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log
-from mpiddp.launch.choose import Past, choose, memory_of, of_earlier_jobs, remember, wanted_hosts
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import place, ranks_by_host, with_slots
+from mpiddp.launch.place import (
+    Past,
+    check_log_ranks,
+    choose,
+    memory_of,
+    of_earlier_jobs,
+    place,
+    ranks_by_host,
+    remember,
+    wanted_hosts,
+    with_slots,
+)
 from mpiddp.launch.preflight import Checked, Needs, preflight
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
-from mpiddp.text import listed, shown
+from mpiddp.text import all_of, listed, shown
 
+_LONGEST = 1 << 16  # bytes of a sentence about hosts that can join
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -58,9 +71,8 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    Args:
-        named: the hosts to choose from, by default those of the options.
-        past: what the attempts before this one have taught; None for the first, which knows of earlier jobs.
+    named: the hosts to choose from, by default those of the options. past: what the attempts before this one
+    have taught; None for the first, which knows of earlier jobs.
 
     Raises:
         UserError: bad input, or something that this machine lacks.
@@ -78,7 +90,7 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    wanted = wanted_hosts(named, options.spares, options.min_hosts, past and past.enough)
+    wanted, least = wanted_hosts(named, options.spares, options.min_hosts, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     is_local = all(is_this_host(host.name) for host in named.usable)
     memory = None if is_local else memory_of(options.hostfile)
@@ -88,24 +100,23 @@ def make_plan(
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
     if memory and checked.silent:
         remember(memory, failed={host.key: why for host, why in checked.silent.items()})
-    chosen = choose(named, checked.complaints, wanted, past)
+    chosen = choose(named, checked.complaints, wanted, least, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
     is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
-    by_number = is_default and options.names_ranks
     with_counts = with_slots(
         *(chosen, infos, options.variables, options.backend),
-        by_number=by_number,
+        by_number=is_default and (options.n, options.npernode) != (None, None),
         dry_run=options.dry_run,
     )
     if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     placed = place(
         *(with_counts, kind, options.n, options.npernode),
-        may_be_fewer=len(chosen.usable) < max(wanted.hosts, past.enough or 0),
+        may_be_fewer=len(chosen.usable) < max(wanted, past.enough or 0),
         max_ranks=past.max_ranks,
     )
     if is_first:
-        options.check_log_ranks(placed.world_size)
+        check_log_ranks(options.log_ranks, placed.world_size)
     network = find_network(placed, infos.values(), options.interface, dry_run=options.dry_run)
     _explain(options, starter, placed, network)
     settings = options.settings(network.networks)
@@ -126,8 +137,7 @@ def make_plan(
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
     """The hosts that the user names, else those of an allocation, else this machine.
 
-    Args:
-        is_first: the job has not begun. Later, a host of --exclude may be gone from an edited hostfile.
+    Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
     if options.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
@@ -221,3 +231,66 @@ def working_folder(env: Mapping[str, str]) -> str:
         if logical.is_absolute() and logical.is_dir() and logical.samefile(here):
             return str(logical)
     return str(here)
+
+
+# --- hosts that can join a running job ---
+
+
+class HostSearch:
+    """The looks of `--grow 10m` during one attempt. Its file descriptor is readable when `found` has news.
+
+    A look reads files, resolves names and logs in to hosts, any of which may hang. So a thread looks. It
+    contacts hosts that could add ranks, and the first of the job, whose versions they must have.
+    """
+
+    def __init__(self, options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> None:
+        self._options = options
+        self._plan = plan
+        self._avoided = avoided
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._is_over = threading.Event()
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def begin(self) -> None:
+        """Look from now on, every `--grow`."""
+        threading.Thread(target=self._search, daemon=True).start()
+
+    def found(self) -> str:
+        """What a look has found: "node1 can join"."""
+        return self._receiver.recv(_LONGEST).decode()
+
+    def close(self) -> None:
+        """Look no more. A look that hangs is left alone: its thread ends with the process."""
+        self._is_over.set()
+        self._receiver.close()
+
+    def _search(self) -> None:
+        with self._sender, contextlib.suppress(OSError):  # the attempt is over
+            while not self._is_over.wait(self._options.grow_s):
+                if found := look(self._options, self._plan, self._avoided):
+                    self._sender.send(found.encode()[:_LONGEST])
+
+
+def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
+    """Look once, for hosts that `plan` could do with, but for those `avoided`: "node1 can join", or "".
+
+    A list of hosts in error, as while it is edited, and a machine that fails, are for the next look.
+    """
+    if options.n is not None and plan.request.world_size >= options.n:
+        return ""
+    used = {host.key for host in plan.hosts.hosts}
+    try:
+        listed = read_hosts(options, os.environ, is_first=False).usable
+        new = [host for host in listed if host.key not in {*used, *avoided}]
+        if not new or len(listed) - options.spares <= len(plan.hosts.usable):
+            return ""
+        forget_addresses()
+        # With the same versions as the first host of the job.
+        together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
+        checked = run_preflight(options, together, plan.starter, os.environ)
+    except (UserError, JobFailed):
+        return ""
+    joining = [host.name for host in new if host not in checked.complaints]
+    return f"{all_of(joining)} can join" if joining else ""

@@ -115,9 +115,10 @@ def _answers(
             transport=transport,
         )
         # Only people change a host's key.
-        final = [host for host in waiting if _NEW_KEY in answers[host].stderr]
         waiting = [
-            host for host in waiting if not _has_answered(answers[host]) and host not in final
+            host
+            for host in waiting
+            if not _has_answered(answers[host]) and _NEW_KEY not in answers[host].stderr
         ]
         left_s = waits_until - time.monotonic()
         if not waiting or left_s <= 0:

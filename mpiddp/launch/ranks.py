@@ -31,14 +31,10 @@ class Announcement(NamedTuple):
 
     def after(self, later: Announcement) -> Announcement:
         """This one after a later attempt. The first announcement of each kind counts."""
-        of_batch = later if self.global_batch_size is None else self
-        return Announcement(
-            self.resume_args or later.resume_args,
-            of_batch.global_batch_size,
-            later.max_ranks if self.max_ranks is None else self.max_ranks,
-            self.run_dir or later.run_dir,
-            of_batch.world_size,
-        )
+        known = {name: value for name, value in self._asdict().items() if value}
+        if self.global_batch_size is None:
+            known["world_size"] = later.world_size
+        return later._replace(**known)
 
 
 NOTHING_ANNOUNCED = Announcement()
@@ -174,21 +170,8 @@ class Ranks:
         return max((step for step, _ in self.steps.values()), default=0)
 
     @property
-    def newest_step_at(self) -> float | None:
-        """The time of the newest step of any rank by the server's clock, in seconds."""
-        return max((at for _, at in self.steps.values()), default=None)
-
-    @property
     def all_done(self) -> bool:
         return len(self.done) == self.world_size
-
-    @property
-    def all_stopped(self) -> bool:
-        """Whether the job stopped on request after a save.
-
-        Some ranks may have had less to do than others, and finished before the request.
-        """
-        return self.all_done and bool(self.stopped)
 
     @property
     def why_not_resumable(self) -> str:

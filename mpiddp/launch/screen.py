@@ -38,10 +38,7 @@ class Screen:
     """The file descriptor `target`, the launcher's `name`. One thread at a time uses it.
 
     A write waits for the reader, except one of the status. A reader that goes away loses the output, not the
-    job.
-
-    Args:
-        is_shared: the job has several ranks.
+    job. `is_shared`: the job has several ranks.
     """
 
     def __init__(self, target: int, name: str, *, is_shared: bool) -> None:
@@ -111,30 +108,22 @@ class Screen:
             self._open.add(source)
         else:
             self._open.discard(source)
-        self.show_lines(_prefixed(lines, source) if lines else b"")
+        if b"\r" in lines:
+            lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
+        prefix = source.prefix
+        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
     def _draw(self, text: bytes) -> None:
-        """Write text, and draw the open line and the status below it if this is a terminal."""
-        below = []
+        """Write text, and draw the open line of the lowest rank and the status below it on a terminal."""
+        below: list[bytes] = []
         if self.is_terminal and self._at is None:
-            below = [*self._open_line(), *self._status]
+            for source in sorted(self._open, key=lambda source: source.rank)[:1]:
+                below.append(source.prefix + _as_drawn(bytes(source.line)))
+            below += self._status
         if text or below != self._drawn:
-            erased, self._drawn = self._erased(), below
+            rows, self._drawn = len(self._drawn), below
+            erased = (_UP % (rows - 1) if rows > 1 else b"") + _ERASED if rows else b""
             self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
-
-    def _erased(self) -> bytes:
-        """What erases the lines that are drawn."""
-        if not self._drawn:
-            return b""
-        rows = len(self._drawn)
-        return (_UP % (rows - 1) if rows > 1 else b"") + _ERASED
-
-    def _open_line(self) -> list[bytes]:
-        """The open line of the lowest rank, as the terminal shows it, if there is one."""
-        if not self._open:
-            return []
-        source = min(self._open, key=lambda source: source.rank)
-        return [source.prefix + _as_drawn(bytes(source.line))]
 
     def _write(self, text: bytes) -> None:
         rest = memoryview(text)
@@ -154,14 +143,6 @@ class Screen:
         if not self._has_complained:
             self._has_complained = True
             log.error(f"{self._name}: {reason}. The job continues, and its output there is lost.")
-
-
-def _prefixed(lines: bytes, source: Source) -> bytes:
-    """The lines, each behind the source's prefix and as it looks in the end."""
-    prefix = source.prefix
-    if b"\r" in lines:
-        lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
-    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
 
 
 def _as_drawn(line: bytes) -> bytes:

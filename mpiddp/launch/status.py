@@ -17,8 +17,7 @@ _LONGEST_LINE = 200  # characters of a rank's last line
 def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list[str]:
     """The lines of the status; none before the first step. Times are of the caller's clock, in seconds.
 
-    Args:
-        straggler: a sentence about the straggler; "" if there is none.
+    `straggler` is a sentence about the straggler, "" if there is none.
     """
     if not ranks.steps:
         return []
@@ -37,7 +36,9 @@ def _training(ranks: Ranks) -> str:
         if has_total and step < total:
             parts.append(f"{duration((total - step) * step_s)} left")
     names = sorted(shown, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    parts += [f"{name} {_value(shown[name])}" for name in names]
+    for name in names:
+        value = shown[name]
+        parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return escaped("  ".join(parts))
 
 
@@ -56,19 +57,14 @@ def _machines(ranks: Ranks, attempt: int, straggler: str, now: float) -> str:
     return escaped("  ".join(parts))
 
 
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
     """The state of the job and of each rank. Times of a step are means in seconds; memory is in bytes.
 
-    Args:
-        latest: the end of what each rank has written.
+    `latest` is the end of what each rank has written.
     """
-    table = [_rank_facts(ranks, rank, now) for rank in range(ranks.world_size)]
-    for rank, facts in enumerate(table):
-        facts["line"] = _last_line(latest.get(rank, b""))
+    table = []
+    for rank in range(ranks.world_size):
+        table.append({**_rank_facts(ranks, rank, now), "line": _last_line(latest.get(rank, b""))})
     return {
         "ranks": table,
         "step": ranks.newest_step if ranks.steps else None,

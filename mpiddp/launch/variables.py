@@ -50,12 +50,7 @@ def variables_of_ranks(
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    """All variables that the ranks get.
-
-    Args:
-        exports: those that the user names.
-        settings: what the launcher's options set, which takes precedence. None is not set.
-    """
+    """All variables that the ranks get. `settings`, of the options, precede `exports`, the user's."""
     first, *others = placed.hosts
     has_scheduler = starter.kind.has_scheduler
     defaults = {}

@@ -128,9 +128,8 @@ def verdict(
 ) -> Outcome:
     """The verdict, with the known cause of a failure.
 
-    Args:
-        beside_mpirun: the ranks on mpirun's own host.
-        printed: the last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END.
+    beside_mpirun: the ranks on mpirun's own host. printed: the last lines on stderr of each rank, MPIRUN and
+    MPIRUN_AT_END.
     """
     first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
     found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
@@ -163,14 +162,18 @@ def _judge(
     beside_mpirun: Collection[int],
 ) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
-    if ranks.all_stopped:
+    # Some ranks may have had less to do than others, and finished before the request.
+    if ranks.all_done and ranks.stopped:
         return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
         host = missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
         return Outcome(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
-    if history.failed_in_stop and first and _has_reason(first, ranks):
-        return _of_failure(ranks, mpirun, first)
+    if history.failed_in_stop and first and first.kind == "failed":
+        # It failed while it saved and stopped, rather than being ended by the request.
+        has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
+        if has_reason and first.rank in ranks.supports_stop:
+            return _of_failure(ranks, mpirun, first)
     if history.is_requested and not (ranks.all_done and ranks.supports_stop):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
@@ -204,13 +207,6 @@ def _began(ranks: Ranks, message: Message) -> float:
         return message.at + _CONSEQUENCE_S
     began = ranks.claimed_at.get(message.rank, message.at)
     return began + _CONSEQUENCE_S if is_consequence else began
-
-
-def _has_reason(first: Message, ranks: Ranks) -> bool:
-    """Whether a rank failed while it saved and stopped, rather than being ended by the request."""
-    if first.kind != "failed" or first.rank not in ranks.supports_stop:
-        return False
-    return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
 # --- by mpirun ---
@@ -278,7 +274,11 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     if first.kind == "failed":
         sentence = _of_report(ranks, first)
     elif is_silent(first):
-        sentence = _lost_host(ranks, first)
+        host = ranks.host_of(first.rank)
+        silent = [rank for rank, message in ranks.failures.items() if is_silent(message)]
+        there = sorted(rank for rank in silent if ranks.host_of(rank) == host)
+        names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+        sentence = f"lost {host} ({names}): the host stopped answering."
     else:
         sentence = _of_lost_rank(ranks, mpirun, first)
         # Else mpirun may know how the rank has ended.
@@ -322,14 +322,6 @@ def _of_lost_rank(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> str:
         f"{name} ended first, without an error: it was killed, crashed in native code, or called "
         "os._exit."
     )
-
-
-def _lost_host(ranks: Ranks, first: Message) -> str:
-    host = ranks.host_of(first.rank)
-    silent = [rank for rank, message in ranks.failures.items() if is_silent(message)]
-    there = sorted(rank for rank in silent if ranks.host_of(rank) == host)
-    names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
-    return f"lost {host} ({names}): the host stopped answering."
 
 
 def _hosts_lost_with(ranks: Ranks, first: Message) -> list[str]:

@@ -100,13 +100,16 @@ class Watch:
     def wants_stacks(self, now: float, silent_s: float) -> bool:
         """Whether to ask for the stacks of all ranks. Called about once a second.
 
-        Args:
-            silent_s: for how long no rank has printed anything. It counts until there are steps.
+        For `silent_s`, no rank has printed anything. It counts until there are steps.
         """
         if (limit := self._limit_at) is not None:
             return now >= limit
         ranks = self._ranks
-        self._note_steps()
+        step, at = max(ranks.steps.values(), default=(0, 0.0))
+        if step != self._step:
+            if 0 < self._step < step:
+                self._step_s.append((at - self._step_at) / (step - self._step))
+            self._step, self._step_at = step, at
         signs = (self._step, len(ranks.done), len(ranks.saving), ranks.last_saved_at)
         has_printed = silent_s + _CHECK_S < now - self._quiet_since
         if signs != self._signs or (has_printed and not self._step):
@@ -125,15 +128,8 @@ class Watch:
     @property
     def _limit_at(self) -> float | None:
         """When --hang-timeout is over, if there are steps."""
-        newest = self._ranks.newest_step_at
+        newest = max((at for _, at in self._ranks.steps.values()), default=None)
         return None if self._timeout_s is None or newest is None else newest + self._timeout_s
-
-    def _note_steps(self) -> None:
-        step, at = max(self._ranks.steps.values(), default=(0, 0.0))
-        if step != self._step:
-            if 0 < self._step < step:
-                self._step_s.append((at - self._step_at) / (step - self._step))
-            self._step, self._step_at = step, at
 
     @property
     def _patience_s(self) -> float:
@@ -221,22 +217,21 @@ def places_of(ranks: Ranks) -> dict[int, Place]:
 
 
 def place_of(stacks: Mapping[str, Any] | None) -> Place:
-    """The place by a message "stacks" of a rank; None if it has sent none."""
+    """The place by a message "stacks" of a rank; None if it has sent none.
+
+    It is that of the main thread, or of the thread of the script for which the main thread waits.
+    """
     if stacks is None:
         return Place()
-    return Place(tuple(_frames(stacks["text"])), stacks["cpu_s"], stacks["state"])
-
-
-def _frames(text: str) -> list[tuple[str, str, str]]:
-    """The main thread's frames, or those of the thread of the script for which the main thread waits."""
-    main = _main_frames(text)
-    if not main or not _JOINS.search(main[-1][0]):
-        return main
-    threads = [each for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
-    for frames in map(_FRAME.findall, threads):
-        if frames and not all(_OF_LIBRARIES.search(file) for file, _, _ in frames):
-            return list(frames)
-    return main
+    text: str = stacks["text"]
+    frames = _main_frames(text)
+    if frames and _JOINS.search(frames[-1][0]):
+        threads = [each for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
+        for others in map(_FRAME.findall, threads):
+            if others and not all(_OF_LIBRARIES.search(file) for file, _, _ in others):
+                frames = others
+                break
+    return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
 
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:
@@ -260,22 +255,19 @@ def places_sentence(ranks: Ranks) -> str:
     for (is_outside, answers, text), members in sorted(
         groups.items(), key=lambda group: (group[0][0], -len(group[1]))
     ):
-        is_one, who = len(members) == 1, _who(ranks, members)
         if not answers:
-            do = "does not answer" if is_one else "do not answer"
-            clauses.append(f"{who} {do}: stopped, or stuck in native code")
-        elif is_outside:
-            clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
+            rest = ("does", "do"), " not answer: stopped, or stuck in native code"
         else:
-            clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
+            rest = (("is", "are") if is_outside else ("waits", "wait")), f" in {text}"
+        clauses.append(_clause(ranks, members, *rest))
     if finished := sorted(ranks.done):  # others may wait for them in vain
-        have = "has" if len(finished) == 1 else "have"
-        clauses.append(f"{_who(ranks, finished)} {have} finished")
+        clauses.append(_clause(ranks, finished, ("has", "have"), " finished"))
     return "; ".join(clauses) + "."
 
 
-def _who(ranks: Ranks, members: Sequence[int]) -> str:
-    return f"{len(members)} ranks" if len(members) > _NAMED else ", ".join(map(ranks.name, members))
+def _clause(ranks: Ranks, members: Sequence[int], verb: tuple[str, str], rest: str) -> str:
+    who = f"{len(members)} ranks" if len(members) > _NAMED else ", ".join(map(ranks.name, members))
+    return f"{who} {verb[len(members) > 1]}{rest}"
 
 
 def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
@@ -288,29 +280,25 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     steps = {rank: ranks.stacks[rank]["step"] for rank in left if rank in ranks.stacks}
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in left if rank not in steps]
+    held = sorted(ranks.held & steps.keys())
     behind = [rank for rank, step in steps.items() if step < furthest]
     outside = [rank for rank in steps if not place_of(ranks.stacks[rank]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
-    others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
+    wait = f"others wait at step {furthest}" if steps and len(left) > 1 else ""
     found = []
-    held = sorted(ranks.held & steps.keys())
     for rank in mute or held or behind or outside or left:
-        what = f"{ranks.name(rank)} has made no step for {timeout_s:g} s"
-        waiting = f" The{others[3:]}." if others else ""
+        why, others = "", f" The {wait}." if wait else ""
         if rank in mute:
-            found.append(
-                f"{what} and does not answer: it is stopped, or stuck in native code.{waiting}"
-            )
+            why = " and does not answer: it is stopped, or stuck in native code."
         elif rank in held:
-            text = ranks.stacks[rank]["text"].rstrip()
-            found.append(
-                f"{what}: native code holds its Python interpreter.{waiting} Its Python stack "
-                f"follows.\n{text}"
-            )
+            why = ": native code holds its Python interpreter."
         else:
+            others = f" while the {wait}." if wait else "."
+        sentence = f"{ranks.name(rank)} has made no step for {timeout_s:g} s{why}{others}"
+        if rank in steps:
             text = ranks.stacks[rank]["text"].rstrip()
-            beside = f" while {others}" if others else ""
-            found.append(f"{what}{beside}. Its Python stack follows.\n{text}")
+            sentence = f"{sentence} Its Python stack follows.\n{text}"
+        found.append(sentence)
     return found
 
 
@@ -339,7 +327,8 @@ def _last_words(ranks: Ranks, rank: int) -> str:
         )
     frames = _main_frames(ranks.stacks[rank]["text"])
     own = [frame for frame in frames if not frame[0].startswith("<frozen ")]
-    if not own:
-        return "none; its Python stack shows no line of a script."
-    file, line, code = own[-1]
-    return f"in {file}, {line}: {code}"
+    return (
+        "in {}, {}: {}".format(*own[-1])
+        if own
+        else "none; its Python stack shows no line of a script."
+    )

@@ -14,10 +14,11 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import leading_schedulers
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.text import all_of
+from mpiddp.text import all_of, shown
 
 LEFT_OUT = "…"  # stands for a value in what is printed
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
@@ -87,6 +88,27 @@ class Request(NamedTuple):
         return f"-F {path}", {path: "\n".join(lines) + "\n"}
 
 
+class RankProgram(NamedTuple):
+    """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
+
+    command: tuple[str, ...] = ()
+    is_module: bool = False
+    is_command: bool = False
+
+    @property
+    def verb(self) -> str:
+        """The verb of mpiddp itself that each rank runs; "" for any other program."""
+        is_ours = self.is_module and self.command[0] == "mpiddp"
+        return "".join(self.command[1:2]) if is_ours else ""
+
+    def rank_command(self, python: Path) -> tuple[str, ...]:
+        """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
+        if self.verb == "run":
+            return (str(python), "-m", *self.command)
+        kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
+        return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
+
+
 class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
 
@@ -94,12 +116,8 @@ class Flag(NamedTuple):
     reason: str
 
 
-class Parts(NamedTuple):
-    """What is particular to one MPI: flags, variables for the starter itself, and files by their paths."""
-
-    flags: Sequence[Flag]
-    settings: Mapping[str, str] = _NOTHING
-    files: Mapping[str, str] = _NOTHING
+# What is particular to one MPI: flags, variables for the starter itself, and files by their paths.
+Parts = tuple[list[Flag], Mapping[str, str], Mapping[str, str]]
 
 
 class Command(NamedTuple):
@@ -116,11 +134,7 @@ class Command(NamedTuple):
         return [self.program, *(each for flag in self.flags for each in flag.arguments), *self.job]
 
     def explained(self, hidden: Collection[str] = ()) -> str:
-        """The command ready to paste, followed by every flag with its reason.
-
-        Args:
-            hidden: the variables whose values are not printed.
-        """
+        """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
         lines = []
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
@@ -193,22 +207,17 @@ class RankStarter(NamedTuple):
     ) -> Command:
         """The command that starts `request` on exactly its hosts and in its order.
 
-        Args:
-            arguments: more of them for the job. variables: more of them for the ranks.
-            scratch: the folder of the command's files.
+        arguments: more of them for the job. variables: more of them for the ranks. scratch: the folder of the
+        command's files.
         """
         every = {**request.variables, **variables}
         # The others are inherited from the user's environment.
         own = {name: value for name, value in every.items() if request.env.get(name) != value}
         flags, settings, files = self.kind.compose(request, every, scratch)
-        theirs = Flag(request.mpi_args, "--mpi-args, as you wrote them")
-        return Command(
-            str(self.program),
-            (*flags, theirs) if request.mpi_args else (*flags,),
-            (*request.job, *arguments),
-            {**own, **settings, **own},
-            files,
-        )
+        if request.mpi_args:
+            flags.append(Flag(request.mpi_args, "--mpi-args, as you wrote them"))
+        job = (*request.job, *arguments)
+        return Command(str(self.program), (*flags,), job, {**own, **settings, **own}, files)
 
 
 # --- what the command lines of several starters share ---
@@ -229,3 +238,20 @@ def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:
     if len(",".join(lines)) <= _LONGEST_ARGUMENT:
         return {}
     return {str(PurePath(scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
+
+
+def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
+    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
+    arguments: list[str] = []
+    for text in texts:
+        try:
+            found = shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
+        if found and not found[0].startswith("-"):
+            raise UserError(
+                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
+                "start it as a program. Example: --mpi-args='--mca pml ucx'"
+            )
+        arguments += found
+    return tuple(arguments)

@@ -37,10 +37,9 @@ def mpich(request: Request, variables: Collection[str], scratch: str) -> Parts:
         Flag(("-bind-to", request.bind), BINDINGS[request.bind]),
         *_launcher(request, "-launcher", "-rmk", "user"),
         *_hydra(request, names),
+        Flag(("-n", str(request.world_size)), ONE_EACH),
     ]
-    return Parts(
-        [*flags, Flag(("-n", str(request.world_size)), ONE_EACH)], settings, {**files, **listed}
-    )
+    return flags, settings, {**files, **listed}
 
 
 def intel_mpi(request: Request, variables: Collection[str], scratch: str) -> Parts:
@@ -57,8 +56,9 @@ def intel_mpi(request: Request, variables: Collection[str], scratch: str) -> Par
         *_launcher(request, "-bootstrap"),
         *_hydra(request, variables),
         Flag(("-genv", *_INTEL_PINNING[request.bind]), BINDINGS[request.bind]),
+        Flag(("-n", str(request.world_size)), ONE_EACH),
     ]
-    return Parts([*flags, Flag(("-n", str(request.world_size)), ONE_EACH)], settings, files)
+    return flags, settings, files
 
 
 _INTEL_PINNING = {

@@ -60,7 +60,7 @@ def open_mpi_5(request: Request, variables: Collection[str], scratch: str) -> Pa
         return parts
     # Those that share a folder disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with "The
     # PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
-    return parts._replace(settings={"PRTE_MCA_prte_local_tmpdir_base": scratch})
+    return parts[0], {"PRTE_MCA_prte_local_tmpdir_base": scratch}, parts[2]
 
 
 def _open_mpi(
@@ -112,7 +112,7 @@ def _open_mpi(
         Flag(("--wdir", request.folder), WDIR),
         *(Flag(("-x", name), _EXPORT) for name in sorted(variables)),
     ]
-    return Parts(flags, files={**files, **listed})
+    return flags, {}, {**files, **listed}
 
 
 def _agent(request: Request) -> tuple[str, bool, str]:
@@ -142,10 +142,9 @@ def can_shield() -> bool:
 
 
 def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> Iterator[Flag]:
-    """The flags that keep Open MPI's components from following a scheduler's variables.
+    """The flags that keep Open MPI's components, `followers`, from following a scheduler's variables.
 
-    Args:
-        followers: the components that would. Names that this Open MPI was built without do no harm.
+    Names that this Open MPI was built without do no harm.
     """
     if why := request.why_pinned:
         ras = f"^{','.join(followers)}"

@@ -43,4 +43,4 @@ def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
         flags.append(
             Flag((f"--cpus-per-task={cpus}",), "srun does not inherit this option from sbatch")
         )
-    return Parts(flags, dict(zip(["SLURM_HOSTFILE"], listed, strict=False)), listed)
+    return flags, dict(zip(["SLURM_HOSTFILE"], listed, strict=False)), listed

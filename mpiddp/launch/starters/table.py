@@ -68,11 +68,9 @@ STARTERS = (
 def find_starter(
     name: str, explicit: str | None, python: Path, env: Mapping[str, str]
 ) -> RankStarter:
-    """The starter that the user names; else the program `name`: mpirun's beside `python`, or the one on PATH.
+    """The starter of --mpirun, `explicit`; else the program `name`, "mpirun" or a scheduler's own, as "srun".
 
-    Args:
-        name: "mpirun", or a scheduler's own starter such as "srun".
-        explicit: the path of --mpirun.
+    An mpirun beside `python` precedes one on PATH.
     """
     path = env.get("PATH")
     if explicit is not None:

@@ -21,7 +21,7 @@ import pytest
 
 from mpiddp.errors import FAILED
 from mpiddp.launch import attempt
-from mpiddp.launch.attempt import Attempt, Event, Terms
+from mpiddp.launch.attempt import Attempt, Event
 from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
@@ -54,7 +54,7 @@ class Job:
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
         self.attempt = Attempt(
-            Terms(options), self.ranks, self.server, self.mpirun, self.outputs, self.signals
+            options, self.ranks, self.server, self.mpirun, self.outputs, self.signals
         )
 
     @property

@@ -1,6 +1,6 @@
 """Which hosts a job takes: spares, hosts that fail the preflight, options that contradict each other.
 
-Tests mpiddp/launch/{choose,plan}.py. No host is contacted here.
+Tests mpiddp/launch/{place,plan}.py. No host is contacted here.
 python -m pytest tests/unit/launch/test_choose.py
 """
 
@@ -12,8 +12,8 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
-from mpiddp.launch.choose import Past, choose, wanted_hosts
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.place import Past, choose, wanted_hosts
 from mpiddp.launch.plan import THIS_MACHINE, exclude, read_hosts, working_folder
 
 A, B, C = Host("a"), Host("b"), Host("c")
@@ -31,7 +31,7 @@ def kept(
     past: Past = FIRST,
 ) -> str:
     wanted = wanted_hosts(hosts, spares, min_hosts, past.enough)
-    found = choose(hosts, complaints or {}, wanted, past)
+    found = choose(hosts, complaints or {}, *wanted, past)
     return "".join(host.name for host in found.hosts)
 
 

@@ -1,6 +1,6 @@
 """One look of --grow: which hosts of the list as it is now can join.
 
-Tests mpiddp/launch/grow.py. The promises on restarts have the thread that looks.
+Tests mpiddp/launch/plan.py. The promises on restarts have the thread that looks.
 python -m pytest tests/unit/launch/test_growth_watch.py
 """
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.grow import look
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_plan
+from mpiddp.launch.plan import look, make_plan
 from tests.support.machine import an_mpirun
 
 BOTH = "localhost slots=1\na.invalid slots=1\nb.invalid slots=1\n"

@@ -13,11 +13,10 @@ import pytest
 
 from mpiddp.launch.options import (
     LaunchOptions,
-    RankProgram,
     option_parser,
-    parse_mpi_args,
     parse_options,
 )
+from mpiddp.launch.starters.command import RankProgram, parse_mpi_args
 from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")

@@ -1,6 +1,6 @@
 """Plans as a dry run prints them: hosts, ranks, variables and flags, for one mpirun that starts nothing.
 
-Tests mpiddp/launch/main.py, plan.py, variables.py and choose.py.
+Tests mpiddp/launch/main.py, plan.py, variables.py and place.py.
 python -m pytest tests/unit/launch/test_plans.py
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import choose
-from mpiddp.launch.choose import Past, key_of, memory_of, of_earlier_jobs, remember
+from mpiddp.launch import place as places
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.place import Past, key_of, memory_of, of_earlier_jobs, remember
 from mpiddp.launch.plan import make_plan
 from tests.support.machine import an_mpirun
 
@@ -121,7 +121,7 @@ def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert of_earlier_jobs(file, LISTED) == Past()
     used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
-        monkeypatch.setattr(choose, "_JOB", job)
+        monkeypatch.setattr(places, "_JOB", job)
         remember(file, used=used, failed=failed)
     (doubt,) = of_earlier_jobs(file, LISTED).doubts.items()
     assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")

@@ -52,7 +52,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             parsed = parse_options([*where, *options, "--", "./program"])
             stop_at = time.monotonic() + left_s
             plan = make_plan(parsed, os.environ)
-            return jobs_of._Job(parsed, plan, stop_at, signals, None, Console())
+            return jobs_of.Job(parsed, plan, signals, Console(), stop_at)
 
         yield make
 
