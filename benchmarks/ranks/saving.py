@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.ranks.training import build_bare, open_source, synthetic_job, synthetic_order
+from mpiddp.bench.ranks.training import build, open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.datasets import batches
 from mpiddp.train.measure import StepTimer
-from mpiddp.train.parallel import wrap
 from mpiddp.train.step import backward
 from mpiddp.world import World
 
@@ -32,8 +31,7 @@ def main() -> None:
         images = list(batches(data.train, step, config, device, epoch=0))
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
-        state = build_bare(job, data)
-        ddp = wrap(state.model, config, data.shape, [])
+        state = build(job, data)
         checkpoints = checkpoint.open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 
@@ -47,7 +45,7 @@ def main() -> None:
             timer = StepTimer(device)
             timer.resume()
             for index in range(options.steps):
-                backward(ddp, iter(images), state.scaler, config)
+                backward(state, iter(images), config)
                 state.optimizer.step()
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:

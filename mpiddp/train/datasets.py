@@ -51,7 +51,6 @@ class Data:
 
     name: str
     num_classes: int
-    shape: tuple[int, int, int]  # C, H, W
     train: Dataset
     test: Dataset | None
     digest: str = ""  # of the names and labels of an image folder's files
@@ -95,23 +94,22 @@ def prepare(config: Namespace) -> None:
 
 def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> Data:
     """Open the data set on the device. Raises UserError if it is missing or invalid."""
-    shape = (3, config.image_size, config.image_size)
     is_folder = config.dataset == "image-folder"
     if config.use_syn:
         num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
         images = SyntheticImages(config, world.rank, device, num_images, num_classes)
-        return Data(f"synthetic {config.dataset}", num_classes, shape, images, None)
+        return Data(f"synthetic {config.dataset}", num_classes, images, None)
     if is_folder:
         from mpiddp.train.image_folder import open_folder  # takes Pillow along
 
         folder = data_dir(config)
         split, other, digest = open_folder(folder, config, device)
-        return Data(folder.resolve().name, len(split.classes), shape, split, other, digest)
+        return Data(folder.resolve().name, len(split.classes), split, other, digest)
     train, test = (
         DeviceImages(*arrays, config, device, augment=augment)
         for arrays, augment in zip(cifar10.read(data_dir(config)), (True, False), strict=True)
     )
-    return Data("cifar10", 10, shape, train, test)
+    return Data("cifar10", 10, train, test)
 
 
 def batches(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, JobFailed
@@ -29,7 +29,7 @@ from mpiddp.train.step import State, learning_rate, train_step
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 log = logging.getLogger("mpiddp")
 
-Trace = list[dict[str, int]]  # the digests of each step, by the name of the tensor, in their order
+Trace = list[tuple[int, str, int]]  # the step, name and digest of each tensor, in their order
 
 
 def check_determinism(
@@ -37,28 +37,31 @@ def check_determinism(
     data: Data,
     order: Order,
     world: mpiddp.World,
-    build: Callable[[], tuple[State, nn.Module]],
+    build: Callable[[], State],
 ) -> int:
     """Train the first steps twice. A collective: every rank must call it. Writes no file.
 
     Returns DONE if all bits are equal, STOPPED if the job was requested to stop. If some bits differ, all
-    ranks exit with code 1, and rank 0 prints the step, the rank and the tensor.
-
-    Args:
-        build: the state with fresh weights, and the model to call.
+    ranks exit with code 1, and rank 0 prints the step, the rank and the tensor. `build` gives a state with
+    fresh weights.
     """
-    first = _train(config, data, order, *build())
+    first = _train(config, data, order, build())
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
-    second = _train(config, data, order, *build()) if first is not None else None
+    second = _train(config, data, order, build()) if first is not None else None
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
-    found, hosts = gathered(first_difference(first, second)), gathered(world.hostname)
-    runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
-    differences = [(each, rank) for rank, each in enumerate(found) if each is not None]
+    num_steps = first[-1][0]
+    runs, tensors = f"two runs of {num_steps} steps from the same start", len(first) // num_steps
+    both = zip(first, second, strict=True)
+    different = [(number, *a[:2]) for number, (a, b) in enumerate(both) if a != b]
+    found, hosts = gathered(different[:tensors]), gathered(world.hostname)
+    differences = [(each, rank) for rank, each in enumerate(found) if each]
     with mpiddp.together():
         if differences:
-            (step, _, name, num_different), rank = min(differences)
+            own, rank = min(differences)
+            _, step, name = own[0]
+            num_different = sum(other == step for _, other, _ in own)
             hint = "" if config.deterministic else " Try --deterministic."
             raise JobFailed(
                 f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
@@ -69,46 +72,32 @@ def check_determinism(
     return DONE
 
 
-def first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] | None:
-    """The step, the number in it and the name of the first tensor that differs, and how many of it do."""
-    for step, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        names = list(dict.fromkeys([*a, *b]))
-        different = [name for name in names if a.get(name) != b.get(name)]
-        if different:
-            return step, names.index(different[0]), different[0], len(different)
-    return None
-
-
-def _train(
-    config: Namespace, data: Data, order: Order, state: State, ddp: nn.Module
-) -> Trace | None:
+def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
     num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
-    device = next(ddp.parameters()).device
-    trace: list[dict[str, Tensor]] = []
+    device = next(state.model.parameters()).device
+    trace: list[tuple[int, str, Tensor]] = []
+    step = 0
+
+    def recorded(images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
+        for number, (images, labels) in enumerate(images_and_labels, start=1):
+            trace.append((step, f"the images of backward pass {number}", digest(images)))
+            trace.append((step, f"the labels of backward pass {number}", digest(labels)))
+            yield images, labels
+
     for epoch in range(config.epochs):
-        steps = list(islice(order.steps(epoch), num_steps - len(trace)))
+        steps = list(islice(order.steps(epoch), num_steps - step))
         numbers = [images for micro_batches in steps for images in micro_batches]
         images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
         for _ in steps:
-            digests: dict[str, Tensor] = {}
-            lr = learning_rate(len(trace), order.steps_per_epoch, config)
-            loss = train_step(state, ddp, _recorded(images_of_epoch, digests), lr, config)
-            digests |= {name: digest(tensor) for name, tensor in _tensors(state, loss)}
-            trace.append(digests)
-            clear_gradients(ddp, config)
+            lr = learning_rate(step, order.steps_per_epoch, config)
+            step += 1
+            loss = train_step(state, recorded(images_of_epoch), lr, config)
+            trace += [(step, name, digest(tensor)) for name, tensor in _tensors(state, loss)]
+            clear_gradients(state.ddp, config)
             if mpiddp.should_stop():
                 return None
-    return [{name: int(value) for name, value in digests.items()} for digests in trace]
-
-
-def _recorded(images_and_labels: Iterator[Batch], digests: dict[str, Tensor]) -> Iterator[Batch]:
-    """The same batches."""
-    for images, labels in images_and_labels:
-        number = 1 + len(digests) // 2
-        digests[f"the images of backward pass {number}"] = digest(images)
-        digests[f"the labels of backward pass {number}"] = digest(labels)
-        yield images, labels
+    return [(step, name, int(value)) for step, name, value in trace]
 
 
 def _tensors(state: State, loss: Tensor) -> Iterator[tuple[str, Tensor]]:

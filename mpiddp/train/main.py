@@ -14,8 +14,7 @@ from mpiddp.train.options import parse
 def main(argv: list[str]) -> int:
     """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
 
-    Raises:
-        UserError, SystemExit: bad input. Of several ranks all exit, and rank 0 prints the sentence.
+    With bad input, of several ranks all exit, and rank 0 prints the sentence.
     """
     try:
         options = parse(argv)

@@ -56,20 +56,15 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def whole(low: int) -> Callable[[str], int]:
-    """A parser for whole numbers from `low` on."""
+def count(low: int, metavar: str = "N") -> dict[str, Any]:
+    """The keywords of an option that takes a whole number from `low` on."""
 
-    def parsed(text: str) -> int:
+    def whole(text: str) -> int:
         if not re.fullmatch("[0-9]{1,12}", text, re.ASCII) or int(text) < low:
             raise ArgumentTypeError(f"expected a whole number, {low} or more, not {text[:80]!r}")
         return int(text)
 
-    return parsed
-
-
-def count(low: int) -> dict[str, Any]:
-    """The keywords of an option that takes a whole number from `low` on."""
-    return {"type": whole(low), "metavar": "N"}
+    return {"type": whole, "metavar": metavar}
 
 
 def number(low: float) -> Callable[[str], float]:
@@ -156,26 +151,22 @@ def option_parser() -> argparse.ArgumentParser:
     add("--out", type=path, metavar="DIR", help="folder of the run (default: runs/<time>-<arch>)")
     add("--resume", type=path, default="auto", metavar="auto|never|PATH", help="(default: auto)")
     add("--save-every", type=interval, metavar="STEPS|TIME", help="20, 30s or 10m (default: per epoch)")
-    add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep (default: 2)")
-    add("--log-every", type=whole(1), default=50, metavar="STEPS", help="(default: 50)")
+    add("--keep", **count(2), default=2, help="checkpoints to keep (default: 2)")
+    add("--log-every", **count(1, "STEPS"), default=50, help="(default: 50)")
     add("--log-to", type=tools, metavar="TOOLS", help=f"also show the run in {', '.join(SINKS)}")
     add("--per-rank-log", action="store_true", help="print the lines of mpirun tutorials, on every rank")
-    add("--stop-at-step", type=whole(1), metavar="STEP", help="save after this step and exit with code 75")
+    add("--stop-at-step", **count(1, "STEP"), help="save after this step and exit with code 75")
     add = parser.add_argument_group("checks").add_argument
     add("--check-determinism", nargs="?", const=CHECKED_STEPS, **count(1), help="compare two runs")
-    add("--check-divergence", type=whole(1), metavar="STEPS", help="compare the ranks so often")
+    add("--check-divergence", **count(1, "STEPS"), help="compare the ranks so often")
     # fmt: on
     # torch.distributed.launch passes it to every script. The value comes from the environment.
-    parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def parse(argv: list[str]) -> Namespace:
-    """The options as written; None where the user has set none.
-
-    Raises:
-        UserError: unknown options, values out of range, or options that contradict each other.
-    """
+    """The options as written; None where the user has set none. Raises UserError."""
     options = option_parser().parse_args([_dashed(argument) for argument in argv])
     del options.local_rank
     _refuse_contradictions(options)

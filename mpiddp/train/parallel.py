@@ -47,9 +47,7 @@ def find_copies(config: Namespace, world: mpiddp.World) -> list[list[int]]:
     return [[rank for rank in ranks if hosts[rank] == host] for host in counts]
 
 
-def wrap(
-    model: nn.Module, config: Namespace, shape: tuple[int, int, int], copies: list[list[int]]
-) -> nn.Module:
+def wrap(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.Module:
     """Shard the model over the ranks of each copy, in place. Without `copies`, wrap it in
     DistributedDataParallel, freeze its buckets, and compile it with --compile.
 
@@ -62,7 +60,7 @@ def wrap(
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
-    freeze_buckets(ddp, config, shape)
+    freeze_buckets(ddp, config)
     if config.grad_compression == "bf16":
         ddp.register_comm_hook(ddp.process_group, _in_bf16)
     if config.compile != "off":
@@ -70,19 +68,18 @@ def wrap(
     return ddp
 
 
-def freeze_buckets(
-    ddp: DistributedDataParallel, config: Namespace, shape: tuple[int, int, int]
-) -> None:
+def freeze_buckets(ddp: DistributedDataParallel, config: Namespace) -> None:
     """Run two discarded passes that change nothing but DDP's buckets, which are final afterwards.
 
     DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
     the grouping, so without this a resumed run would sum differently from an uninterrupted one.
     """
     device = next(ddp.parameters()).device
+    images = torch.zeros(2, 3, config.image_size, config.image_size, device=device)
     buffers = [buffer.clone() for buffer in ddp.buffers()]
     cpu_rng = torch.get_rng_state()
     for _ in range(2):
-        ddp(torch.zeros(2, *shape, device=device)).sum().backward()
+        ddp(images).sum().backward()
     clear_gradients(ddp, config)
     torch.set_rng_state(cpu_rng)
     for buffer, saved in zip(ddp.buffers(), buffers, strict=True):

@@ -212,11 +212,7 @@ def check_packages(tools: str | None) -> None:
 def following(
     tools: str | None, run: Path, config: Config, *, step: int
 ) -> Iterator[Callable[..., None]]:
-    """Give the body a `mpiddp.log_metrics` that also sends the numbers to these tools.
-
-    Args:
-        step: the one from which the run starts or resumes.
-    """
+    """Give the body a `mpiddp.log_metrics` that also sends the numbers after this step to these tools."""
     threads: dict[threading.Thread, Records] = {}
     for tool in tools.split(",") if tools else ():
         queue: Records = SimpleQueue()

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data, Dataset
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import share_of
-from mpiddp.train.parallel import is_sharded, reducing, reshard
+from mpiddp.train.parallel import is_sharded, reducing, reshard, wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_bn import synchronized
 
@@ -34,11 +34,23 @@ BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, when the training batch 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes: the bare model, its optimizer and the gradient scaler of fp16."""
+    """Everything that a step changes: the model, its optimizer and the gradient scaler of fp16."""
 
-    model: nn.Module
+    model: nn.Module  # the bare one
+    ddp: nn.Module  # the one to call
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+
+
+def build_state(model: nn.Module, config: Namespace, copies: list[list[int]]) -> State:
+    """The state of a training with this model, which lies on the device. A collective.
+
+    `copies` are those of `parallel.find_copies`.
+    """
+    ddp = wrap(model, config, copies)
+    torch.manual_seed(config.seed + 1 + dist.get_rank())
+    device = next(model.parameters()).device
+    return State(model, ddp, build_optimizer(model, config), build_scaler(config, device))
 
 
 def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Module:
@@ -147,7 +159,6 @@ PhaseEnds = Callable[[str], object]
 
 def train_step(
     state: State,
-    ddp: nn.Module,
     batches: Iterator[Batch],
     lr: float,
     config: Namespace,
@@ -160,7 +171,7 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = backward(ddp, batches, state.scaler, config, phase_ends=phase_ends)
+    loss_sum = backward(state, batches, config, phase_ends=phase_ends)
     if config.clip_grad_norm is not None:
         clip_gradients(state, config.clip_grad_norm)
     state.scaler.step(state.optimizer)
@@ -169,34 +180,26 @@ def train_step(
 
 
 def backward(
-    ddp: nn.Module,
-    batches: Iterator[Batch],
-    scaler: torch.amp.GradScaler,
-    config: Namespace,
-    *,
-    phase_ends: PhaseEnds = str,
+    state: State, batches: Iterator[Batch], config: Namespace, *, phase_ends: PhaseEnds = str
 ) -> Tensor:
     """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
 
-    Args:
-        phase_ends: called at the end of each phase: "data", "forward", "backward", and "waiting" for the sum
-            over all ranks. Shards and --sync-bn wait within the passes, and have no such phase.
-
-    Returns:
-        The sum of the losses of this rank's images: a scalar on the device.
+    `phase_ends` is called at the end of each phase: "data", "forward", "backward", and "waiting" for the sum
+    over all ranks. Shards and --sync-bn wait within the passes, and have no such phase. Returns the sum of
+    the losses of this rank's images: a scalar on the device.
     """
-    loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
-    waits_last = not (is_sharded(ddp) or config.sync_bn)
+    loss_sum = torch.zeros((), device=next(state.model.parameters()).device)
+    waits_last = not (is_sharded(state.ddp) or config.sync_bn)
     # The ranks take the mean of their gradients; this makes it the mean over all images.
     weight = dist.get_world_size() / config.global_batch_size
     for left in reversed(range(config.grad_accum_steps)):
         images, labels = next(batches)
         phase_ends("data")
-        with reducing(ddp, left == 0):
+        with reducing(state.ddp, left == 0):
             with autocast(config, images.device):
-                loss = F.cross_entropy(ddp(images), labels, reduction="sum")
+                loss = F.cross_entropy(state.ddp(images), labels, reduction="sum")
             phase_ends("forward")
-            scaler.scale(loss * weight).backward()
+            state.scaler.scale(loss * weight).backward()
             phase_ends("waiting" if waits_last and left == 0 else "backward")
         loss_sum += loss.detach()
     return loss_sum
@@ -204,19 +207,15 @@ def backward(
 
 def mark_last_gradient(model: nn.Module, phase_ends: PhaseEnds) -> None:
     """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
-    first = next((p for p in model.parameters() if p.requires_grad), None)
-    if first is not None and not is_sharded(model):
+    if not is_sharded(model):
+        first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda parameter: phase_ends("backward"))
 
 
 def clip_gradients(state: State, max_norm: float) -> None:
     """Scale the gradients down to this norm over all parameters, of all shards. A collective if sharded."""
     state.scaler.unscale_(state.optimizer)
-    parameters = [p for p in state.model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # a DTensor: each rank has the norm of its shards
-        norm = norm.full_tensor()
-    clip_grads_with_norm_(parameters, max_norm, norm)
+    clip_grad_norm_(state.model.parameters(), max_norm)
 
 
 def autocast(config: Namespace, device: torch.device) -> torch.autocast:
@@ -264,10 +263,8 @@ def evaluate(
     """Score the bare model on all images of the data set. A collective: every rank must call it.
 
     Each image is on exactly one rank, and the ranks add sums, not means. The batch size does not change the
-    result, because BatchNorm uses its running statistics.
-
-    Returns:
-        The fraction of images that it classifies, its mean cross-entropy, and the number of images.
+    result, because BatchNorm uses its running statistics. Returns the fraction of images that it classifies,
+    its mean cross-entropy, and the number of images.
     """
     batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
     share = share_of(dataset.num_images, dist.get_rank(), dist.get_world_size())

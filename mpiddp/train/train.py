@@ -21,29 +21,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.train.checkpoint import open_checkpoints, resume, save
-from mpiddp.train.config import (
-    IMAGES_PER_PASS,
-    gathered,
-    require_equal,
-    resolve,
-    resume_args,
-)
+from mpiddp.train.config import IMAGES_PER_PASS, gathered, require_equal, resolve, resume_args
 from mpiddp.train.datasets import Data, batches, open_data, prepare
 from mpiddp.train.determinism import check_determinism
 from mpiddp.train.measure import StepTimer, counted, measured, table
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards, wrap
+from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards
 from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
     build_model,
-    build_optimizer,
-    build_scaler,
+    build_state,
     choose_kernels,
     evaluate,
     learning_rate,
@@ -56,11 +48,7 @@ log = logging.getLogger("mpiddp")  # rank 0 prints it
 
 
 def main(options: Namespace) -> int:
-    """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
-
-    Args:
-        options: those of `mpiddp.train.options.parse`.
-    """
+    """Train with these options of `parse`, and return the exit code: DONE, or STOPPED on request."""
     # torch's flight recorder writes NCCL's last operations if a collective times out. To read the files:
     # python -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ LOGS
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -111,17 +99,11 @@ def main(options: Namespace) -> int:
                 "warning: --check-divergence compares nothing: the ranks share one copy of the model."
             )
 
-        def distribute(model: nn.Module) -> tuple[State, nn.Module]:
-            """The state of a training with this model, and the model to call."""
-            ddp = wrap(model, config, data.shape, copies)
-            torch.manual_seed(config.seed + 1 + world.rank)
-            return State(model, build_optimizer(model, config), build_scaler(config, device)), ddp
-
         if config.check_determinism:
-            fresh = lambda: distribute(build_model(config, data, device))  # noqa: E731
+            fresh = lambda: build_state(build_model(config, data, device), config, copies)  # noqa: E731
             return check_determinism(config, data, order, world, fresh)
 
-        state, ddp = distribute(model)
+        state = build_state(model, config, copies)
         mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
             resume_args=resume_args(config, out),
             global_batch_size=config.global_batch_size,
@@ -133,15 +115,9 @@ def main(options: Namespace) -> int:
                 step = resume(checkpoints, state, config)
             logs = (out / "logs").absolute()
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
-            with mpiddp.together():
-                try:
-                    logs.mkdir(exist_ok=True)
-                    if checkpoints.is_writer:
-                        save_json(out / "config.json", vars(config))
-                except OSError as error:
-                    raise UserError(
-                        f"--out {error.filename}: {error.strerror}. Name another folder."
-                    ) from None
+            logs.mkdir(exist_ok=True)
+            if checkpoints.is_writer:
+                save_json(out / "config.json", vars(config))
             if world.rank == 0:
                 start_record(out, world, hosts, started)
             tools = config.log_to if world.rank == 0 else None
@@ -154,9 +130,7 @@ def main(options: Namespace) -> int:
                     f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "
                     f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
                 )
-                summary = fit(
-                    config, world, data, order, state, ddp, checkpoints, step, record=record
-                )
+                summary = fit(config, world, data, order, state, checkpoints, step, record=record)
         if summary is None:
             return STOPPED
         summary["hosts"] = dict(Counter(hosts))
@@ -172,7 +146,6 @@ def fit(
     data: Data,
     order: Order,
     state: State,
-    ddp: nn.Module,
     checkpoints: mpiddp.Checkpoints,
     step: int,
     *,
@@ -181,7 +154,6 @@ def fit(
     """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
 
     Args:
-        ddp: the model to call.
         step: the number of steps that it has made.
         record: takes a step, and values by name.
     """
@@ -189,7 +161,7 @@ def fit(
     device = next(state.model.parameters()).device
     total_steps = order.steps_per_epoch * config.epochs
     timer = StepTimer(device)
-    mark_last_gradient(ddp, timer.phase_ends)
+    mark_last_gradient(state.ddp, timer.phase_ends)
     epochs_s: list[float] = []
     train_loss: float | None = None
     accuracy = test_images = None
@@ -205,10 +177,8 @@ def fit(
 
         while step < (epoch + 1) * order.steps_per_epoch:
             lr = learning_rate(step, order.steps_per_epoch, config)
-            loss_sum += train_step(
-                state, ddp, images_of_epoch, lr, config, phase_ends=timer.phase_ends
-            )
-            clear_gradients(ddp, config)
+            loss_sum += train_step(state, images_of_epoch, lr, config, phase_ends=timer.phase_ends)
+            clear_gradients(state.ddp, config)
             timer.tick()
             step, num_images = step + 1, num_images + config.global_batch_size
             ends_epoch = step % order.steps_per_epoch == 0

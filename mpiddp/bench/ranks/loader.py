@@ -57,7 +57,7 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
                 speeds[name].append(speed)
     return {
         "arch": config.arch,
-        "shape": next(iter(opened.values())).shape,
+        "shape": (3, config.image_size, config.image_size),
         "batch_size": config.batch_size,
         "model_images_per_s": model,
         "sources": [{"source": name, "images_per_s": each} for name, each in speeds.items()],

@@ -28,10 +28,10 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
         timer = StepTimer(job.device)
         timer.resume()
         for _ in steps:
-            backward(state.model, images, state.scaler, job.config)
+            backward(state, images, job.config)
             state.scaler.step(state.optimizer)
             state.scaler.update()
-            clear_gradients(state.model, job.config)
+            clear_gradients(state.ddp, job.config)
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)

@@ -20,7 +20,6 @@ from mpiddp.bench.ranks.training import (
     Job,
     bare_step,
     build,
-    build_bare,
     open_source,
     settings,
     synthetic_job,
@@ -32,7 +31,6 @@ from mpiddp.train.checkpoint import open_checkpoints
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import wrap
 from mpiddp.train.step import learning_rate
 from mpiddp.train.train import fit
 from mpiddp.world import World
@@ -67,12 +65,11 @@ def _time_runner(
 ) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
     config = Namespace(**{**vars(job.config), "epochs": 1, "out": str(out)})
-    bare = build_bare(job, data)
-    ddp = wrap(bare.model, config, data.shape, [])
+    state = build(job, data)
     with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
         world = job.coordinator.world
-        summary = fit(config, world, data, order, bare, ddp, checkpoints, step=0)
+        summary = fit(config, world, data, order, state, checkpoints, step=0)
     assert summary is not None
     summaries.append(summary)
     return float(summary["global_batch_size"] / summary["images_per_s"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,13 @@ from mpiddp.train.config import resolve
 from mpiddp.train.datasets import Data, open_data
 from mpiddp.train.options import parse
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import wrap
 from mpiddp.train.step import (
     State,
     autocast,
     build_model,
     build_optimizer,
     build_scaler,
+    build_state,
     choose_kernels,
 )
 from mpiddp.world import World
@@ -89,21 +89,21 @@ def build(job: Job, data: Data) -> State:
 
     All ranks must call this.
     """
-    bare = build_bare(job, data)
-    return replace(bare, model=wrap(bare.model, job.config, data.shape, []))
+    return build_state(build_bare(job, data).model, job.config, [])
 
 
 def build_bare(job: Job, data: Data) -> State:
     """Build the same without DDP. All ranks must call this."""
     with job.coordinator.all_or_none():
         model = build_model(job.config, data, job.device)
-    return State(model, build_optimizer(model, job.config), build_scaler(job.config, job.device))
+    optimizer, scaler = build_optimizer(model, job.config), build_scaler(job.config, job.device)
+    return State(model, model, optimizer, scaler)
 
 
 def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:
     """Run a step as in a hand-written loop: images [N, C, H, W], labels [N]."""
     with autocast(config, images.device):
-        loss = F.cross_entropy(state.model(images), labels)
+        loss = F.cross_entropy(state.ddp(images), labels)
     state.scaler.scale(loss).backward()
     state.scaler.step(state.optimizer)
     state.scaler.update()

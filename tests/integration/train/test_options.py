@@ -41,12 +41,6 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly() -> None:
         configured("--global-batch-size=5", ranks=3)
 
 
-def test_a_single_image_whose_last_map_is_a_pixel() -> None:
-    assert configured("--batch-size=1", "--arch=resnet18").stem == "cifar"
-    with pytest.raises(UserError, match="--stem imagenet leaves one pixel"):
-        configured("--batch-size=1", "--stem=imagenet")
-
-
 @pytest.mark.parametrize(
     ("options", "ranks_before"),
     [

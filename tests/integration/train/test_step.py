@@ -53,12 +53,12 @@ def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
     config = configured("--use-syn", "--batch-size=2", *options)
     batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-    state = State(model, build_optimizer(model, config), build_scaler(config, torch.device("cpu")))
-    ddp = DistributedDataParallel(model)
+    scaler = build_scaler(config, torch.device("cpu"))
+    state = State(model, DistributedDataParallel(model), build_optimizer(model, config), scaler)
     ends: list[str] = []
-    mark_last_gradient(ddp, ends.append)
+    mark_last_gradient(state.ddp, ends.append)
     of_passes = iter([batch] * config.grad_accum_steps)
-    train_step(state, ddp, of_passes, 0.1, config, phase_ends=ends.append)
+    train_step(state, of_passes, 0.1, config, phase_ends=ends.append)
     assert [phase for phase, _ in groupby(ends)] == phases
 
 
@@ -88,7 +88,7 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         model = model.to(memory_format=later)
         resumed = build_optimizer(model, configured("--lr=0.1"))
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
-        _restore(State(model, resumed, torch.amp.GradScaler("cpu")), Resumed(1, saved))
+        _restore(State(model, model, resumed, torch.amp.GradScaler("cpu")), Resumed(1, saved))
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
