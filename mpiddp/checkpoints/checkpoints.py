@@ -167,7 +167,7 @@ class Checkpoints:
             return resumed
 
     def _refuse_another(self, found: Found, resumed: Resumed) -> None:
-        """Refuse a checkpoint of another config, and one whose folder was renamed."""
+        """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
         if found.of_this_run and step_of(found.path) != resumed.step:
             raise UserError(
                 f"{from_here(found.path)} is the checkpoint of step {resumed.step}: rename it to "
@@ -191,9 +191,7 @@ class Checkpoints:
         with run.together(), named_by("cannot rename"):
             moved = folders.set_aside(self._dir.checkpoints, step) if run.is_writer else []
         for each in moved:
-            log.info(
-                f"renamed to {each.name}: its step is later than the one this run resumes from"
-            )
+            log.info(f"renamed to {each.name}: its step is later than that of the resume")
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -321,23 +319,21 @@ class Checkpoints:
 
         The body finds the step from which the run starts. Afterwards the run takes records and saves.
         """
+        session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
-        current().wait_for_saves()
+        session.wait_for_saves()
         run = Run(self._dir, self._coordinator, timeout_s=self._timeout_s)
         try:
             yield run
-            self._start(run, max(0, self._step))
+            with run.writing_together():
+                if run.is_writer:
+                    self._dir.metrics.touch()
+                if session.run is self._records:
+                    session.log_to(self._dir.logs.absolute())
         except BaseException:
             run.close(removes_new=True)
             raise
-
-    def _start(self, run: Run, step: int) -> None:
-        session = current()
-        with run.writing_together():
-            if run.is_writer:
-                self._dir.metrics.touch()
-            if session.run is self._records:
-                session.log_to(self._dir.logs.absolute())
+        step = max(0, self._step)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
         self._saver = Saver(run, keep=self._keep, must_succeed=self._must_succeed)
@@ -352,23 +348,16 @@ class Checkpoints:
 def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
 
-    Args:
-        finish: called on every rank once its script has succeeded. If it raises an error, the process ends
-            with code 1.
-
-    Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI, or a process group whose rank 0
-            already serves a store where the ranks would join.
-        JobFailed: ranks that do not join.
+    `finish` is called on every rank once its script has succeeded. If it raises an error, the process ends
+    with code 1.
     """
     session = script_session()
     world = World.from_env()
     if session.watch is None and world.launcher.name == "none":
         log_to_console(0)
         atexit.register(partial(_finish_alone, finish, os.getpid()))
-        here = (socket.gethostname(),)
         only_rank = replace(world, node_rank=0, num_nodes=1)
-        return Coordinator(only_rank, None, hostnames=here)
+        return Coordinator(only_rank, None, hostnames=(socket.gethostname(),))
     if session.watch is None:
         has_store = session.channel is not None or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:

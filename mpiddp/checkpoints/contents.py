@@ -99,7 +99,7 @@ class Resumed:
 
 
 def _tensors_of(target: Any) -> dict[Keys, Any]:
-    """The tensors of a module or an optimizer, by the path of what is like them in its state."""
+    """The tensors of a module or an optimizer, by the path to what is like them in its state."""
     if isinstance(target, torch.nn.Module):
         return {(name,): value for name, value in target.state_dict().items()}
     if isinstance(target, torch.optim.Optimizer):
@@ -109,11 +109,7 @@ def _tensors_of(target: Any) -> dict[Keys, Any]:
 
 
 def _with_tensors(entry: Any, placed: Mapping[Keys, Any]) -> Any:
-    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
-
-    Raises:
-        UserError: a tensor has another shape than the saved one.
-    """
+    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective."""
 
     def tensor(path: Keys, value: Any) -> Any:
         like: Any = placed.get(path[:2] if len(path) == 3 else path)
@@ -157,8 +153,7 @@ def read(
 ) -> tuple[Resumed, list[Any]]:
     """Read the files of a checkpoint, given by their names, and restore the generators of `rank`.
 
-    Returns:
-        The checkpoint for this rank, and what each rank has saved for itself.
+    Returns the checkpoint for this rank, and what each rank has saved for itself.
     """
     place = next(iter(files.values())).parent
     try:
@@ -237,17 +232,12 @@ def export(checkpoint: Path, out: Path) -> list[str]:
             ranks.pt, state.json
 
     Both are complete checkpoints with a manifest, and a run resumes from either.
-    `torch.load("whole/model.pt")` is a plain state_dict.
-
-    Raises:
-        UserError: no verified checkpoint there, a file of shards is on another host, `out` exists.
-        JobFailed: a disk has failed.
+    `torch.load("whole/model.pt")` is a plain state_dict. Raises UserError or JobFailed.
     """
     if out.exists():
         raise UserError(f"{out} exists already. Name a new folder.")
     try:
-        folder.verify(checkpoint)
-        found = folder.listing(checkpoint)
+        found = folder.verify(checkpoint)
     except BrokenCheckpoint as error:
         kind = JobFailed if error.is_failure else UserError
         raise kind(f"{checkpoint}: {error}.") from None

@@ -40,8 +40,7 @@ _HIDDEN = ".unfinished-"
 class BrokenCheckpoint(Exception):
     """The folder is a broken checkpoint. The message names the damage.
 
-    Attributes:
-        is_failure: a machine failed, a disk or a file server. The checkpoint may be intact.
+    With `is_failure`, a machine failed, a disk or a file server, and the checkpoint may be intact.
     """
 
     def __init__(self, damage: str, *, is_failure: bool = False) -> None:
@@ -119,8 +118,7 @@ def remove_leftovers(root: Path) -> None:
 def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """A new checkpoint, which appears as the folder `final` at the end of the body, or not at all.
 
-    Yields:
-        The hidden folder to write into, and a dict for the SHA-256 of the files that are hashed already.
+    Yields the hidden folder to write into, and a dict for the SHA-256 of files that are hashed already.
     """
     new, hashes = _new_hidden(final), dict[str, str]()
     new.mkdir()
@@ -135,8 +133,7 @@ def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name.
 
-    Args:
-        hashes: the SHA-256 of files, by name. The others are read and hashed here.
+    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
     """
     manifest = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
@@ -179,13 +176,13 @@ def set_aside(root: Path, step: int) -> list[Path]:
 # Read
 
 
-def verify(folder: Path, *, with_hashes: bool = True) -> None:
+def verify(folder: Path, *, with_hashes: bool = True) -> Listing:
     """Verify every byte against the manifest; without hashes, only that each file has its full size.
 
-    Raises:
-        BrokenCheckpoint: a file is missing, truncated or changed.
+    Returns what the folder lists. Raises BrokenCheckpoint if a file is missing, truncated or changed.
     """
-    for name, entry in listing(folder).here.items():
+    listed = listing(folder)
+    for name, entry in listed.here.items():
         path = folder / name
         try:
             if not path.is_file():
@@ -196,6 +193,7 @@ def verify(folder: Path, *, with_hashes: bool = True) -> None:
                 raise _broken(folder, f"{name} does not match its SHA-256")
         except OSError as error:
             raise _unreadable(folder, name, error) from None
+    return listed
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -215,11 +213,7 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
 
 
 def listing(folder: Path) -> Listing:
-    """What the folder lists. Reads no file of tensors.
-
-    Raises:
-        BrokenCheckpoint: it is not complete, names a file outside of its folder, or has one of another save.
-    """
+    """What the folder lists. Reads no file of tensors. Raises BrokenCheckpoint."""
     expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:

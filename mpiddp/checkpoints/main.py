@@ -24,12 +24,7 @@ from mpiddp.text import listed
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0.
-
-    Raises:
-        UserError: bad usage, or DIR contains no checkpoints, or cannot be read.
-        JobFailed: a disk has failed.
-    """
+    """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0."""
     options = _parse(argv)
     with named_by(""):
         if options.verb == "prune":
@@ -55,8 +50,7 @@ def _line(folder: Path) -> str:
 
 def _verify(folder: Path) -> int:
     try:
-        folders.verify(folder)
-        missing = folders.listing(folder).lacking
+        missing = folders.verify(folder).lacking
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1

@@ -25,8 +25,6 @@ from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
 
-_EXPECTED = "Expected a run's folder or a checkpoint's folder."
-
 
 class Candidate(NamedTuple):
     """A checkpoint on one host, or why it cannot be used."""
@@ -89,12 +87,8 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
             of its own. Of this run: the user goes back to it, but a restart does not go back again.
 
-    Returns:
-        None if there is nothing to resume from.
-
-    Raises:
-        UserError: there is no verified checkpoint at the path, or none of several in the run's folder.
-        JobFailed: a disk has failed, and no host has a checkpoint that can be read.
+    Returns None if there is nothing to resume from. Raises UserError if there is no verified checkpoint at
+    the path, or none of several in the run's folder; JobFailed if a disk has failed, and none can be read.
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
@@ -161,8 +155,8 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     else:
         is_there = path.exists()
         reason = ": contains no checkpoint" if is_there else f" not found (looked in {Path.cwd()})"
-        nothing = Candidate(run.rank, str(path), -1, goes_back)
-        named = [nothing._replace(damage=f"{path}{reason}. {_EXPECTED}")]
+        damage = f"{path}{reason}. Expected a run's folder or a checkpoint's folder."
+        named = [Candidate(run.rank, str(path), -1, goes_back, damage=damage)]
     return named if goes_back else own + named
 
 
@@ -214,9 +208,7 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
 
     Each file travels once to each file system that lacks it. A whole checkpoint of this run becomes one of
     each host's. Others, and shards, go into a hidden folder, which the next start of the run removes.
-
-    Returns:
-        Where this host has each file, by its name.
+    Returns where this host has each file, by its name.
     """
     root = run.dir.checkpoints
     nodes = run.gather(run.coordinator.world.node_rank)

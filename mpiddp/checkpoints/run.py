@@ -53,21 +53,6 @@ class RunDir:
     def __str__(self) -> str:
         return from_here(self.path)
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Run a body that writes into the folder.
-
-        Raises:
-            UserError: the path is wrong.
-            JobFailed: a machine failed, or a file system is read-only.
-        """
-        try:
-            yield
-        except OSError as error:
-            kind = cause_of(error)
-            hint = " Name another folder." if kind is UserError else ""
-            raise kind(f"{self} cannot be written: {error.strerror}.{hint}") from None
-
 
 class RunLock:
     """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well."""
@@ -77,7 +62,12 @@ class RunLock:
         self._path, self._pid = run.owner.absolute(), os.getpid()
         if self._path in _held:
             raise UserError(f"{run} is in use by this process. Close it there first.")
-        self._file = _locked(run)
+        self._file = run.owner.open("a+b", buffering=0)
+        try:
+            _lock(self._file, run)
+        except BaseException:
+            self._file.close()
+            raise
         _held.add(self._path)
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
@@ -93,25 +83,12 @@ class RunLock:
         self._file.close()
 
 
-def _locked(run: RunDir) -> BinaryIO:
-    """The open owner.json, with its lock."""
-    while True:
-        file = run.owner.open("a+b", buffering=0)
-        try:
-            _lock(file, run)
-            if os.path.samestat(os.fstat(file.fileno()), run.owner.stat()):
-                return file
-        except FileNotFoundError:
-            pass  # the run before has ended and removed this file, whose lock excludes nobody
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-
-
 def _lock(file: BinaryIO, run: RunDir) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(file.fileno()).st_nlink:
+            # The run before is just ending, and has removed this file, whose lock would exclude nobody.
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     except OSError as error:
         if error.errno in _NO_LOCKS:
             log.warning(
@@ -168,9 +145,8 @@ class Run:
         self._lock: RunLock | None = None  # on the ranks that write
         if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
             with self.together():
-                if not any(
-                    self.gather(run_dir.checkpoints.exists())
-                ):  # its file server may be away
+                exists = self.gather(run_dir.checkpoints.exists())
+                if not any(exists):  # its file server may be away
                     raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
         with self.writing_together():
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
@@ -205,11 +181,10 @@ class Run:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run the body on every rank; it succeeds on all ranks or raises on all. All ranks must call this.
+        """Run the body on every rank; it succeeds on all ranks or raises the same error on all.
 
-        `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank
-        raises the same UserError or JobFailed. JobFailed takes precedence, because a failure of a machine may
-        cause what looks like bad input.
+        `Coordinator.all_or_none` ends the ranks, but a script may catch an error and continue. JobFailed
+        takes precedence, because a failure of a machine may cause what looks like bad input.
         """
         problem, is_failure = "", False
         try:
@@ -227,8 +202,13 @@ class Run:
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
         """The same for a body that writes into the folder."""
-        with self.together(), self.dir.writing():
-            yield
+        with self.together():
+            try:
+                yield
+            except OSError as error:
+                kind = cause_of(error)
+                hint = " Name another folder." if kind is UserError else ""
+                raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
 
     def close(self, *, removes_new: bool = False) -> None:
         """Give the folder up; with `removes_new`, also what it has created, if that is empty."""

@@ -65,8 +65,7 @@ class _Copied:
 class Saver:
     """Saves the state of a training. Every rank creates one, with the same arguments.
 
-    Args:
-        must_succeed: whether a failed save ends the run; else it causes a warning.
+    With `must_succeed`, a failed save ends the run; else it causes a warning.
     """
 
     def __init__(self, run: Run, *, keep: int, must_succeed: bool) -> None:
@@ -80,11 +79,7 @@ class Saver:
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
     def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        per_rank: dict[str, Any],
-        config: Mapping[str, Any],
+        self, step: int, state: dict[str, Any], per_rank: dict[str, Any], config: Mapping[str, Any]
     ) -> None:
         """Copy the state, and write it in the thread. A collective, after `meet`."""
         run = self._run
@@ -131,8 +126,7 @@ class Saver:
     def meet(self, next_step: int | None) -> None:
         """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
 
-        Args:
-            next_step: None after the last save. That one must succeed, or its checkpoint would be lost.
+        `next_step` is None after the last save. That one must succeed, or its checkpoint would be lost.
 
         Raises:
             ValueError: the ranks save different steps.
@@ -148,12 +142,11 @@ class Saver:
             answers = run.gather((next_step, problem))
         finally:
             met.set()
-        names = [f"rank {rank} on {name}" for rank, name in enumerate(run.coordinator.hostnames)]
-        first = {step: names[rank] for rank, (step, _) in reversed(list(enumerate(answers)))}
+        first = {step: rank for rank, (step, _) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
-                f"{name} {'closes' if step is None else f'saves step {step}'}"
-                for step, name in first.items()
+                f"{run.coordinator.name(rank)} {'closes' if step is None else f'saves step {step}'}"
+                for step, rank in first.items()
             ]
             raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
         problems = [text for _, text in answers]
@@ -207,10 +200,8 @@ class Saver:
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of the save: all ranks report, and each comes to the same result.
 
-        A save of nothing sharded needs no other rank: each writer settles it alone.
-
-        Returns:
-            The results of all ranks: [world_size]. If the part of any rank fails, all ranks raise an error.
+        A save of nothing sharded needs no other rank: each writer settles it alone. Returns the results of
+        all ranks, [world_size]. If the part of any rank fails, all ranks raise an error.
         """
         if job.boxes is None:
             return [work()]
@@ -352,10 +343,8 @@ class SaveSchedule:
     """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
 
     For an interval in seconds, rank 0 reads its clock at a few steps that all ranks know. It broadcasts
-    whether a save is due, and the step of the next check. The steps between exchange no message.
-
-    Args:
-        step: the latest one.
+    whether a save is due, and the step of the next check. The steps between exchange no message. `step` is
+    the latest one.
     """
 
     def __init__(

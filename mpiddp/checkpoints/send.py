@@ -36,11 +36,7 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
 
     A rank whose disk fails takes part until the end, because the others wait for it. A script may call
     destroy_process_group while its last save is under way: the group itself still works then, and
-    `dist.isend` would refuse it.
-
-    Args:
-        group: a group of all ranks for tensors on the CPU.
-        into: the folder for the files that this rank receives.
+    `dist.isend` would refuse it. The group is one of all ranks, for tensors on the CPU.
     """
     problems: list[OSError] = []
 

@@ -101,11 +101,7 @@ class ShardedValue:
         return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
     def read_like(self, like: Tensor) -> Tensor:
-        """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective.
-
-        Raises:
-            UserError: it has another shape.
-        """
+        """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective."""
         if like.shape != self.shape:
             where = ".".join(map(str, json.loads(self.name)))
             raise UserError(
@@ -122,11 +118,7 @@ class ShardedValue:
 
 
 def with_sharded(state: Any, files: Iterable[Path]) -> Any:
-    """The state with a `ShardedValue` in the place of each tensor of these files of shards.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """The state with a `ShardedValue` in the place of each tensor of these files of shards."""
     boxes: dict[str, list[dict[str, Any]]] = {}
     for path in files:
         for name, box in read_tensors(path, mmap=True).items():

@@ -48,11 +48,6 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     return change(path, nested)
 
 
-def name_of(path: Keys) -> str:
-    """The name of the value at this path."""
-    return json.dumps(path)
-
-
 def is_sharded(value: object) -> bool:
     """Whether the value is torch's DTensor. Does not import its modules, which takes a while."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -60,13 +55,13 @@ def is_sharded(value: object) -> bool:
 
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The state with None in place of each sharded tensor, and these tensors by name."""
+    """The state with None in place of each sharded tensor, and these tensors by their paths as JSON."""
     sharded: dict[str, Tensor] = {}
 
     def take(path: Keys, value: Any) -> Any:
         if not is_sharded(value):
             return value
-        sharded[name_of(path)] = value
+        sharded[json.dumps(path)] = value
         return None
 
     return mapped(state, take), sharded
@@ -74,21 +69,14 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def filled(state: Any, values: Mapping[str, Any]) -> Any:
     """The state with the values at the paths that their names say."""
-    if not values:
-        return state
-    return mapped(state, lambda path, value: values.get(name_of(path), value))
+    return mapped(state, lambda path, value: values.get(json.dumps(path), value))
 
 
 # What may be saved
 
 
 def check_entries(name: str, entries: Mapping[str, Any]) -> None:
-    """Check the argument `name` of a save.
-
-    Raises:
-        TypeError: it cannot be saved. The error names the path to what cannot: "state['optimizer']['lr']".
-        ValueError: a key that cannot be the name of a file.
-    """
+    """Check the argument `name` of a save. Raises TypeError or ValueError, see `Checkpoints.save`."""
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
         raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
 
@@ -189,14 +177,10 @@ def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """The contents of a checkpoint's file. The tensors are on the CPU.
+    """The contents of a checkpoint's file, with tensors on the CPU. With `mmap`, each is read when used.
 
-    Args:
-        mmap: read each tensor only when it is used.
-
-    Raises:
-        UserError: it is missing, must not be read, or is no such file: it contains code, for example.
-        JobFailed: a disk has failed.
+    Raises UserError if it is missing, must not be read, or is no such file: it contains code, for example;
+    JobFailed if a disk has failed.
     """
     try:
         with path.open("rb"):  # torch words the errors of a path in its own way

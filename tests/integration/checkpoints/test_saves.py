@@ -281,7 +281,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_pat
 def test_a_run_that_ends_while_the_next_one_opens_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It removes the file that the next one has opened already. A lock on that file would exclude nobody."""
+    """It removes the file that the next one has opened already. A lock on that file excludes nobody."""
     run = RunDir(tmp_path)
     owner, lock = owning(run), fcntl.lockf
 
@@ -291,6 +291,8 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(
         lock(file, operation)
 
     monkeypatch.setattr(fcntl, "lockf", lock_late)
+    with pytest.raises(UserError, match="writes there"):
+        RunLock(run)
     held = RunLock(run)
     assert run.owner.stat().st_ino == os.fstat(held._file.fileno()).st_ino
     held.release()
