@@ -33,9 +33,8 @@ from mpiddp.paths import from_here, named_by
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.failure import enter_until_exit, exit_now
 from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.join import join
+from mpiddp.runtime.join import enter_until_exit, exit_now, join
 from mpiddp.runtime.log import log, log_to_console
 from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World

@@ -1,10 +1,10 @@
 """The function that every rank of `mpiddp.spawn` runs, and the answer of each rank.
 
     caller -> launcher   call, with the function        rank -> launcher   function, answer
-    launcher -> caller   answer, outcome                launcher -> rank   function, answered
+    launcher -> caller   answer, outcome                launcher -> rank   function, answer
 
-All are lines of the job channel. A rank waits for "answered", so the launcher has its answer before it
-reports its end. The launcher never unpickles anything. Whoever does checks the MAC first.
+All are lines of the job channel. A rank waits until its answer is answered, so the launcher has it before the
+rank reports its end. The launcher never unpickles anything. Whoever does checks the MAC first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Exchange:
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
         server.value_limit = self._value_limit
-        mac = value_mac(server.script_key, "function", self._function)
+        mac = value_mac(server.key, "function", self._function)
         self._line = encode("function", self._function, mac=mac)
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
@@ -52,10 +52,10 @@ class Exchange:
         rank, facts = message.rank, message.facts
         if message.kind == "function":
             server.send_line(rank, self._line, to_script=True)
-        elif facts["mac"] == value_mac(server.script_key, f"answer {rank}", facts["body"]):
+        elif facts["mac"] == value_mac(server.key, f"answer {rank}", facts["body"]):
             found = self.results if facts["is_result"] else self.errors
             found[rank] = facts["body"]
-            server.send(rank, "answered", to_script=True)
+            server.send(rank, "answer", to_script=True)
 
 
 def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -42,7 +42,7 @@ from mpiddp.protocol.variables import (
     RUN_DIR,
     RUN_ID,
 )
-from mpiddp.protocol.viewers import Console, open_console, taken
+from mpiddp.protocol.viewers import Console, open_console
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -59,8 +59,6 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     stop_at = began_at + (options.stop_after_s or float("inf"))
     name = Path(options.job.command[0]).name
     with queued_signals() as signals, closing(open_console(name)) as console:
-        if why := taken():
-            log.info(why)
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
 

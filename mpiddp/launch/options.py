@@ -30,7 +30,6 @@ from mpiddp.protocol.variables import (
     LOG_DIR,
     LOG_RANKS,
     PREFIX,
-    REPORT,
     TIMEOUT,
     VERBOSE,
 )
@@ -218,13 +217,11 @@ class LaunchOptions:
 
     def settings(self, networks: Sequence[str]) -> dict[str, str | None]:
         """The variables of the ranks that the options set, None for those that are not given."""
-        is_verbose = "1" if self.verbose else None
         return {
             INTERFACE: ",".join(networks) if self.interface else None,
             TIMEOUT: f"{self.timeout_s:.12g}" if self.timeout_s else None,
             BIND: "gpu" if self.bind == "gpu" else None,
-            REPORT: is_verbose,
-            VERBOSE: is_verbose,
+            VERBOSE: "1" if self.verbose else None,
             LOG_DIR: self.log_dir,
             "MASTER_ADDR": self.master_addr,
         }

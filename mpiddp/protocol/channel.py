@@ -26,7 +26,6 @@ from mpiddp.protocol.messages import LINE_LIMIT
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
 RANK, SCRIPT = "rank", "script"
-_ROLES = (RANK, SCRIPT)
 _SERVER = "server"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
@@ -62,16 +61,6 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
     return facts, value
 
 
-def child_key(key: str) -> str:
-    """The key of the processes that ranks start."""
-    return blake2b(b"child", key=key.encode(), digest_size=16).hexdigest()
-
-
-def public_key(text: str) -> str:
-    """A key that keeps two jobs apart, but no stranger out."""
-    return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def introduction(
     key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
 ) -> tuple[bytes, str]:
@@ -79,34 +68,26 @@ def introduction(
     own_challenge = os.urandom(16).hex()
     proof = member_proof(key, challenge, str(facts.get("role", RANK)), rank)
     line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-    return line, server_proof(key, own_challenge)
+    return line, _mac(key, f"{_SERVER} {own_challenge}")
 
 
 def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, str]:
     """The role of the member that introduces itself so, and the proof that the server owes it.
 
-    Args:
-        key: the job's.
-
     Raises:
         ValueError, LookupError, TypeError: it does not belong to the job.
     """
     role = facts.get("role", RANK) if facts["type"] == "hello" else RANK
-    if role not in _ROLES:
+    if role not in (RANK, SCRIPT):
         raise ValueError(role)
-    own_key = key if role == RANK else child_key(key)
     # The time of this comparison reveals nothing: every connection has another challenge.
-    if facts["proof"] != member_proof(own_key, challenge, role, facts["rank"]):
+    if facts["proof"] != member_proof(key, challenge, role, facts["rank"]):
         raise ValueError("no proof")
-    return role, server_proof(own_key, facts["challenge"])
+    return role, _mac(key, f"{_SERVER} {facts['challenge']}")
 
 
 def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
     return _mac(key, f"{role} {rank} {challenge}")
-
-
-def server_proof(key: str, challenge: str) -> str:
-    return _mac(key, f"{_SERVER} {challenge}")
 
 
 def value_mac(key: str, purpose: str, value: bytes) -> str:

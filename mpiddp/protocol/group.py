@@ -20,8 +20,6 @@ from mpiddp.protocol.messages import LINE_LIMIT, UNPROVED_LINE_LIMIT, notice_sil
 
 KINDS = frozenset({"gather", "claim", "fail"})  # the messages that `Group.receive` takes
 _NEVER = float("inf")
-_LONGEST_KEY = 1024  # characters
-_LARGEST_CODE = 255
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +43,6 @@ class Peer:
     limit: int = VALUE_LIMIT  # bytes of a line with a value
     is_open: bool = True
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
-    _unsent_bytes: int = 0
     _is_written: bool = False  # the selector reports when the connection takes more
 
     def begin(self) -> None:
@@ -63,8 +60,7 @@ class Peer:
     def send(self, line: bytes) -> None:
         """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
         self._unsent.append(line)
-        self._unsent_bytes += len(line)
-        if self._unsent_bytes > 2 * self.limit:
+        if sum(map(len, self._unsent)) > 2 * self.limit:
             self._unsent.clear()
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
@@ -77,7 +73,6 @@ class Peer:
             while self._unsent:
                 first = self._unsent[0]
                 sent = self.connection.send(first)
-                self._unsent_bytes -= sent
                 if sent < len(first):
                     self._unsent[0] = memoryview(first)[sent:]
                     break
@@ -86,7 +81,6 @@ class Peer:
             pass
         except OSError:  # the next read fails too
             self._unsent.clear()
-            self._unsent_bytes = 0
         if bool(self._unsent) is not self._is_written:
             self._is_written = not self._is_written
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
@@ -120,16 +114,14 @@ class Group:
         self._late: dict[str, list[int]] = {}  # gathers that are over: the ranks that were missing
         self._gone: set[int] = set()  # members whose connection has ended
 
-    def receive(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
-        """Take a message of a member.
-
-        Raises:
-            ValueError, LookupError, TypeError: it violates the protocol.
-        """
-        if facts["type"] == "gather":
+    def receive(
+        self, rank: int, kind: str, facts: dict[str, Any], value: bytes, now: float
+    ) -> None:
+        """Take a message of a member. Raises ValueError if it violates the protocol."""
+        if kind == "gather":
             self._gather(rank, facts, value, now)
-        elif facts["type"] == "claim":
-            self._claim(rank, _key_of(facts))
+        elif kind == "claim":
+            self._claim(rank, facts["key"])
         else:
             self._fail(rank, facts["code"])
 
@@ -169,16 +161,14 @@ class Group:
     # --- gathers: every member gives a value, and gets those of all ---
 
     def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
-        key = _key_of(facts)
-        if not value:
-            raise ValueError("no value")
+        key, timeout_s = facts["key"], facts["timeout_s"]
         if key in self._late:
             self._tell([rank], _no_answer(key, self._late[key]))
             return
         gather = self._gathers.setdefault(key, _Gather())
         if rank in gather.values:
             raise ValueError("a second value")
-        gather.deadline = min(gather.deadline, now + _timeout_of(facts))
+        gather.deadline = min(gather.deadline, _NEVER if timeout_s is None else now + timeout_s)
         gather.values[rank] = value
         if facts.get("or_gone") is True and not gather.or_gone:
             gather.or_gone = True
@@ -204,31 +194,12 @@ class Group:
         line = self._claimed.setdefault(key, encode("claimed", rank=rank, key=key))
         self._tell(range(self.world_size) if is_first else [rank], line)
 
-    def _fail(self, rank: int, code: object) -> None:
+    def _fail(self, rank: int, code: int) -> None:
         """End the other members with the exit code of the first that asks."""
-        if type(code) is not int or not 0 < code <= _LARGEST_CODE:
-            raise ValueError("not the code of a failure")
         if not self._failed:
             self._failed = encode("failed", code=code)
             self._tell([each for each in range(self.world_size) if each != rank], self._failed)
 
 
-def _key_of(facts: dict[str, Any]) -> str:
-    key = facts["key"]
-    if type(key) is not str or not 0 < len(key) <= _LONGEST_KEY:
-        raise ValueError("no key")
-    return key
-
-
 def _no_answer(key: str, missing: Sequence[int]) -> bytes:
     return encode("no_answer", key=key, missing=missing)
-
-
-def _timeout_of(facts: dict[str, Any]) -> float:
-    """The seconds that a member waits; infinite for None."""
-    timeout_s = facts["timeout_s"]
-    if timeout_s is None:
-        return _NEVER
-    if not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:  # refuses NaN too
-        raise ValueError("not a time")
-    return float(timeout_s)

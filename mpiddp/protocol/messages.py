@@ -3,7 +3,7 @@
 `mpiddp.protocol.channel` has the lines, the proofs, and what the ranks agree on. TCP connects several hosts.
 On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   stop, stopping, stacks, end, function, answered
+    launcher -> rank   stop, stopping, stacks, end, function, answer
     rank -> launcher   started, joining, mpi_init, log, announce, run_dir, supports_stop,
                         progress, saving, stacks, stopped, failed, exited, done, function, answer
 
@@ -15,9 +15,9 @@ Each stream of a rank that the launcher shows has a connection of its own. It be
 place of "hello". After "received", the rank's agent sends frames, see `FRAME`. Over one that begins with
 "input", rank 0 gets the launcher's stdin.
 
-A rank's script is a process of its own. It has a second connection, with a secret that is derived from the
-ranks'. "stopping" tells the rank that its script has got a "stop". The script of `mpiddp.spawn` asks for its
-"function", and sends its "answer", see `mpiddp.launch.exchange`.
+A rank's script is a process of its own, with a second connection. "stopping" tells the rank that its script
+has got a "stop". The script of `mpiddp.spawn` asks for its "function", and sends its "answer", see
+`mpiddp.launch.exchange`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,13 @@ UNIX = "unix:"  # prefix of an address that is a path
 # The phases of a step of `mpiddp train`, in this order.
 PHASES = ("data", "forward", "backward", "waiting", "optimizer")
 
-# The messages that a rank may send, with their required fields and types.
+# The messages that a rank may send, with their required fields and types. The first four are those of every
+# job channel.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
+    "gather": {"key": (str,), "timeout_s": (int, float, type(None))},
+    "claim": {"key": (str,)},
+    "fail": {"code": (int,)},
+    "leave": {},
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "mpi_init": {"active": (bool,)},  # begins, or has succeeded
@@ -111,11 +116,14 @@ def is_short(name: str, value: object) -> bool:
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
-    """Whether a rank may send this message of a known kind: its fields and their types.
+    """Whether a rank may send this message: its kind, its fields and their types.
 
     Only a process of the job can send it, so this finds errors, no attacks.
     """
-    return all(isinstance(facts.get(name, facts), types) for name, types in MESSAGES[kind].items())
+    fields = MESSAGES.get(kind)
+    return fields is not None and all(
+        isinstance(facts.get(name, facts), types) for name, types in fields.items()
+    )
 
 
 def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -> None:

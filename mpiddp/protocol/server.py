@@ -11,7 +11,6 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
@@ -20,12 +19,11 @@ from mpiddp.protocol.channel import (
     SCRIPT,
     VALUE_LIMIT,
     check_introduction,
-    child_key,
     decode,
     encode,
 )
 from mpiddp.protocol.group import KINDS, Group, Peer
-from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, VIEWS, is_valid
+from mpiddp.protocol.messages import HANDED_OVER, STREAMS, VIEWS, is_valid
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -37,7 +35,7 @@ _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, Ov
 
 
 class Message(NamedTuple):
-    """A message from a rank, with its time by the server's clock, in seconds.
+    """A message from a rank, with its time by time.monotonic(), in seconds.
 
     `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER or of
     VIEWS. An "answer" brings facts["body"], and a view facts["viewer"], the peer that waits for it.
@@ -61,7 +59,6 @@ class ChannelServer:
     Args:
         listener: a socket that listens, and that this object does not close.
         key: the job's, which only its members have.
-        now: its clock.
 
     Attributes:
         value_limit: the most bytes of a line with a value, of those that connect from now on.
@@ -75,14 +72,11 @@ class ChannelServer:
         key: str,
         world_size: int,
         selector: selectors.BaseSelector,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.world_size = world_size
+        self.key = key
         self._listener = listener
-        self._key = key
         self._selector = selector
-        self._now = now
-        self._peers: set[Peer] = set()
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
         self._groups = [Group(world_size)]  # that of the ranks, and those of their n-th scripts
         self._ranks = self._groups[0].members
@@ -92,7 +86,8 @@ class ChannelServer:
         selector.register(listener, selectors.EVENT_READ, listener)
 
     def close(self) -> None:
-        for peer in list(self._peers):
+        members = [peer for group in self._groups for peer in group.members.values()]
+        for peer in (*self._strangers, *members):
             self._drop(peer)
         self._selector.unregister(self._listener)
 
@@ -109,22 +104,17 @@ class ChannelServer:
     @property
     def has_members(self) -> bool:
         """Whether any process that belongs to the job is connected."""
-        return len(self._peers) > len(self._strangers)
+        return any(group.members for group in self._groups)
 
     @property
     def next_deadline(self) -> float:
-        """When to call `expire`, by the server's clock; infinite if nothing waits."""
+        """When to call `expire`, by time.monotonic(); infinite if nothing waits."""
         return min(group.next_deadline for group in self._groups)
 
     def expire(self) -> None:
         """Answer what has waited for too long."""
         for group in self._groups:
-            group.expire(self._now())
-
-    @property
-    def script_key(self) -> str:
-        """The key of the ranks' scripts."""
-        return child_key(self._key)
+            group.expire(time.monotonic())
 
     def send(self, rank: int, kind: str, *, to_script: bool = False, **facts: object) -> None:
         """Send a message to a rank, or to its script, if that is connected."""
@@ -160,13 +150,13 @@ class ChannelServer:
         if not chunk:
             return self.lose(data)
         messages: list[Message] = []
-        now = self._now()
+        now = time.monotonic()
         try:
             for line in data.lines.split(chunk):
-                if data not in self._peers:  # it brings a rank's output, and has been handed over
-                    break
                 if (message := self._take(data, line, now)) is not None:
                     messages.append(message)
+                    if message.kind in HANDED_OVER:  # what follows is no message
+                        break
         except _WRONG:
             messages += self.lose(data)
         return messages
@@ -177,7 +167,7 @@ class ChannelServer:
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        return [_message(peer, "lost", {"silent": silent}, self._now())]
+        return [_message(peer, "lost", {"silent": silent}, time.monotonic())]
 
     # --- connections ---
 
@@ -191,18 +181,17 @@ class ChannelServer:
                     return []
                 # The selector would report the socket without end. Now it reports only its errors.
                 self._selector.modify(listener, selectors.EVENT_WRITE, listener)
-                full = Message(-1, "full", {"error": error.strerror}, self._now())
+                full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
                 return [] if may_view else [full]
             self._make_room()
-            peer = Peer(connection, self._selector, self._now(), may_view)
-            self._peers.add(peer)
+            peer = Peer(connection, self._selector, time.monotonic(), may_view)
             self._strangers[peer] = None
             peer.begin()
         return []
 
     def _make_room(self) -> None:
         """Drop strangers that are late or too many, the oldest first."""
-        now = self._now()
+        now = time.monotonic()
         while self._strangers:
             oldest = next(iter(self._strangers))
             is_late = now - oldest.since > PROOF_TIMEOUT_S
@@ -217,30 +206,29 @@ class ChannelServer:
         facts, value = decode(line)
         if peer.rank is None:
             return self._introduce(peer, facts)
-        kind = facts["type"]
-        if kind in KINDS:
-            self._groups[peer.group].receive(peer.rank, facts, value, now)
-            return _message(peer, kind, {}, now) if kind == "claim" else None
-        del facts["type"]
+        kind = facts.pop("type")
+        if not is_valid(kind, facts):
+            raise ValueError(kind)
         if kind == "answer":
             facts["body"] = value
-        elif value:
+        elif bool(value) is not (kind == "gather"):
             raise ValueError(kind)
-        if kind != "leave" and (kind not in MESSAGES or not is_valid(kind, facts)):
-            raise ValueError(kind)
+        if kind in KINDS:
+            self._groups[peer.group].receive(peer.rank, kind, facts, value, now)
+            return _message(peer, kind, {}, now) if kind == "claim" else None
         return _message(peer, kind, facts, now)
 
     def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
         kind = facts["type"]
         if kind in VIEWS and peer.may_view:
-            return Message(-1, kind, {"viewer": peer}, self._now())
+            return Message(-1, kind, {"viewer": peer}, time.monotonic())
         rank = facts["rank"]
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(rank)
         if kind not in ("hello", *HANDED_OVER):
             raise ValueError(kind)
-        role, proof = check_introduction(self._key, peer.challenge, facts)
+        role, proof = check_introduction(self.key, peer.challenge, facts)
         if kind != "hello":
             handed = {}
             if kind == "output":
@@ -250,7 +238,7 @@ class ChannelServer:
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
             connection = self._forget(peer)
-            return Message(rank, kind, {**handed, "connection": connection}, self._now())
+            return Message(rank, kind, {**handed, "connection": connection}, time.monotonic())
         self._admit(peer, rank, role)
         peer.send(encode("received", proof=proof, group=peer.group))
         self._groups[peer.group].enter(rank)
@@ -278,7 +266,6 @@ class ChannelServer:
         self._forget(peer).close()
 
     def _forget(self, peer: Peer) -> socket.socket:
-        self._peers.discard(peer)
         self._strangers.pop(peer, None)
         if peer.rank is not None:
             if peer.role == SCRIPT:

@@ -1,13 +1,14 @@
 """Where `mpiddp ps`, `top`, `stacks` and `stop` find the launchers of this user.
 
-A launcher has a Unix socket in a folder that only its user may enter. It speaks the job channel there, see
-`mpiddp.protocol.messages`: a viewer asks for one of VIEWS, and gets one line.
+A launcher has a Unix socket in a new folder of its own, which only its user may enter. It speaks the job
+channel there, see `mpiddp.protocol.messages`: a viewer asks for one of VIEWS, and gets one line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -17,8 +18,7 @@ from typing import Any
 
 from mpiddp.text import escaped
 
-JOB = ".job"  # the suffix of the socket
-_TRIES = 3  # another launcher may remove the empty folder
+_SOCKET = "job"
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
@@ -34,31 +34,26 @@ class Console:
         self._began_at = time.time()
         self.attempts = 0
         self.listener: socket.socket | None = None
-        self._path = Path()
+        self._folder = Path()
 
-    def listen(self, folder: Path) -> bool:
-        """Listen in this folder. The socket gets its name last: a viewer removes one that does not listen."""
-        unnamed = folder / os.urandom(4).hex()
+    def listen(self, parent: Path) -> None:
+        """Listen in a new folder of this one. The socket gets its name last: viewers remove a dead one."""
+        folder = parent / f"{_prefix()}{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if not is_private(folder):
-                return False
+            folder.mkdir(mode=0o700)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(unnamed))
-            stack.callback(unnamed.unlink, missing_ok=True)
+            listener.bind(str(folder / "new"))
             listener.listen()
             listener.setblocking(False)
-            self._path = unnamed.rename(unnamed.with_suffix(JOB))
-            self.listener = listener
+            (folder / "new").rename(folder / _SOCKET)
+            self.listener, self._folder = listener, folder
             stack.pop_all()
-        return self.listener is not None
 
     def close(self) -> None:
         if self.listener is not None:
             self.listener.close()
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
-                self._path.parent.rmdir()  # the last launcher removes it
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -72,34 +67,31 @@ class Console:
 
 
 def open_console(name: str) -> Console:
-    """The console of the job with this name, which viewers find in a folder of this user."""
+    """The console of the job with this name."""
     console = Console(name)
-    if not any(console.listen(folder) for folder in folders() * _TRIES) and taken():
-        console.listen(Path(f"{_usual()[-1]}-{os.urandom(4).hex()}"))  # a name that nobody can have
+    for parent in _parents():
+        if console.listener is None:
+            console.listen(parent)
     return console
 
 
-def folders() -> list[Path]:
-    """The folders in which a launcher of this user may listen, the preferred one first."""
-    *session, usual = _usual()
-    return [*session, usual, *sorted(usual.parent.glob(f"{usual.name}-*"))]
+def sockets() -> list[Path]:
+    """The sockets of all launchers of this user, and those that dead ones have left."""
+    folders = [each for parent in _parents() for each in parent.glob(f"{_prefix()}*")]
+    return [folder / _SOCKET for folder in folders if _is_private(folder)]
 
 
-def _usual() -> list[Path]:
+def _parents() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    session = [Path(runtime, "mpiddp")] if runtime.startswith("/") else []
-    return [*session, Path(f"/tmp/mpiddp-{os.getuid()}")]
+    session = [Path(runtime)] if runtime.startswith("/") else []
+    return [*session, Path("/tmp")]
 
 
-def taken() -> str:
-    """A sentence about the folder in /tmp if another user has taken its name, and no other is usual."""
-    *_, folder = _usual()
-    if any(map(is_private, _usual())) or not os.path.lexists(folder):
-        return ""
-    return f"{folder} is not a folder of yours alone, so jobs listen in {folder}-… instead."
+def _prefix() -> str:
+    return f"mpiddp-job-{os.getuid()}-"
 
 
-def is_private(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Whether it is a folder of this user that nobody else may enter."""
     try:
         found = folder.lstat()

@@ -33,14 +33,12 @@ from mpiddp.protocol.variables import (
     JOB,
     LOG_DIR,
     OUTPUT,
-    REPORT,
     SECRET,
     VERBOSE,
 )
 from mpiddp.runtime.child import PASSED, Child, end_by
 from mpiddp.runtime.gpu import limit_threads, prepare
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_server
+from mpiddp.runtime.job.channel import JobChannel, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.job.reporter import usage_of
 from mpiddp.runtime.output import Output
@@ -161,7 +159,7 @@ class Agent:
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
-        channel = JobChannel(launcher, connect_to_server(launcher, world, "hello"), world)
+        channel = JobChannel(launcher, world)
         channel.on_news = self._obey
         self.channel = channel
         self._send("started", host=world.hostname, pid=os.getpid())
@@ -169,7 +167,7 @@ class Agent:
         if self._selection and (folder := os.environ.get(LOG_DIR)):
             self._log_to(Path(folder).absolute(), "--log-dir")
         if world.rank == 0:
-            connection = connect_to_server(launcher, world, INPUT).socket
+            connection, _ = connect_to_server(launcher, world, INPUT)
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
             self._stdin = {0: connection.detach()}
@@ -203,7 +201,7 @@ class Agent:
 
     def _met(self, coordinator: Coordinator, result: RendezvousResult) -> None:
         """The ranks have met: let the script begin."""
-        from mpiddp.runtime.rendezvous.placement import table
+        from mpiddp.runtime.rendezvous.result import table
 
         self._catch_signals()
         self.coordinator, self.channel = coordinator, coordinator.channel
@@ -214,7 +212,7 @@ class Agent:
         if self.world.local_world_size is None and (threads := limit_threads(world)):
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        if world.rank == 0 and os.environ.get(REPORT):
+        if world.rank == 0 and os.environ.get(VERBOSE):
             print(table(result.infos), flush=True)
         if os.environ.get(VERBOSE):
             line = f"{self.name} uses {result.interface}\n"

@@ -81,7 +81,7 @@ def answer(channel: JobChannel, body: bytes, *, is_result: bool) -> None:
     """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
     mac = value_mac(channel.server.key, f"answer {channel.rank}", value)
-    channel.ask("answer", value, answer_key="answered", is_result=is_result, mac=mac)
+    channel.ask("answer", value, is_result=is_result, mac=mac)
 
 
 def unpickled(

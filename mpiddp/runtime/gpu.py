@@ -53,7 +53,7 @@ def limit_threads(world: World) -> int | None:
 def choose_gpus(world: World) -> None:
     """Set the variables that the launcher has for the ranks of this host."""
     if text := os.environ.get(GPUS):
-        from mpiddp.runtime.rendezvous.placement import expected_hosts  # few ranks need it
+        from mpiddp.runtime.rendezvous.result import expected_hosts  # few ranks need it
 
         hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
         os.environ.update(read(text, list(dict.fromkeys(hosts)).index(hosts[world.rank])))

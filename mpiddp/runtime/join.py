@@ -3,22 +3,39 @@
     with join(world) as coordinator:
         coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
 
-Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line. By hand a
-process group, or `mpiddp.Checkpoints`, joins.
+Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line, and they end
+the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins, and this module does all of it.
+
+When one rank fails, all ranks end, and one line names the rank. Open MPI and srun end the other ranks after
+a non-zero exit, MPICH only after a signal, and Intel MPI after neither once MPI is finalized. A rank inside
+an NCCL collective notices nothing by itself. So the thread of every rank's channel waits for the news.
+
+Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
+ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the
+frame's last instruction is a return. Its code is the process's own, which the parent sees.
+tests/integration/runtime/test_still_needed.py fails once Python keeps it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dis
 import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn, TypeVar
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import FAILED, JobFailed, UserError, print_error
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import (
     AGENT_STORE,
@@ -29,12 +46,21 @@ from mpiddp.protocol.variables import (
     RUN_ID,
 )
 from mpiddp.runtime.gpu import limit_threads
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.ending import Refused, ending_of
-from mpiddp.runtime.job.failure import ExitUnknown, FailureWatch
-from mpiddp.runtime.job.session import Session, script_session
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of
+from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.stop import stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.world import World, is_joined
+
+Value = TypeVar("Value")
+
+GRACE_S = 1.0  # in which a rank may end by itself once another has failed
+
+
+class ExitUnknown(SystemExit):
+    """The script has ended by a SystemExit whose code nobody knows but its parent."""
 
 
 @contextlib.contextmanager
@@ -59,20 +85,14 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.watch is not None:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
-    session.stop.enter_group()
-    if session.control is None and coordinator.channel is not None:
-        coordinator.channel.begin_session()
-    session.watch = watch = FailureWatch(session, coordinator)
-    watch.start()
+    session.watch = membership = _Membership(session, coordinator)
     try:
         yield coordinator
     except BaseException as error:
-        if session.is_of_this_process:
-            _end(session, coordinator, watch, error)
+        membership.end(error)
         raise
     else:
-        if session.is_of_this_process:
-            _end(session, coordinator, watch)
+        membership.end()
     finally:
         session.watch = None
 
@@ -120,7 +140,7 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     from mpiddp.runtime.script import import_torch
 
     import_torch()
-    own = lambda: RankInfo.of_this_process(world)  # noqa: E731
+    own = partial(RankInfo.of_this_process, world)
     with meet(world, own, keep_mpi=keep_mpi) as (coordinator, result):
         os.environ.update(result.variables(None))
         if result.listener is not None:
@@ -137,44 +157,149 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     return coordinator
 
 
-def _end(
-    session: Session,
-    coordinator: Coordinator,
-    watch: FailureWatch,
-    error: BaseException | None = None,
-) -> None:
-    """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
+class _Membership:
+    """This process as a member of its job's group, which it enters now.
 
-    Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
+    It ends when another rank fails, and ends the other ranks when it fails. The script of an agent leaves the
+    ends of ranks to it.
     """
-    if isinstance(error, Refused):
-        watch.stop()
-        return
-    if isinstance(error, ExitUnknown):  # the one who has started this process knows its code
-        session.finish()
-        coordinator.claim_first_failure()
-        watch.stop()
-        coordinator.leave(waits=False)
-        return
-    ending = ending_of(error, has_stopped=session.stop.has_stopped)
-    if not ending.is_failure:  # many scripts end with sys.exit(main())
-        try:
+
+    def __init__(self, session: Session, coordinator: Coordinator) -> None:
+        self._session, self._coordinator = session, coordinator
+        self._channel = channel = coordinator.channel
+        self._name = coordinator.name(coordinator.world.rank)
+        self._is_by_hand = session.control is None and not (channel and channel.group)
+        self._is_over = threading.Event()
+        session.stop.enter_group()
+        stop_on(session.stop, signal.SIGUSR1)
+        if channel is not None and session.control is None:
+            channel.begin_session()
+        if channel is not None and self._is_by_hand and channel.world_size > 1:
+            channel.listen(lambda facts: None, partial(self._look, channel))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
+
+        Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
+        """
+        session, coordinator = self._session, self._coordinator
+        if not session.is_of_this_process:  # a forked child
+            return
+        if isinstance(error, Refused):
+            self._is_over.set()
+            return
+        if isinstance(error, ExitUnknown):  # the one who has started this process knows its code
             session.finish()
-        except (JobFailed, OSError) as failure:
-            _end(session, coordinator, watch, JobFailed(str(failure)))
-        if coordinator.channel is not None:
-            session.stop.propose_step(coordinator.channel, 0)
-        if session.stop.has_stopped:
-            session.stop_is_saved()
-        # The first rank that exits with a code other than 0 ends the others, which may still save.
-        coordinator.leave(waits=session.stop.has_stopped or coordinator.world.rank == 0)
-        watch.stop()
-    elif not ending.traceback:
-        coordinator.claim_first_failure()
-        session.report(ending)
-        watch.fail(ending)
-        if not isinstance(error, SystemExit):
-            raise SystemExit(ending.code) from None
-    elif session.control is None:  # else `mpiddp.runtime.script` reports it
-        coordinator.claim_first_failure()
-        atexit.register(watch.fail_at_exit)  # unless the script catches it
+            coordinator.claim_first_failure()
+            self._is_over.set()
+            coordinator.leave(waits=False)
+            return
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        if not ending.is_failure:  # many scripts end with sys.exit(main())
+            try:
+                session.finish()
+            except (JobFailed, OSError) as failure:
+                self.end(JobFailed(str(failure)))
+            if self._channel is not None:
+                session.stop.propose_step(self._channel, 0)
+            if session.stop.has_stopped:
+                session.stop_is_saved()
+            # The first rank that exits with a code other than 0 ends the others, which may still save.
+            coordinator.leave(waits=session.stop.has_stopped or coordinator.world.rank == 0)
+            self._is_over.set()
+        elif not ending.traceback:
+            coordinator.claim_first_failure()
+            session.report(ending)
+            self._fail(ending)
+            if not isinstance(error, SystemExit):
+                raise SystemExit(ending.code) from None
+        elif session.control is None:  # else `mpiddp.runtime.script` reports it
+            coordinator.claim_first_failure()
+            atexit.register(self._fail_at_exit)  # unless the script catches it
+
+    def _fail(self, ending: Ending) -> None:
+        """This rank has failed: say so, and end the others.
+
+        The first rank to fail says it. Without a traceback to print, the others wait to be ended.
+        """
+        if self._coordinator.claim_first_failure():
+            self._print_once(ending)
+        elif self._is_by_hand and (ending.is_verdict or ending.is_refusal) and self._channel:
+            self._is_over.wait(2 * GRACE_S)
+        self._is_over.set()
+        if self._is_by_hand and self._channel is not None:
+            self._channel.fail(ending.code)
+
+    def _fail_at_exit(self) -> None:
+        """Python has printed the error that ended the script."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self._session.is_of_this_process and not self._is_over.is_set():
+            self._fail(ending_of(error))
+
+    def _print_once(self, ending: Ending) -> None:
+        """Print the line of an ending. A launcher prints every line, an agent all but that of bad input."""
+        line = ending.line(self._name)
+        prints = self._is_by_hand or (ending.is_refusal and not self._session.has_launcher)
+        if line and prints and not self._session.has_printed:
+            self._session.has_printed = True
+            print_error(line)
+
+    def _look(self, channel: JobChannel) -> None:
+        """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
+        if self._is_over.is_set():
+            return
+        if not (channel.code_of_failure or channel.is_lost):
+            self._session.stop.agree(channel)
+            return
+        if self._is_over.wait(GRACE_S):
+            return
+        if not channel.code_of_failure and self._coordinator.world.local_rank == 0:
+            lost = f"{self._name} lost the connection to rank 0; exiting"
+            self._print_once(Ending(FAILED, lost, is_verdict=True))
+        with contextlib.suppress(Exception):  # a script may replace stdout by anything
+            sys.stdout.flush()
+        os._exit(channel.code_of_failure or FAILED)
+
+
+def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
+    """Enter the context, and leave it when the interpreter exits, with the error that ended the script."""
+    value = context.__enter__()
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+
+    def leave() -> None:
+        error = _ending_error(outermost)
+        try:
+            context.__exit__(type(error) if error else None, error, None)
+        except SystemExit as end:
+            # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
+            # its error is a sentence that has been printed.
+            if not isinstance(error, ExitUnknown) and not ending_of(error).traceback:
+                exit_now(end.code)
+        except BaseException:  # Python would print it, and end with the script's own code
+            traceback.print_exc()
+            exit_now(FAILED)
+
+    atexit.register(leave)
+    return value
+
+
+def exit_now(code: object) -> NoReturn:
+    """End the process with this code, without the remaining handlers of atexit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a script may replace them by anything
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _ending_error(outermost: FrameType) -> BaseException | None:
+    """The exception that has ended the script with this frame, None if it ran to its end."""
+    session = current()
+    if session.control is not None:
+        return session.error
+    error: BaseException | None = getattr(sys, "last_value", None)
+    last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
+    if error is None and not last_instruction.startswith("RETURN"):
+        return ExitUnknown()
+    return error

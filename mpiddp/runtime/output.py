@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, is_shown, notice_silence
-from mpiddp.runtime.job.connect import Server, connect_to_server
+from mpiddp.runtime.job.channel import Server, connect_to_server
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe

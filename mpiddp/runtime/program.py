@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.paths import check_program, named_by
-from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, REPORT, RUN_ID
+from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> Program:
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The variables of the command of a rank that has joined, from those of the rank."""
     # The command may start a torchrun with other ranks. The agent has applied GPUS.
-    left_out = (*_OF_MPI, GPUS, PLACEMENT, REPORT, AGENT_STORE)
+    left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
-from mpiddp.protocol.viewers import JOB, folders, is_private, peer
+from mpiddp.protocol.viewers import peer, sockets
 from mpiddp.text import listed, shown
 
 Facts = Mapping[str, Any]
@@ -73,12 +74,9 @@ class Job:
 def running_jobs() -> list[Job]:
     """All jobs of this user on this machine, the oldest first."""
     jobs = []
-    for folder in filter(is_private, folders()):
-        for path in folder.glob(f"*{JOB}"):
-            if connection := _connected(path):
-                jobs.append(
-                    Job(path, peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S))
-                )
+    for path in sockets():
+        if connection := _connected(path):
+            jobs.append(Job(path, peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S)))
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
@@ -112,7 +110,7 @@ def _connected(path: Path) -> socket.socket | None:
         if peer(connection)[1] == os.getuid():
             return connection
     except ConnectionRefusedError:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path.parent, ignore_errors=True)
     except OSError:  # it has just ended, or too many viewers wait for it
         pass
     connection.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.protocol.viewers import taken
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, running_jobs
 
@@ -56,8 +54,6 @@ def ps(argv: list[str]) -> int:
         description="List your jobs whose mpiddp launch runs on this machine.",
         allow_abbrev=False,
     ).parse_args(argv)
-    if why := taken():
-        print(f"mpiddp: {why}", file=sys.stderr)
     jobs = running_jobs()
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
     return DONE

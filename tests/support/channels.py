@@ -13,8 +13,7 @@ from pathlib import Path
 
 from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_server
+from mpiddp.runtime.job.channel import JobChannel, Server
 from mpiddp.world import World
 
 
@@ -38,7 +37,7 @@ def member(server: Server, rank: int, world_size: int) -> JobChannel:
 
 def connect(server: Server, world: World, role: str = RANK) -> JobChannel:
     """A member that has connected. Nobody reads its messages yet."""
-    return JobChannel(server, connect_to_server(server, world, "hello", role=role), world)
+    return JobChannel(server, world, role)
 
 
 @contextmanager

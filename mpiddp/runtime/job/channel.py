@@ -1,6 +1,6 @@
 """A process's connection to the server of its job: `mpiddp.protocol.channel` has the messages.
 
-    channel = JobChannel(server, connection, world)
+    channel = JobChannel(server, world)
     channel.listen(act_on)                    # in a thread; a rank's agent calls `receive` in its own loop
     hosts = channel.gather("hosts", socket.gethostname(), timeout_s=60)
 
@@ -13,24 +13,44 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import (
     CHUNK,
+    RANK,
     VALUE_LIMIT,
     Lines,
     decode,
     encode,
     encode_value,
+    introduction,
     unlisted,
 )
-from mpiddp.runtime.job.connect import NO_MESSAGE, Connection, Server
+from mpiddp.protocol.messages import UNIX, UNPROVED_LINE_LIMIT, notice_silence
 from mpiddp.world import World
 
+CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
+_ATTEMPT_S, _RETRY_S = 10.0, 0.2
+# The errors of a line that is not a message, and of an address that is none.
+_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 _LONGEST = 16 * VALUE_LIMIT  # bytes of an answer, which has a value of every rank
+_ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
+
+
+class Server(NamedTuple):
+    """Where the server listens, "host:port" or "unix:path", and the key that its members share with it."""
+
+    address: str
+    key: str
+
+
+class AnotherScript(Exception):
+    """Another process of this rank is its script."""
 
 
 class ChannelLost(JobFailed):
@@ -38,32 +58,15 @@ class ChannelLost(JobFailed):
 
 
 class Silent(Exception):
-    """These ranks did not answer in time."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"no answer from ranks {', '.join(map(str, ranks))}")
-        self.ranks = list(ranks)
+    """Some ranks, a list of them, did not answer in time."""
 
 
 class AnotherFailed(Exception):
     """A rank has failed, which ends the job, so no answer may come."""
 
 
-class _Answer:
-    """What a thread waits for: a message, or an error instead of it."""
-
-    def __init__(self, *, unless_failed: bool = False) -> None:
-        self.unless_failed = unless_failed
-        self.found: tuple[dict[str, Any], bytes] | Exception = {}, b""
-        self.has_arrived = threading.Event()
-
-    def arrive(self, found: tuple[dict[str, Any], bytes] | Exception) -> None:
-        self.found = found
-        self.has_arrived.set()
-
-
 class JobChannel:
-    """The connection of one process, which the server has accepted.
+    """The connection of one process. The arguments and errors are those of `connect_to_server`.
 
     Attributes:
         group: of the ranks, 0, or of their n-th scripts, n.
@@ -72,27 +75,32 @@ class JobChannel:
         on_news: gets the messages that nobody waits for.
     """
 
-    def __init__(self, server: Server, connection: Connection, world: World) -> None:
+    def __init__(
+        self,
+        server: Server,
+        world: World,
+        role: str = RANK,
+        *,
+        answer_in_s: float | None = None,
+    ) -> None:
+        self.connection, self.group = connect_to_server(
+            server, world, "hello", role=role, answer_in_s=answer_in_s
+        )
         self.server = server
         self.rank, self.world_size = world.rank, world.world_size
-        self.group = connection.group
-        self.connection = connection.socket
         self._lines = Lines(_LONGEST)
         self.code_of_failure = 0
         self.is_lost = self._has_ended = False
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
         self._look: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
-        self._wake, self._waker = os.pipe()
-        for end in (self._wake, self._waker):
-            os.set_blocking(end, False)
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
-        self._lock = threading.RLock()  # of what follows
-        self._answers: dict[str, _Answer] = {}  # by key of a gather, or the type of the answer
-        self._given: dict[str, list[Any]] = {}  # by key, the values of all
+        self._changed = threading.Condition()  # of what follows
+        # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
+        self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._session = 0  # the process groups that the script has formed one after the other
-        self._first_failures: dict[str, int] = {}  # by key of the claim, the rank
+        self._claim_key = "first failure"
         os.register_at_fork(after_in_child=self.connection.close)  # it would hide this one's end
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
@@ -136,7 +144,6 @@ class JobChannel:
         facts, values = self.ask(
             "gather",
             encode_value(value),
-            answer_key=key,
             unless_failed=unless_failed,
             key=key,
             timeout_s=timeout_s,
@@ -155,7 +162,8 @@ class JobChannel:
 
     def given(self, key: str) -> list[Any] | None:
         """The values of all ranks under this key, None until all have given theirs."""
-        return self._given.get(key)
+        answer = self._arrived.get(key)
+        return None if answer is None else unlisted(answer[1], self.world_size)
 
     def is_called(self, key: str) -> bool:
         """Whether another rank calls all ranks to give a value under this key."""
@@ -168,20 +176,16 @@ class JobChannel:
         fail as well.
         """
         key = self._claim_key
-        if key not in self._first_failures:
+        if key not in self._arrived:
             try:
-                self.ask("claim", answer_key=key, key=key)
+                self.ask("claim", key=key)
             except ChannelLost:
                 return self.rank == 0
-        return self._first_failures[key] == self.rank
+        return bool(self._arrived[key][0]["rank"] == self.rank)
 
     def begin_session(self) -> None:
         """The ranks form another process group: the script has caught the error that ended the last one."""
-        self._session += 1
-
-    @property
-    def _claim_key(self) -> str:
-        return f"first failure {self._session}"
+        self._claim_key += "+"
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
@@ -197,35 +201,38 @@ class JobChannel:
         kind: str,
         value: bytes = b"",
         *,
-        answer_key: str = "",
+        key: str = "",
         unless_failed: bool = False,
         **facts: object,
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a message, and return its answer, which has this key, or else the type `kind`.
+        """Send a message, and return its answer, which has its key, or else its type.
 
         Raises:
             AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
             ChannelLost: the server has ended.
         """
-        with self._lock:
-            if self.is_lost:
-                raise self.lost()
-            if unless_failed and self._claim_key in self._first_failures:
-                raise AnotherFailed
-            # Two threads may claim at once, and wait for one answer.
-            waiting = _Answer(unless_failed=unless_failed)
-            answer = self._answers.setdefault(answer_key or kind, waiting)
+        self._check(self.is_lost, unless_failed)
         try:
-            self._send(kind, value, facts)
+            self._send(kind, value, {"key": key, **facts} if key else facts)
         except OSError:
             raise self.lost() from None
-        while self._thread is None and not answer.has_arrived.is_set():
-            for news in self.receive():
-                self.on_news(news)
-        answer.has_arrived.wait()
-        if isinstance(answer.found, Exception):
-            raise answer.found
-        return answer.found
+        key = key or kind
+        with self._changed:
+            while key not in self._arrived:
+                self._check(self._has_ended, unless_failed)
+                if self._thread is not None:
+                    self._changed.wait()
+                else:
+                    for news in self.receive():
+                        self.on_news(news)
+            # Two threads may claim at once, and wait for one answer.
+            return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
+
+    def _check(self, is_lost: bool, unless_failed: bool) -> None:
+        if is_lost:
+            raise self.lost()
+        if unless_failed and self._claim_key in self._arrived:
+            raise AnotherFailed
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.rank} has lost the connection to the other ranks.")
@@ -276,34 +283,118 @@ class JobChannel:
                 facts, value = decode(line)
                 if not self._take(facts, value):
                     news.append(facts)
-        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
+        except (OSError, *_NO_MESSAGE):  # it has ended, or the script has closed it
             self._lose()
         return news
 
     def _take(self, facts: dict[str, Any], value: bytes) -> bool:
-        """Note what the other ranks have done, and give answers to those who wait. False for other news."""
-        kind, key = facts["type"], facts.get("key", "")
-        with self._lock:
-            if kind == "claimed":
-                self._first_failures[key] = facts["rank"]
-                for waiting in self._answers.values():
-                    if waiting.unless_failed and key == self._claim_key:
-                        waiting.arrive(AnotherFailed())
+        """Note what the other ranks have done, and the answers to those who wait. False for other news."""
+        kind = facts["type"]
+        with self._changed:
+            if kind in _ANSWERS:
+                self._arrived[facts.get("key", kind)] = facts, value
+            elif kind == "called":
+                self._called.add(facts["key"])
             elif kind == "failed":
                 self.code_of_failure = facts["code"]
-            elif kind == "called":
-                self._called.add(key)
             elif kind == "lost":
                 self.is_lost = True
-            answer = self._answers.pop(key or kind, None)
-            if kind == "gathered" and answer is None:
-                self._given[key] = unlisted(value, self.world_size)
-        if answer is not None:
-            answer.arrive((facts, value))
-        return answer is not None or kind in ("claimed", "failed", "called", "lost", "gathered")
+            else:
+                return False
+            self._changed.notify_all()
+        return True
 
     def _lose(self) -> None:
-        with self._lock:
+        with self._changed:
             self.is_lost = self._has_ended = True
-            for answer in self._answers.values():
-                answer.arrive(self.lost())
+            self._changed.notify_all()
+
+
+# --- connecting, with proofs on both sides: see `mpiddp.protocol.channel` ---
+
+
+def connect_to_server(
+    server: Server,
+    world: World,
+    kind: str,
+    *,
+    answer_in_s: float | None = None,
+    **facts: object,
+) -> tuple[socket.socket, int]:
+    """Connect, and introduce this rank by a message of this kind.
+
+    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
+    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
+
+    Args:
+        answer_in_s: the time in which the server beside rank 0 answers, None for the launcher.
+
+    Returns:
+        The connection, and the group of the member: 0 of the ranks, n of their n-th scripts.
+
+    Raises:
+        AnotherScript: this rank has a script already.
+        JobFailed: the server cannot be reached.
+    """
+    deadline = time.monotonic() + (answer_in_s or CONNECT_TIMEOUT_S)
+    while True:
+        try:
+            return _connect(server, world.rank, kind, facts, answer_in_s)
+        except OSError as error:
+            # Strangers may hold all connections.
+            if not isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
+                time.sleep(_RETRY_S)
+                continue
+            why = str(error)
+        except _NO_MESSAGE:  # another program listens there, or the server of another job
+            why = "it is not the server of this job"
+        break
+    name = "the launcher" if answer_in_s is None else "rank 0's channel"
+    host, _, port = server.address.rpartition(":")
+    is_path = server.address.startswith(UNIX)
+    where = f"on {server.address}" if is_path else f"at {host} port {port}"
+    raise JobFailed(
+        f"rank {world.rank} on {world.hostname} cannot reach {name} {where} ({why}). "
+        "Check that it is running and that no firewall blocks the port."
+    )
+
+
+def _connect(
+    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_in_s: float | None
+) -> tuple[socket.socket, int]:
+    """Prove that this process is of the job, and check that the server is."""
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(_connected(server))
+        connection.settimeout(answer_in_s)
+        challenge = _next(connection)["challenge"]
+        line, expected_proof = introduction(server.key, challenge, kind, rank, facts)
+        connection.sendall(line)
+        answer = _next(connection)
+        if answer["type"] == "taken":
+            raise AnotherScript
+        if answer["type"] != "received" or answer["proof"] != expected_proof:
+            raise ValueError("no proof")
+        connection.settimeout(None)
+        stack.pop_all()
+        return connection, answer.get("group", 0)
+
+
+def _connected(server: Server) -> socket.socket:
+    if server.address.startswith(UNIX):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ATTEMPT_S)
+        connection.connect(server.address.removeprefix(UNIX))
+    else:
+        host, _, port = server.address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
+    notice_silence(connection)
+    return connection
+
+
+def _next(connection: socket.socket) -> dict[str, Any]:
+    """The next message. What follows it is left to the connection's owner."""
+    with connection.makefile("rb", buffering=0) as bytes_of_it:
+        line = bytes_of_it.readline(UNPROVED_LINE_LIMIT)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line[:-1])[0]

@@ -66,10 +66,11 @@ class Coordinator:
         try:
             return self.channel.gather(key, value, timeout_s=timeout_s, unless_failed=unless_failed)
         except Silent as silent:
-            names, size = ", ".join(map(self.name, silent.ranks)), self.world.world_size
+            [ranks], size = silent.args, self.world.world_size
+            names = ", ".join(map(self.name, ranks))
             if self.hostnames:  # they have joined
                 raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.") from None
-            joined = f"only {size - len(silent.ranks)} of {size} ranks joined in {timeout_s:g} s."
+            joined = f"only {size - len(ranks)} of {size} ranks joined in {timeout_s:g} s."
             raise NoAnswer(f"{joined} Missing: {names}.") from None
 
     def unique_prefix(self, name: str) -> str:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import AnotherScript, Server, connect_to_server
+from mpiddp.runtime.job.channel import AnotherScript, JobChannel, Server
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.reporter import Reporter
 from mpiddp.runtime.job.stop import StopRequest
@@ -66,8 +65,7 @@ class Session(Reporter):
         """
         env, world = os.environ, World.from_env()
         server = Server(env[CHANNEL], env.get(CHANNEL_SECRET, ""))
-        connection = connect_to_server(server, world, "hello", role=SCRIPT)
-        self.channel = channel = JobChannel(server, connection, world)
+        self.channel = channel = JobChannel(server, world, SCRIPT)
         self.has_launcher = JOB in env
         channel.listen(self._obey, partial(self.stop.agree, channel))
 

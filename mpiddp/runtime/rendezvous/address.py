@@ -15,8 +15,8 @@ from dataclasses import replace
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve, resolve_own, wait_for
-from mpiddp.protocol.variables import AGENT_STORE, INTERFACE, NETWORKS
-from mpiddp.runtime.rendezvous.result import RankInfo, ranks_by_host
+from mpiddp.protocol.variables import AGENT_STORE
+from mpiddp.runtime.rendezvous.result import RankInfo, ranks_by_host, requested_interface
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World
 
@@ -78,11 +78,6 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     return address, port
 
 
-def requested_interface(env: Mapping[str, str]) -> str:
-    """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
-    return env.get(INTERFACE) or env.get(NETWORKS) or ""
-
-
 def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
     """Refuse a host of a rank that has no such interface."""
     for info in infos:
@@ -110,10 +105,9 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str,
             return [(address, "MASTER_ADDR names it")]
     elif len(by_host) == 1:
         return [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
-    one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
+    shared = _shared([infos[ranks[0]] for ranks in by_host.values()], requested_interface(env))
     hostname = infos[0].hostname
     why = _why_not(name, name) if name else _why_not(hostname, f"{hostname}'s own name")
-    shared = _shared(one_per_host, requested_interface(env))
     return [(each.address, f"{why}it is that of {each.name} on {each.network}") for each in shared]
 
 

@@ -12,16 +12,14 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, reachable
-from mpiddp.protocol.channel import RANK, public_key
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, RUN_ID, TIMEOUT
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_server
+from mpiddp.runtime.job.channel import JobChannel, Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.address import (
     check_interface,
@@ -32,13 +30,14 @@ from mpiddp.runtime.rendezvous.address import (
 )
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
-from mpiddp.runtime.rendezvous.placement import check_alike
 from mpiddp.runtime.rendezvous.result import (
+    Place,
     RankInfo,
     RendezvousResult,
+    check_alike,
     gathered,
     ranks_by_host,
-    world_with,
+    result_of,
 )
 from mpiddp.text import parse_duration
 from mpiddp.world import World
@@ -47,9 +46,6 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 Met = tuple[Coordinator, RendezvousResult]
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
-# Where rank 0 listens for the clients of torch's store: the address, why this one, and the port.
-Place = tuple[str, str, int]
-Listeners = dict[Place, socket.socket | None]  # None if another process listens there
 
 
 @contextlib.contextmanager
@@ -76,12 +72,10 @@ def meet(
         yield _by_address(world, own, channel, timeout_s)
         return
     with over_mpi(world, own, timeout_s, channel, keep_mpi=keep_mpi) as (info, gather):
-        result = _agree(world, info, gather, partial(_listen_for_all, world), is_reached=False)
-        if result.listener is not None:
-            _drain(result.listener)
+        result = _over_mpi(world, info, gather)
         if channel is None:
             server = _from_rank_0(world, gather, partial(_serve, result.world))
-            channel = _connect(Server(*server), world, timeout_s)
+            channel = JobChannel(Server(*server), world, answer_in_s=timeout_s)
         else:
             gather(None)  # a script that connects to torch's store before would be drained too
         names = result.hostnames
@@ -101,61 +95,69 @@ def _by_address(
         if os.environ.get(AGENT_STORE) == "True":
             server = _serve_beside_agent(world, timeout_s)
         else:
-            # The channel is where the ranks expect rank 0. They share no secret, so the key is public.
+            # The channel is where the ranks expect rank 0. They share no secret, so the key keeps two jobs
+            # apart, but no stranger out.
             ids = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-            key = public_key(" ".join([*ids, str(port)]))
+            key = " ".join([*ids, str(port)])
             server = Server(f"{address}:{port}", key)
             if listener is not None:
                 serve_beside(listener, key, world.world_size)
                 listener = bind(address, 0, world.hostname)
-        channel = _connect(server, world, timeout_s)
+        channel = JobChannel(server, world, answer_in_s=timeout_s)
     info = own()
     coordinator = Coordinator(world, channel, has_launcher=has_launcher)
-
-    def offer(infos: Sequence[RankInfo]) -> Listeners:
-        if (requested := requested_interface(os.environ)) and len(ranks_by_host(infos)) > 1:
-            check_interface(infos, requested)
-        own_port = listener.getsockname()[1] if listener is not None else port
-        return {(address, f"{world.launcher.name} names it", own_port): listener}
-
     gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
     with coordinator.all_or_none():
-        result = _agree(world, info, gather, offer, is_reached=True)
+        infos, run_id = _compared(world, info, gather)
+        if listener is not None:
+            port = listener.getsockname()[1]
+        place = (address, f"{world.launcher.name} names it", gather(port)[0])
+        result = result_of(world, infos, place, listener, run_id)
+        if (requested := requested_interface(os.environ)) and len(ranks_by_host(infos)) > 1:
+            check_interface(infos, requested)
     coordinator.world, coordinator.hostnames = result.world, result.hostnames
     return coordinator, result
 
 
-def _agree(
-    world: World,
-    own: RankInfo,
-    gather: Gather,
-    offer: Callable[[Sequence[RankInfo]], Listeners],
-    *,
-    is_reached: bool,
-) -> RendezvousResult:
-    """What the ranks know of each other, and where rank 0 is. All ranks return, or raise, the same.
-
-    Every rank reaches every collective, also after an error. Only rank 0 calls `offer`. With `is_reached`,
-    the ranks have connected to the only place that it offers.
-    """
+def _compared(world: World, own: RankInfo, gather: Gather) -> tuple[tuple[RankInfo, ...], str]:
+    """The RankInfos of all ranks, which are alike, and the run's id."""
     infos = gathered(gather(own.as_json()))
-    listeners: Listeners = {}
 
-    def of_rank_0() -> list[Any]:
+    def run_id() -> str:
         check_alike(infos, os.environ)
-        listeners.update(offer(infos))
-        return [list(listeners), os.environ.get(RUN_ID) or secrets.token_hex(8)]
+        return os.environ.get(RUN_ID) or secrets.token_hex(8)
 
-    found, run_id = _from_rank_0(world, gather, of_rank_0)
-    places = [(address, reason, port) for address, reason, port in found]
-    place = places[0] if is_reached else _reached_by_all(world, infos, gather, places)
+    return infos, _from_rank_0(world, gather, run_id)
+
+
+def _over_mpi(world: World, own: RankInfo, gather: Gather) -> RendezvousResult:
+    """Rank 0 is at the first place that every other host reaches, of which one rank tries them all.
+
+    Rank 0 listens on every candidate before the ranks hear of it, so that no other program takes its port.
+    """
+    infos, run_id = _compared(world, own, gather)
+    listeners: dict[Place, socket.socket] = {}
+
+    def listen() -> list[Place]:
+        for address, reason in choose(infos, os.environ):
+            listener = bind(address, port_in(os.environ), world.hostname)
+            listeners[address, reason, listener.getsockname()[1]] = listener
+        return list(listeners)
+
+    places: list[Place] = [(*each,) for each in _from_rank_0(world, gather, listen)]
+    addresses, _, ports = zip(*places, strict=True)
+    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
+    tries = world.rank in firsts[1:]
+    reached = gather(reachable(addresses, ports) if tries else addresses)
+    place = next((each for each in places if all(each[0] in some for some in reached)), None)
+    if place is None:
+        raise JobFailed(unreachable(infos, addresses, reached))
     listener = listeners.pop(place, None)
-    for other in filter(None, listeners.values()):
+    for other in listeners.values():
         other.close()
-    address, reason, port = place
-    interface = infos[world.rank].interface_for(address, requested_interface(os.environ))
-    joined = world_with(world, infos, address, port)
-    return RendezvousResult(joined, infos, interface, reason, listener, run_id)
+    if listener is not None:
+        _drain(listener)
+    return result_of(world, infos, place, listener, run_id)
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
@@ -170,29 +172,6 @@ def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
     if "problem" in said:
         raise (JobFailed if said["is_failure"] else UserError)(said["problem"])
     return said["value"]
-
-
-def _listen_for_all(world: World, infos: Sequence[RankInfo]) -> Listeners:
-    """Listen on every candidate before the ranks hear of it, so that no other program takes its port."""
-    found: Listeners = {}
-    for address, reason in choose(infos, os.environ):
-        listener = bind(address, port_in(os.environ), world.hostname)
-        found[address, reason, listener.getsockname()[1]] = listener
-    return found
-
-
-def _reached_by_all(
-    world: World, infos: Sequence[RankInfo], gather: Gather, places: Sequence[Place]
-) -> Place:
-    """The first place that every other host reaches, of which one rank tries them all."""
-    addresses, _, ports = zip(*places, strict=True)
-    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
-    tries = world.rank in firsts[1:]
-    reached = gather(reachable(addresses, ports) if tries else addresses)
-    for place in places:
-        if all(place[0] in each for each in reached):
-            return place
-    raise JobFailed(unreachable(infos, addresses, reached))
 
 
 def _drain(listener: socket.socket) -> None:
@@ -228,13 +207,6 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
             ) from None
-
-
-def _connect(server: Server, world: World, timeout_s: float) -> JobChannel:
-    connection = connect_to_server(
-        server, world, "hello", role=RANK, name="rank 0's channel", answer_in_s=timeout_s
-    )
-    return JobChannel(server, connection, world)
 
 
 def joining_timeout_s() -> float:

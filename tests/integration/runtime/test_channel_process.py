@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.channel import JobChannel, Server
 from tests.support.channels import member
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
@@ -27,7 +26,7 @@ from tests.support.ranks import ROOT, clean_env
 KEY = "a key of the job"
 RANK_0 = """
 import os, socket, sys, threading, time
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.channel import Server
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from tests.support.channels import member
 listener = socket.create_server(("127.0.0.1", 0))

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import NoAnswer, UserError
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.channel import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.support.channels import member, serving

@@ -23,15 +23,20 @@ from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
     Lines,
-    child_key,
     decode,
     encode,
     member_proof,
 )
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
-from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, JobChannel, Silent
-from mpiddp.runtime.job.connect import AnotherScript, Server
+from mpiddp.runtime.job.channel import (
+    AnotherFailed,
+    AnotherScript,
+    ChannelLost,
+    JobChannel,
+    Server,
+    Silent,
+)
 from mpiddp.world import World
 from tests.support.channels import connect, progress
 from tests.support.errors import error
@@ -75,8 +80,6 @@ class Job:
 
     def connect(self, rank: int, role: str = RANK) -> JobChannel:
         server = Server(f"127.0.0.1:{self.port}", KEY)
-        if role != RANK:
-            server = server.for_children()
         channel = connect(server, World(rank, RANKS, rank, RANKS), role)
         heard = self.news[channel] = []
         channel.listen(heard.append)
@@ -149,10 +152,10 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
     for call in calls:
         with pytest.raises(Silent) as error:
             call.result(PATIENCE_S)
-        assert error.value.ranks == [2]
+        assert error.value.args == ([2],)
     with pytest.raises(Silent) as error:
         late.gather("key", 1, timeout_s=600)
-    assert error.value.ranks == [2]
+    assert error.value.args == ([2],)
 
 
 def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
@@ -285,9 +288,9 @@ INTRODUCTIONS = {
     "no proof": lambda challenge: encode("hello", rank=0, challenge="", proof=""),
     "other rank": lambda challenge: hello(0, member_proof(KEY, challenge, RANK, 1)),
     "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
-    "a child's key": lambda challenge: hello(0, member_proof(child_key(KEY), challenge, RANK, 0)),
+    "other role": lambda challenge: hello(0, member_proof(KEY, challenge, SCRIPT, 0)),
     "a script without its rank": lambda challenge: hello(
-        0, member_proof(child_key(KEY), challenge, SCRIPT, 0), role=SCRIPT
+        0, member_proof(KEY, challenge, SCRIPT, 0), role=SCRIPT
     ),
     "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
     "deep": lambda challenge: b"[" * 1000 + b"\n",
@@ -333,9 +336,8 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
         b'{"type": "gather"}\t1',
         b'{"type": "gather", "key": "a", "timeout_s": 1}',
-        b'{"type": "gather", "key": "a", "timeout_s": NaN}\t1',
-        b'{"type": "gather", "key": "%s", "timeout_s": 1}\t1' % (b"a" * 2000),
-        b'{"type": "fail", "code": 256}',
+        b'{"type": "gather", "key": "a", "timeout_s": "x"}\t1',
+        b'{"type": "fail", "code": "1"}',
         b"[" * 100_000,
         b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
     ],

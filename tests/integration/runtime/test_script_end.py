@@ -1,6 +1,6 @@
 """A script whose end raises does not succeed, under a launcher and alone.
 
-Tests mpiddp/runtime/job/failure.py, and the end of a script alone in mpiddp/checkpoints/checkpoints.py.
+Tests mpiddp/runtime/join.py, and the end of a script alone in mpiddp/checkpoints/checkpoints.py.
 python -m pytest tests/integration/runtime/test_script_end.py
 """
 
@@ -16,7 +16,7 @@ from tests.support.ranks import ROOT, clean_env
 
 LEAVES = """
 import contextlib
-from mpiddp.runtime.job.failure import enter_until_exit
+from mpiddp.runtime.join import enter_until_exit
 @contextlib.contextmanager
 def job():
     yield

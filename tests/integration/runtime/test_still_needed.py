@@ -27,7 +27,7 @@ def test_hashlib_still_loads_openssl() -> None:
 
 
 def test_python_still_forgets_the_exit_code_of_a_script() -> None:
-    """mpiddp/runtime/job/failure.py"""
+    """mpiddp/runtime/join.py"""
     state = (
         "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
     )

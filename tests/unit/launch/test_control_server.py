@@ -25,8 +25,7 @@ from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.protocol.channel import RANK, SCRIPT, encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server, connect_to_server
+from mpiddp.runtime.job.channel import JobChannel, Server, connect_to_server
 from mpiddp.world import World
 from tests.support.channels import connect, place_to_listen, progress
 from tests.support.errors import error
@@ -55,8 +54,7 @@ class Job:
         return Server(*(self.server.settings[name] for name in (ADDRESS, SECRET)))
 
     def connect(self, rank: int, role: str = RANK) -> JobChannel:
-        where = self.address if role == RANK else self.address.for_children()
-        channel = connect(where, World(rank, 3, rank, 3), role)
+        channel = connect(self.address, World(rank, 3, rank, 3), role)
         self.heard[channel] = []
         channel.listen(self.heard[channel].append)
         return channel
@@ -135,7 +133,7 @@ def test_the_script_of_a_rank_gets_what_concerns_it(job: Job) -> None:
 
 def test_a_stream_of_output_is_handed_over(job: Job) -> None:
     facts = {"stream": 2, "host": "b"}
-    stream = connect_to_server(job.address, World(2, 3, 2, 3), "output", **facts).socket
+    stream, _ = connect_to_server(job.address, World(2, 3, 2, 3), "output", **facts)
     (output,) = job.receives("output")
     connection = output.facts.pop("connection")
     assert (output.rank, output.facts) == (2, facts)

@@ -23,8 +23,7 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.channel import JobChannel, Server
 from mpiddp.spawning.pickled import unpickled
 from mpiddp.world import World
 from tests.support.channels import connect, place_to_listen
@@ -55,7 +54,7 @@ def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator
         where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
         try:
             rank = connect(where, WORLD)
-            yield connect(where.for_children(), WORLD, SCRIPT)
+            yield connect(where, WORLD, SCRIPT)
             rank.connection.close()
         finally:
             is_over.set()

@@ -76,7 +76,7 @@ def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.M
         *("--log-dir", "logs", "--bind", "gpu", "-x", "MINE", "-x", "OTHER=a b"),
     )
     expected = {
-        "MPIDDP_REPORT": "1", "MPIDDP_VERBOSE": "1", "MASTER_ADDR": "10.1.2.3",
+        "MPIDDP_VERBOSE": "1", "MASTER_ADDR": "10.1.2.3",
         "MPIDDP_BIND": "gpu", "MPIDDP_LOG_DIR": "logs",
     }  # fmt: skip
     assert {name: settings.get(name) for name in expected} == expected

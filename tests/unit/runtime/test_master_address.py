@@ -16,7 +16,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.rendezvous.address import choose, unreachable
-from mpiddp.runtime.rendezvous.result import RankInfo, gathered, world_with
+from mpiddp.runtime.rendezvous.result import RankInfo, gathered, result_of
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.machine import files_left
@@ -143,7 +143,11 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
     """Two machines may have one name."""
     machines = ["b", "a", "b", "a"]
     infos = [RankInfo(rank, rank // 2, 2, "x", machines[rank], ()) for rank in range(4)]
-    worlds = [world_with(World(rank, 4, None, None), infos, "10.0.0.2", 1) for rank in range(4)]
+    place = ("10.0.0.2", "", 1)
+    results = [
+        result_of(World(rank, 4, None, None), (*infos,), place, None, "") for rank in range(4)
+    ]
+    worlds = [each.world for each in results]
     assert [(world.node_rank, world.num_nodes) for world in worlds] == [(0, 2), (1, 2)] * 2
 
 

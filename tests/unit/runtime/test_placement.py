@@ -1,6 +1,6 @@
 """The placement of the ranks is compared with the hostfile.
 
-Tests mpiddp/runtime/rendezvous/placement.py.
+Tests mpiddp/runtime/rendezvous/result.py.
 python -m pytest tests/unit/runtime/test_placement.py
 """
 
@@ -13,8 +13,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.protocol.variables import PLACEMENT
-from mpiddp.runtime.rendezvous.placement import check_alike, expected_hosts, table
-from mpiddp.runtime.rendezvous.result import RankInfo, own_gpu
+from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, expected_hosts, own_gpu, table
 from mpiddp.text import shown
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
