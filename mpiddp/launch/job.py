@@ -141,8 +141,16 @@ class Job:
             output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
             mpirun = MpirunProcess(starter, command, output)
             attempt = Attempt(
-                *(options, ranks, server, mpirun, output, self.signals),
-                *(self.console, self.stop_at, self.exchange, search),
+                options,
+                ranks,
+                server,
+                mpirun,
+                output,
+                self.signals,
+                self.console,
+                stop_at=self.stop_at,
+                exchange=self.exchange,
+                search=search,
             )
             is_all_shown = attempt.run()
             printed = output.last_errors if is_all_shown else {}

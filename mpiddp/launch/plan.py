@@ -104,14 +104,20 @@ def make_plan(
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
     is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
     with_counts = with_slots(
-        *(chosen, infos, options.variables, options.backend),
+        chosen,
+        infos,
+        options.variables,
+        options.backend,
         by_number=is_default and (options.n, options.npernode) != (None, None),
         dry_run=options.dry_run,
     )
     if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     placed = place(
-        *(with_counts, kind, options.n, options.npernode),
+        with_counts,
+        kind,
+        options.n,
+        options.npernode,
         may_be_fewer=len(chosen.usable) < max(wanted, past.enough or 0),
         max_ranks=past.max_ranks,
     )

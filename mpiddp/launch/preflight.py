@@ -109,7 +109,9 @@ def _answers(
     waiting, said = [*hosts], list[Host]()
     while True:
         answers |= run_on_hosts(
-            *(waiting, needs.python, probe_program(needs)),
+            waiting,
+            needs.python,
+            probe_program(needs),
             timeout_s=LOGIN_S,
             work_s=facts.LONGEST_S,
             transport=transport,
