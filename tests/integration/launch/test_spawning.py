@@ -223,7 +223,7 @@ def test_a_result_whose_module_is_missing_here() -> None:
 @pytest.mark.parametrize(
     ("keywords", "id", "values"),
     [
-        ({"hosts": []}, "-H lists", ["-H "]),
+        ({"hosts": []}, "is not a host", ['-H: ""']),
         ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
         ({"max_restart": 1}, "--help", ["--max-restart"]),
     ],

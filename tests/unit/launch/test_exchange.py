@@ -93,6 +93,7 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
 
 @pytest.mark.parametrize("raised", [ValueError("a bug"), asyncio.CancelledError("late")])
 def test_the_caller_receives_errors(raised: BaseException) -> None:
+    pytest.importorskip("cloudpickle")
     text, body = pickle.loads(pickled_error(raised))
     assert text.endswith(f"{type(raised).__name__}: {raised}\n")
     assert repr(unpickled(body)) == repr(raised)
