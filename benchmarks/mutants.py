@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
 # Those that start no rank: the record of every command line, the units, what a user mistypes.
 GOLDEN = "tests/promises/test_variables.py::test_the_command_line_of_each_mpi"
-TESTS = (GOLDEN, "tests/unit/launch", "tests/unit/hosts", "tests/refusals")
+TESTS = (GOLDEN, "tests/unit", "tests/refusals")
 COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
 LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
 

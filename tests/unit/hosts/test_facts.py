@@ -132,6 +132,14 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     assert host_info({**needs, "program": "tools/job"})["has_program"] is True
 
 
+def test_why_a_folder_cannot_be_used(tmp_path):
+    gone = str(tmp_path / "no" / "run")
+    assert facts._folder(gone, "data")["error"] == "No such file or directory"
+    found = facts._folder(gone, "run")
+    assert (found["path"], found["error"]) == (str(tmp_path), "")
+    assert found["free"] > 0
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [("/bin:/usr/bin", "/bin:/usr/bin:/opt/mpi"), ("/opt/mpi:/bin", "/opt/mpi:/bin"),

@@ -49,6 +49,17 @@ def bring(there):
     return bring
 
 
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """It runs the other end of rsync on this machine, in the other folder."""
+    path = tmp_path / "bin" / "ssh"
+    write(path.parent, ssh='#!/bin/sh\nshift 7\neval "$(echo "$*" | sed "s,/here/,/there/,g")"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(push, "RSYNC", ("rsync", "-a"))  # the names are on ssh's command line
+    return path
+
+
 def write(folder, **files):
     """`lib__a=...` is the file lib/a."""
     for name, text in files.items():
@@ -161,6 +172,16 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
         verb("run/step1")
 
 
+def test_what_a_host_answers_to_a_pull(there, ssh):
+    run = Path("run").absolute()
+    assert pull._fetch(HOST, run) is None
+    write(there / "run", a="1")
+    assert pull._fetch(HOST, run) == []
+    assert files_of(run) == {f".mpiddp-pull/{HOST.name}/a": "1"}
+    ssh.write_text("#!/bin/sh\necho 'n1: Permission denied (publickey).' >&2; exit 255\n")
+    assert "ssh-copy-id" in pull._fetch(HOST, run)
+
+
 # --- what a push says and takes along; its archive for a host without rsync, here for this machine ---
 
 
@@ -172,6 +193,18 @@ def test_what_a_push_says():
     assert push.summary(pushed, dry_run=True)[1] == "n[1-2]: 12 B would be sent"
     nobody = push.Pushed({}, {}, [], 0.0, 0)
     assert push.summary(nobody, dry_run=False) == ["there is no other host"]
+
+
+def test_a_push_keeps_what_it_replaces(there, ssh):
+    write(there / "run", a="old", src__gone="1", mine="2")
+    run = Path("run").absolute()
+    write(run, a="12345", src__b="b")
+    sent = [push._rsync(HOST, str(run), ["a", "src"], dry_run=False) for _ in range(2)]
+    assert sent == [6, 0]
+    replaced = {
+        f".mpiddp-replaced/{name}": text for name, text in (("a", "old"), ("src/gone", "1"))
+    }
+    assert files_of(there / "run") == {"a": "12345", "src/b": "b", "mine": "2", **replaced}
 
 
 def test_an_archive_replaces_what_is_pushed_alone(tmp_path):

@@ -329,3 +329,12 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
             assert folder.is_dir()
             assert folder.parent == (parent if is_used else Path("/tmp"))
         assert not folder.exists()
+
+
+def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
+        killed = Path(root, "mpiddp-0")
+        killed.mkdir()
+        (killed / "owner.lock").touch()
+        with private_folder({"TMPDIR": root}) as other:
+            assert {*Path(root).iterdir()} == {own, other}

@@ -120,6 +120,17 @@ def test_a_growth_that_finds_no_host_is_the_last(
     assert not job.may_grow
 
 
+@pytest.mark.parametrize("code", [FAILED, BAD_INPUT])
+def test_a_grown_job_that_fails_before_a_step_returns_to_the_hosts_of_before(
+    jobs: Jobs, code: int
+) -> None:
+    job = jobs("--grow", "1h")
+    job.grown_from = before = job.plan
+    assert job.plan_next(Outcome(code, "rank 1 failed.")) is before
+    assert (job.failures, job.may_grow, job.grown_from) == (0, False, None)
+    assert job.plan_next(Outcome(code, "rank 1 failed.")) is None
+
+
 @pytest.mark.parametrize(
     ("code", "after"),
     [(STOPPED, Outcome(STOPPED, "stopped on request.")),

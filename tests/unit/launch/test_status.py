@@ -27,11 +27,11 @@ def test_there_is_no_status_before_the_first_step() -> None:
 
 def test_the_status_says_how_far_the_training_is() -> None:
     ranks = Ranks(["a", "a", "b"])
-    report(ranks, 0, 1000, 0.0, total=4000, loss=0.123456, phase="warm-up\x1b[2J")
+    report(ranks, 0, 1000, 0.0, total=4000, loss=0.123456, epoch=3, phase="warm-up\x1b[2J")
     report(ranks, 1, 1000, 0.0, loss=9.0)
     report(ranks, 0, 1100, 10.0)
     assert status_lines(ranks, 2, "rank 2 on b holds the others up: it works", 10.0) == [
-        "step 1,100/4,000 (28%)  10 steps/s  5 min left  loss 0.1235  phase warm-up\\x1b[2J",
+        "step 1,100/4,000 (28%)  10 steps/s  5 min left  epoch 3  loss 0.1235  phase warm-up\\x1b[2J",
         "3 ranks on 2 hosts  attempt 2  1.1 GB a rank  rank 2 on b holds the others up",
     ]
     report(ranks, 0, 4001, 20.0)

@@ -211,6 +211,17 @@ CASES = [
         (137, "SIGKILL"),
     ),
     Case(
+        "an MPI that cannot begin",
+        Outcome(
+            FAILED,
+            f"MPI_Init failed in rank 1 on b. What the MPI has written above says why.{OTHERS}",
+            FirstFailure(1, "b", ""),
+            is_complete=False,
+        ),
+        [message(1, "mpi_init", active=True), lost(1)],
+        (1, ""),
+    ),
+    Case(
         "a daemon was killed",
         Outcome(
             FAILED,
