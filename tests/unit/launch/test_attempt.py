@@ -335,6 +335,7 @@ def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
         killed = Path(root, "mpiddp-0")
         killed.mkdir()
-        (killed / "owner.lock").touch()
+        [lock] = own.iterdir()
+        (killed / lock.name).touch()
         with private_folder({"TMPDIR": root}) as other:
             assert {*Path(root).iterdir()} == {own, other}
