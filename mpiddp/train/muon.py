@@ -113,7 +113,7 @@ def orthogonal(weights: Tensor) -> Tensor:
     Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
     and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
     of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
-    multiplied once. The result has the same shape and type.
+    multiplied once. The weights and the result are [C_out, C_in, height, width], of one type.
     """
     matrix = weights.reshape(len(weights), -1).bfloat16()
     is_tall = matrix.shape[0] > matrix.shape[1]
