@@ -44,7 +44,7 @@ def launcher(ranks: int) -> None:
     mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n")
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
-    hosts = tuple(Host(f"node{number}", ranks=per_host) for number in range(ranks // per_host))
+    hosts = tuple(Host(f"10.0.{number >> 8}.{number & 255}", ranks=per_host) for number in range(ranks // per_host))
     named = Hosts("light clients", hosts)
     request = Request(named, ("true",), ".")
     plan = Plan(RankStarter(STARTERS[1], "5.0.11", mpirun), request, named, named, None)
