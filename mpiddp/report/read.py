@@ -2,7 +2,7 @@
 
 config.json, summary.json, metrics.jsonl    the settings, the results, a record of each step
 attempts.jsonl                              how each start began, and how its ranks ended
-starts/start_0001.json                      command, versions, git commit and environment of each start
+starts/start_0001.json                      command, versions and git commit of each start
 
 A run may be going on, have died while it wrote, or be of another version. So every file may be missing,
 torn or strange: what can be read is read, and `Run.notes` has a sentence for each file that cannot.
@@ -79,7 +79,7 @@ class Run:
     saves: dict[int, float]  # the time of each step's checkpoint, in seconds since 1970
     starts: list[Start]
     notes: list[str]
-    start_record: dict[str, Any]  # of its newest start: command, versions, git, environment
+    start_record: dict[str, Any]  # of its newest start: command, versions, git
 
     @property
     def name(self) -> str:

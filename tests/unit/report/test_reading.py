@@ -22,7 +22,6 @@ from mpiddp.report.curves import Curve, thinned
 from mpiddp.report.read import Failure, read_run
 from mpiddp.report.tables import compared, facts, time_lost
 from tests.support.errors import error
-from tests.support.ranks import ROOT
 from tests.support.run_folders import BEGAN, write_run
 
 ILLEGAL = "RuntimeError: an illegal memory access was encountered"
@@ -143,14 +142,6 @@ def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
     assert f"{folder}/metrics.jsonl: at most 40 curves are shown." in run.notes
     assert not set("abcd") & set(run.curves)
     assert run.starts == []
-
-
-@pytest.mark.parametrize("name", ["fsdp_run", "script", "sharded_script"])
-def test_runs_of_an_earlier_version(name: str) -> None:
-    run = read_run(ROOT / "tests/data/before_one_form" / name)
-    assert run.notes == []
-    assert run.saves
-    assert run.curves
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
