@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints: settings, its starts, its records in tools.
+"""What a run leaves beside its checkpoints: settings, logs of its ranks, its starts, its records in tools.
 
 RUN/starts/start_0001.json is that of the first start, start_0002.json that of the first restart or resume:
 the command, the versions of the packages, the commit. Neither the environment nor a diff is stored, so that
@@ -20,12 +20,16 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+
+import torch
 
 import mpiddp
 from mpiddp.errors import UserError
@@ -45,6 +49,26 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(finite, indent=1) + "\n")
     part.replace(path)
+
+
+@contextlib.contextmanager
+def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
+    """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
+
+    def write(text: str) -> None:
+        with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}\n")
+
+    who = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank}"
+    where = f"node {world.node_rank}, host {world.hostname}, pid {os.getpid()}"
+    versions = f"python {platform.python_version()}, torch {torch.__version__}"
+    write(f"started: {who}, {where}, {versions}, by {world.launcher.name}")
+    try:
+        yield
+    except BaseException:
+        write(f"failed\n{traceback.format_exc()}")
+        raise
+    write("done")
 
 
 def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> None:

@@ -31,7 +31,7 @@ from mpiddp.train.determinism import check_determinism
 from mpiddp.train.measure import StepTimer, counted, measured, table
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards
-from mpiddp.train.record import check_packages, following, save_json, start_record
+from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
     build_model,
@@ -121,7 +121,10 @@ def main(options: Namespace) -> int:
             if world.rank == 0:
                 start_record(out, world, hosts, started)
             tools = config.log_to if world.rank == 0 else None
-            with following(tools, out, vars(config), step=step) as record:
+            with (
+                rank_log(logs / f"rank_{world.rank:05d}.log", world),
+                following(tools, out, vars(config), step=step) as record,
+            ):
                 log.info(
                     f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
                     f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "

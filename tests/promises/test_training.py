@@ -97,8 +97,8 @@ def test_files_of_a_run(here: Here) -> None:
     assert records(run)[-1]["test_accuracy"] == found["test_accuracy"]
     config = json.loads((run / "config.json").read_text())
     assert (config["batch_size"], config["global_batch_size"], config["epochs"]) == (3, 9, 2)
-    logs = sorted((run / "logs").glob("rank_*.out"))
-    assert [log.name for log in logs] == [f"rank_{rank:05d}.out" for rank in range(3)]
+    logs = sorted((run / "logs").glob("rank_*.log"))
+    assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(3)]
     model = ARCHS["resnet20"](num_classes=3)
     model.load_state_dict(contents(run, 8)["model"])
     assert found["num_parameters"] == sum(each.numel() for each in model.parameters())
