@@ -15,8 +15,9 @@ import io
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -64,14 +65,22 @@ _WELL = re.compile(
     rb"\b(?:complete|completed|finished|done|succeeded|successful|successfully)\b|^\W*done\b"
 )
 
+_EXCEPTION, _EXIT = (
+    next(row for row in FAILURES if row.id == name) for name in ("python-exception", "python-exit")
+)
+# Texts with the same first character share a branch: faster than one alternative a text.
+_SAYS = [text for row in FAILURES for text in row.says]
+_BRANCHES = groupby(sorted([*_SAYS, *_CHAINED, _TRACEBACK, _OURS]), key=lambda text: text[0])
+_TEXTS = re.compile(
+    "|".join(
+        f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
+        for first, texts in _BRANCHES
+    ).encode()
+)
+
 # How near a line is to the root cause: what decides comes first, and what was caught last.
-_DECIDES, _CAUSE, _SYMPTOM, _CONSEQUENCE, _CAUGHT = range(5)
-_PLACE = {
-    Weight.CAUSE: _CAUSE,
-    Weight.SYMPTOM: _SYMPTOM,
-    Weight.EXCEPTION: _SYMPTOM,
-    Weight.CONSEQUENCE: _CONSEQUENCE,
-}
+_DECIDES, _CAUGHT = 0, 4
+_PLACE = {Weight.CAUSE: 1, Weight.SYMPTOM: 2, Weight.EXCEPTION: 2, Weight.CONSEQUENCE: 3}
 
 
 @dataclass(frozen=True)
@@ -82,17 +91,17 @@ class Explanation:
     number: int  # of the line, from 1
     line: str  # or its part around the match, without effects on a terminal
 
+    @property
+    def place(self) -> int:
+        """Where it stands if a verdict or an exception shows it."""
+        weight = self.failure.weight
+        return _DECIDES if weight in (Weight.CAUSE, Weight.EXCEPTION) else _PLACE[weight]
 
-class Findings(NamedTuple):
-    """What a log shows: the root cause first.
 
-    `survived` says how one sees that the job went on after all of it, "" if it did not. `last_sentence` is
-    mpiddp's, "" for none.
-    """
-
-    found: list[Explanation]
-    survived: str
-    last_sentence: str
+class _Traceback(NamedTuple):
+    rank: str  # "" for an unknown one
+    entry: str  # the function of its first frame
+    found: Explanation  # its exception, or what led to it
 
 
 def explain(lines: Iterable[str]) -> Explanation | None:
@@ -102,12 +111,12 @@ def explain(lines: Iterable[str]) -> Explanation | None:
     return found[0] if found else None
 
 
-def explain_file(file: BinaryIO) -> Findings:
+def explain_file(file: BinaryIO) -> Log:
     """What the bytes of a file or a pipe show, in little memory."""
-    log = _Log()
+    log = Log()
     for number, line in _lines(file):
         log.read(number, line)
-    return Findings(_in_order(log), _survived(log), log.last_sentence)
+    return log
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -119,42 +128,34 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         number += piece.endswith(b"\n")
 
 
-@dataclass(eq=False)
-class _Traceback:
-    """A traceback of one rank, "" for an unknown one."""
-
-    rank: str
-    entry: str = ""  # the function of its first frame, "" before that
-    found: Explanation | None = None  # its exception, or what led to it
-    was_survived: bool = False  # the job has made a step before the next one
-
-
-class _Log:
+class Log:
     """One pass through a log. It keeps the lines that matter, and what follows the last one of them."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
-        self.tracebacks: deque[_Traceback] = deque(maxlen=_MOST_TRACEBACKS)
-        self.verdict: tuple[int, re.Match[str]] | None = None
-        self.last_sentence = ""
-        self.has_stepped = False  # since the last traceback
-        self.lines_after = self.steps_after = 0  # the last line that matters
-        self.end: deque[bytes] = deque(maxlen=_END_LINES)
-        self._open: dict[str, _Traceback] = {}  # by rank
-        self._led: dict[str, _Traceback] = {}  # a traceback that another one of its rank follows
-        self._last = 0
+        self.last_sentence = ""  # of mpiddp, "" for none
+        self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
+        self._open: dict[str, str] = {}  # by rank: its traceback's first function, "" before that
+        self._chained: set[str] = set()  # ranks whose next traceback follows from the one before
+        self._last = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
+        self._caught = deque[_Traceback](maxlen=_MOST_TRACEBACKS)  # a step was made before the next
+        self._has_stepped = False  # since the last traceback
+        self._verdict: re.Match[str] | None = None
+        self._verdict_at = 0
+        self._last_at = 0  # the last line that matters
+        self._lines_after = self._steps_after = 0  # that line
+        self._end = deque[bytes](maxlen=_END_LINES)
 
     def read(self, number: int, line: bytes) -> None:
         """Look at a line with a known text, and at all lines while a traceback is open."""
         if (self._open or _TEXTS.search(line)) and self._look_at(number, line):
-            self.has_stepped |= self.steps_after > 0
-            self._last, self.steps_after = number, 0
-            self.end.clear()
+            self._has_stepped |= self._steps_after > 0
+            self._last_at, self._steps_after = number, 0
+            self._end.clear()
         else:
-            self.end.append(line)
-            if self.steps_after < _GOES_ON_STEPS and not self._open:
-                self.steps_after += bool(_STEP.search(line))
-        self.lines_after = number - self._last
+            self._end.append(line)
+            if self._steps_after < _GOES_ON_STEPS and not self._open:
+                self._steps_after += bool(_STEP.search(line))
+        self._lines_after = number - self._last_at
 
     def _look_at(self, number: int, line: bytes) -> bool:
         """Keep what matters of a line. Returns whether it shows that something failed."""
@@ -162,126 +163,117 @@ class _Log:
         if text.startswith(_OURS):
             self.last_sentence = text
             if verdict := _VERDICT.fullmatch(text):
-                self.verdict = number, verdict
-            elif self.verdict is not None:
+                self._verdict, self._verdict_at = verdict, number
+            elif self._verdict is not None:
                 return True
         if text.startswith(_CHAINED):
-            self._led |= {each.rank: each for each in self.tracebacks if each.rank == rank}
+            self._chained.add(rank)
         if _TRACEBACK in text:
-            self._open[rank] = _Traceback(rank)
+            self._open[rank] = ""
             return True
         if rank in self._open:
-            return self._continue(self._open[rank], number, text)
+            return self._continue(rank, number, text)
         found = _shown_by(text)
         for row in found:
-            self.rows.setdefault(row.id, Explanation(row, number, _shown(text, row)))
+            self._rows.setdefault(row.id, _explained(row, number, text))
         return bool(found)
 
-    def _continue(self, traceback: _Traceback, number: int, text: str) -> bool:
-        """Take a line of a traceback's rank. A line of its stdout may stand between."""
-        if frame := _FRAME.match(text):
-            traceback.entry = traceback.entry or frame[1]
-        if not traceback.entry or not _RAISED.fullmatch(text):
+    def _continue(self, rank: str, number: int, text: str) -> bool:
+        """Take a line of an open traceback's rank. A line of its stdout may stand between."""
+        entry = self._open[rank]
+        if not entry and (frame := _FRAME.match(text)):
+            entry = self._open[rank] = frame[1]
+        if not entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
-        del self._open[traceback.rank]
-        row = next(iter(_shown_by(text, Weight.EXCEPTION)), _EXCEPTION)
-        traceback.found = Explanation(row, number, _shown(text, row))
-        led = self._led.pop(traceback.rank, None)
-        if led is not None and led in self.tracebacks and not led.was_survived:
-            self.tracebacks.remove(led)
-            if led.entry in _ENTRIES:
-                traceback.entry = led.entry
-            if row is _EXCEPTION and led.found and led.found.failure is not _EXCEPTION:
-                traceback.found = led.found  # the table knows what has led to it
-        if self.has_stepped:
-            for each in self.tracebacks:
-                each.was_survived = True
-            self.has_stepped = False
-        self.tracebacks.append(traceback)
+        del self._open[rank]
+        found = _explained(([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION])[0], number, text)
+        before = [each for each in self._last if each.rank == rank]
+        if rank in self._chained and before:
+            led = before[-1]
+            self._last.remove(led)
+            entry = led.entry if led.entry in _ENTRIES else entry
+            if found.failure is _EXCEPTION and led.found.failure is not _EXCEPTION:
+                found = led.found  # the table knows what has led to it
+        self._chained.discard(rank)
+        if self._has_stepped:
+            self._caught.extend(self._last)
+            self._last.clear()
+            self._has_stepped = False
+        self._last.append(_Traceback(rank, entry, found))
         return True
 
+    @property
+    def found(self) -> list[Explanation]:
+        """What decides, other causes, symptoms, consequences, what was caught: each row once."""
+        decisive = self._by_verdict() or self._by_traceback()
+        places = [(_PLACE[each.failure.weight], each) for each in self._rows.values()]
+        places += [(_CAUGHT, each.found) for each in (*self._caught, *self._last)]
+        if decisive is not None:
+            places = [each for each in places if each[1].number != self._verdict_at]
+            places.append((decisive.place, decisive))
+        elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
+            places = []  # nothing says that the job failed; a script may print exceptions that it handles
+        found: dict[str, Explanation] = {}
+        for _, each in sorted(places, key=lambda place: (place[0], place[1].number)):
+            found.setdefault(each.failure.id, each)
+        return [*found.values()]
 
-def _in_order(log: _Log) -> list[Explanation]:
-    """What decides, other causes, symptoms, consequences, what was caught: each row once."""
-    decisive = _by_verdict(log) or _by_traceback(log)
-    places = [(_PLACE[each.failure.weight], each) for each in log.rows.values()]
-    places += [(_CAUGHT, each.found) for each in log.tracebacks if each.found]
-    if decisive is not None:
-        number = log.verdict[0] if log.verdict else 0
-        places = [each for each in places if each[1].number != number]
-        places.append((_place(decisive.failure), decisive))
-    elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
-        places = []  # nothing says that the job failed; a script may print exceptions that it handles
-    found: dict[str, Explanation] = {}
-    for _, each in sorted(places, key=lambda place: (place[0], place[1].number)):
-        found.setdefault(each.failure.id, each)
-    return [*found.values()]
+    @property
+    def survived(self) -> str:
+        """How one sees that the job went on after all that the log shows, "" if it did not."""
+        is_long = self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS
+        if is_long or (self._verdict and self._lines_after >= _GOES_ON_AFTER_VERDICT):
+            return f"the log goes on for {self._lines_after} lines after it"
+        if any(map(_WELL.search, self._end)):
+            return "the log ends well"
+        weights = {each.failure.weight for each in self._rows.values()}
+        if self._verdict or weights - {Weight.EXCEPTION}:
+            return ""
+        if self.last_sentence:
+            return "no sentence of mpiddp says that a rank failed"
+        has_ended = any(each.entry in _ENTRIES for each in (*self._caught, *self._last))
+        return "" if has_ended else "the job has caught it and printed it itself"
 
-
-def _survived(log: _Log) -> str:
-    """How one sees that the job went on after all that the log shows, "" if it did not."""
-    is_long = log.lines_after >= _GOES_ON_LINES or log.steps_after >= _GOES_ON_STEPS
-    if is_long or (log.verdict and log.lines_after >= _GOES_ON_AFTER_VERDICT):
-        return f"the log goes on for {log.lines_after} lines after it"
-    if any(map(_WELL.search, log.end)):
-        return "the log ends well"
-    if log.verdict or any(each.failure.weight != Weight.EXCEPTION for each in log.rows.values()):
-        return ""
-    if log.last_sentence:
-        return "no sentence of mpiddp says that a rank failed"
-    has_ended = any(each.entry in _ENTRIES for each in log.tracebacks)
-    return "" if has_ended else "the job has caught it and printed it itself"
-
-
-def _by_verdict(log: _Log) -> Explanation | None:
-    """What the launcher's last sentence about a failure says, where it says why."""
-    if log.verdict is None:
+    def _by_verdict(self) -> Explanation | None:
+        """What the launcher's last sentence about a failure says, where it says why."""
+        if (verdict := self._verdict) is None:
+            return None
+        own = [each.found for each in self._last if each.rank == verdict["rank"]]
+        if verdict["error"] is not None and own:
+            return own[-1]
+        said = verdict["error"] or verdict["words"]
+        rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
+        if said and not rows:
+            rows = [_EXCEPTION if verdict["error"] else _EXIT]
+        for row in rows:
+            if row.weight != Weight.CONSEQUENCE:
+                return self._rows.get(row.id) or _explained(row, self._verdict_at, verdict[0])
         return None
-    number, verdict = log.verdict
-    last = [each for each in log.tracebacks if not each.was_survived]
-    own = [each.found for each in last if each.rank == verdict["rank"]]
-    if verdict["error"] is not None and own:
-        return own[-1]
-    said = verdict["error"] or verdict["words"]
-    rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
-    if said and not rows:
-        rows = [_EXCEPTION if verdict["error"] else _EXIT]
-    for row in rows:
-        if row.weight != Weight.CONSEQUENCE:
-            return log.rows.get(row.id) or Explanation(row, number, _shown(verdict[0], row))
-    return None
 
+    def _by_traceback(self) -> Explanation | None:
+        """The last traceback of the rank that failed: of several, the nearest to a cause."""
+        weights = {each.failure.weight for each in self._rows.values()}
+        if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
+            return None  # the job has survived them, and failed later
+        last = [*self._last]
+        if not any(
+            each.rank for each in last
+        ):  # the last one may be of the same rank as the others
+            last.reverse()
+        for group in (last, [*self._caught][::-1]):
+            found = [self._with_message(each.found) for each in group]
+            first = min(found, key=lambda each: each.place, default=None)
+            if first is not None and first.failure.weight != Weight.CONSEQUENCE:
+                return first
+        return last[0].found if last else None
 
-def _by_traceback(log: _Log) -> Explanation | None:
-    """The last traceback of the rank that failed: of several, the nearest to a cause."""
-    weights = {each.failure.weight for each in log.rows.values()}
-    if log.has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
-        return None  # the job has survived them, and failed later
-    last = [each for each in log.tracebacks if not each.was_survived]
-    if not any(each.rank for each in last):  # the last one may be of the same rank as the others
-        last.reverse()
-    caught = [each for each in log.tracebacks if each.was_survived]
-    for group in (last, caught[::-1]):
-        found = [_with_message(log, each.found) for each in group if each.found]
-        first = min(found, key=lambda each: _place(each.failure), default=None)
-        if first is not None and _place(first.failure) != _CONSEQUENCE:
-            return first
-    return last[0].found if last else None
-
-
-def _with_message(log: _Log, found: Explanation) -> Explanation:
-    """The row that a later line of an exception's message shows, where its first line shows none."""
-    if found.failure is _EXCEPTION:
-        for row in log.rows.values():
+    def _with_message(self, found: Explanation) -> Explanation:
+        """The row that a later line of an exception's message shows, where its first line shows none."""
+        for row in self._rows.values() if found.failure is _EXCEPTION else ():
             is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
             if is_near and row.failure.weight == Weight.CAUSE:
                 return row
-    return found
-
-
-def _place(row: Failure) -> int:
-    """Of a row that a verdict or an exception shows."""
-    return _DECIDES if row.weight in (Weight.CAUSE, Weight.EXCEPTION) else _PLACE[row.weight]
+        return found
 
 
 def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
@@ -291,11 +283,11 @@ def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     """
     said = _QUOTED.sub(lambda found: found[0][0] + found[0][-1], line)
     shown = [
-        failure
-        for failure in FAILURES
-        if failure.weight != but
-        and any(text in (line if _QUOTE.search(text) else said) for text in failure.says)
-        and (not failure.pattern or re.search(failure.pattern, line))
+        row
+        for row in FAILURES
+        if row.weight != but
+        and any(text in (line if _QUOTE.search(text) else said) for text in row.says)
+        and re.search(row.pattern, line)
     ]
     return [row for row in shown if row.weight != Weight.EXCEPTION] or shown
 
@@ -310,30 +302,13 @@ def _split(line: bytes) -> tuple[str, str]:
     return next(filter(None, rank.groups()), "") if rank else "", text[prefix.end() :]
 
 
-def _shown(line: str, failure: Failure) -> str:
-    """The part of a line that has a row's text, short enough to print."""
-    at = max(line.find(text) for text in failure.says)
+def _explained(row: Failure, number: int, line: str) -> Explanation:
+    """With the part of the line that has the row's text, short enough to print."""
+    at = max(line.find(text) for text in row.says)
     start = max(0, min(at - _SHOWN // 4, len(line) - _SHOWN))
-    shown = line[start : start + _SHOWN]
-    return escaped("…" * (start > 0) + shown + "…" * (start + _SHOWN < len(line)))
-
-
-def _any_of(texts: Sequence[bytes]) -> bytes:
-    """A pattern for any of the texts, by their common beginnings: faster than one alternative a text."""
-    rests: dict[bytes, list[bytes]] = {}
-    for text in texts:
-        rests.setdefault(text[:1], []).append(text[1:])
-    if b"" in rests:
-        return b""
-    branches = [re.escape(first) + _any_of(rest) for first, rest in rests.items()]
-    return branches[0] if len(branches) == 1 else b"(?:" + b"|".join(branches) + b")"
-
-
-_EXCEPTION, _EXIT = (
-    next(row for row in FAILURES if row.id == name) for name in ("python-exception", "python-exit")
-)
-_SAYS = [text for failure in FAILURES for text in failure.says]
-_TEXTS = re.compile(_any_of([text.encode() for text in (*_SAYS, *_CHAINED, _TRACEBACK, _OURS)]))
+    part = line[start : start + _SHOWN]
+    shown = escaped("…" * (start > 0) + part + "…" * (start + _SHOWN < len(line)))
+    return Explanation(row, number, shown)
 
 
 def main(argv: list[str]) -> int:
@@ -355,43 +330,31 @@ def main(argv: list[str]) -> int:
         # open(), as a Path would change //server/log
         with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
             is_empty = not file.peek(1)  # type: ignore[union-attr]
-            findings = explain_file(file)
+            log = explain_file(file)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
-    if findings.found and not findings.survived:
-        print(_report(name, findings.found))
+    found = log.found
+    if found and not log.survived:
+        first, *others = found
+        print(f"{escaped(name)}:{first.number}: {first.line}")
+        print(f"{first.failure.id}: {first.failure.cause}\nFix:  {first.failure.fix}")
+        print("\nAlso seen:\n" if others else "", end="")
+        for each in others:
+            print(f"  line {each.number}: {each.failure.id} ({each.line[:60]})")
         return DONE
-    print(f"{escaped(name)} is empty." if is_empty else f"{escaped(name)}: {_nothing(findings)}")
-    return FAILED
-
-
-def _nothing(findings: Findings) -> str:
-    if findings.found:
-        first = findings.found[0]
-        return (
-            f'nothing failed for good. Line {first.number} says "{first.line}", but {findings.survived}. '
-            f"More: mpiddp explain {first.failure.id}"
+    if is_empty:
+        print(f"{escaped(name)} is empty.")
+    elif found:
+        print(
+            f'{escaped(name)}: nothing failed for good. Line {found[0].number} says "{found[0].line}", but '
+            f"{log.survived}. More: mpiddp explain {found[0].failure.id}"
         )
-    last = findings.last_sentence
-    said = f"mpiddp's last sentence is: {escaped(last.removeprefix(_OURS))} " if last else ""
-    return (
-        f"no known failure in it. {said}To ask somebody, send the command and the first error with 20 lines "
-        "around it. NCCL_DEBUG=WARN and TORCH_DISTRIBUTED_DEBUG=DETAIL add facts."
-    )
-
-
-def _report(name: str, found: list[Explanation]) -> str:
-    first, *others = found
-    failure = first.failure
-    lines = [
-        f"{escaped(name)}:{first.number}: {first.line}",
-        f"{failure.id}: {failure.cause}",
-        f"Fix:  {failure.fix}",
-    ]
-    if others:
-        lines += ["", "Also seen:"]
-        lines += [
-            f"  line {other.number}: {other.failure.id} ({other.line[:60]})" for other in others
-        ]
-    return "\n".join(lines)
+    else:
+        last = escaped(log.last_sentence.removeprefix(_OURS))
+        said = f"mpiddp's last sentence is: {last} " if last else ""
+        print(
+            f"{escaped(name)}: no known failure in it. {said}To ask somebody, send the command and the first "
+            "error with 20 lines around it. NCCL_DEBUG=WARN and TORCH_DISTRIBUTED_DEBUG=DETAIL add facts."
+        )
+    return FAILED
