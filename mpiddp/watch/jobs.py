@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
@@ -26,27 +28,15 @@ _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
 
 @dataclass(frozen=True)
 class Job:
-    """A launcher that listens. `facts` are what it says of its job, {} if it does not answer.
-
-    `pid` is 0 if it runs in another container.
-    """
+    """A launcher that listens."""
 
     path: Path
-    pid: int
-    facts: dict[str, Any]
+    pid: int  # 0 if it runs in another container
+    facts: dict[str, Any]  # what it says of its job, {} if it does not answer
 
     @property
     def title(self) -> str:
         return f"{self.pid or '-'} ({self.facts.get('name', 'no answer')})"
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the same process still listens."""
-        connection = _connected(self.path)
-        if connection is None:
-            return False
-        with connection:
-            return peer(connection)[0] == self.pid
 
     def now(self) -> dict[str, Any]:
         """What it says of its job now. Raises UserError if it has ended or does not answer."""
@@ -56,19 +46,31 @@ class Job:
         """Where its ranks are: a sentence, and the Python stacks of each. Raises UserError as `now`."""
         return self._ask(VIEW_STACKS, _STACKS_S)
 
+    @property
     def gone(self) -> UserError:
         """The error about a job that has ended meanwhile."""
         return UserError(f"job {self.title} has ended.")
 
-    def _ask(self, view: str, within_s: float) -> dict[str, Any]:
+    def connected(self) -> socket.socket:
+        """A connection to the same process as before. Raises UserError if it has ended."""
         connection = _connected(self.path)
-        if connection is None:
-            raise self.gone()
-        if facts := _answer(connection, view, within_s):
+        if connection is None or peer(connection)[0] != self.pid:
+            raise self.gone
+        return connection
+
+    def _ask(self, view: str, within_s: float) -> dict[str, Any]:
+        if facts := _answer(self.connected(), view, within_s):
             return facts
         raise UserError(
             f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
         )
+
+
+def job_parser(verb: str, purpose: str, default: str = "the only job") -> OneSentenceParser:
+    """The parser of a verb that takes a job."""
+    parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
+    parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
+    return parser
 
 
 def running_jobs() -> list[Job]:
@@ -105,14 +107,11 @@ def _connected(path: Path) -> socket.socket | None:
     """A connection to the launcher, of this user, that listens there. What a dead one has left is removed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_ANSWER_S)
-    try:
-        connection.connect(str(path))
-        if peer(connection)[1] == os.getuid():
+    with contextlib.suppress(OSError):  # it has just ended, or too many viewers wait for it
+        if (error := connection.connect_ex(str(path))) == 0 and peer(connection)[1] == os.getuid():
             return connection
-    except ConnectionRefusedError:
-        shutil.rmtree(path.parent, ignore_errors=True)
-    except OSError:  # it has just ended, or too many viewers wait for it
-        pass
+        if error == errno.ECONNREFUSED:
+            shutil.rmtree(path.parent, ignore_errors=True)
     connection.close()
     return None
 

@@ -7,11 +7,11 @@ import signal
 import sys
 from contextlib import suppress
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.processes import opened
-from mpiddp.text import escaped
-from mpiddp.watch.jobs import Job, find_job
+from mpiddp.text import counted, escaped
+from mpiddp.watch.jobs import Job, find_job, job_parser
 
 # The frames of what runs a script, which stand above the script's own.
 _ABOVE_SCRIPT = re.compile(
@@ -21,12 +21,8 @@ _ABOVE_SCRIPT = re.compile(
 
 def stacks(argv: list[str]) -> int:
     """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job, or no answer."""
-    parser = OneSentenceParser(
-        prog="mpiddp stacks",
-        description="Print the current source line of each rank, and who waits. The job goes on.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
+    purpose = "Print the current source line of each rank, and who waits. The job goes on."
+    parser = job_parser("stacks", purpose)
     parser.add_argument("--rank", type=whole(0), help="also print the Python stacks of this rank")
     options = parser.parse_args(argv)
     print(stacks_text(find_job(options.job), options.rank))
@@ -37,8 +33,9 @@ def stacks_text(job: Job, rank: int | None) -> str:
     """Where all ranks are, and the Python stacks of `rank`. Raises UserError if there is no such rank."""
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
-        has = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
-        raise UserError(f"--rank {rank}: there is no such rank; job {job.title} has {has}.")
+        raise UserError(
+            f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}."
+        )
     facts = job.stacks()
     text = str(facts["sentence"])
     if rank is not None:
@@ -49,29 +46,21 @@ def stacks_text(job: Job, rank: int | None) -> str:
 
 def stop(argv: list[str]) -> int:
     """Run `mpiddp stop ARGV`. It does not wait for the end of the job. Raises UserError for no such job."""
-    parser = OneSentenceParser(
-        prog="mpiddp stop",
-        description="Stop a job: its ranks save, if its script can, and it ends. A second request kills it.",
-        allow_abbrev=False,
+    purpose = (
+        "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
-    parser.add_argument(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="pid or name (default: the only job, once you confirm)",
-    )
-    name = parser.parse_args(argv).job
+    name = job_parser("stop", purpose, "the only job, once you confirm").parse_args(argv).job
     job = find_job(name)
     if name is None and not _confirmed(job):
         return DONE
     if not job.pid:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
-        if job.is_alive:  # else another process may have its pid by now
-            send(signal.SIGTERM)
-            print(f"job {job.title} is requested to stop.")
-            return DONE
-    raise job.gone()
+        job.connected().close()  # else another process may have its pid by now
+        send(signal.SIGTERM)
+        print(f"job {job.title} is requested to stop.")
+        return DONE
+    raise job.gone
 
 
 def _confirmed(job: Job) -> bool:

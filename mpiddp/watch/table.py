@@ -16,11 +16,11 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
-from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, running_jobs
+from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
 
 _JOBS = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
 _EVERY_S = 1.0
-_CLEAR, _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[2J", "\x1b[H", "\x1b[2K", "\x1b[J"
+_CLEAR = "\x1b[H\x1b[2J"
 
 
 def _seconds(value: float) -> str:
@@ -70,21 +70,19 @@ def _row(job: Job) -> list[str]:
         return [pid, "-", "-", "-", "-", "-", "no answer", "-"]
     hosts = hosts_of(facts)
     more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
-    step = "-" if facts["step"] is None else str(facts["step"])
     places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+    step = "-" if facts["step"] is None else str(facts["step"])
     state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
     return [pid, *map(escaped, [*places, *state])]
 
 
 def top(argv: list[str]) -> int:
     """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
-    parser = OneSentenceParser(
-        prog="mpiddp top",
-        description="Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a "
-        "step, CPU, memory, seconds since the last step, and last line.",
-        allow_abbrev=False,
+    parser = job_parser(
+        "top",
+        "Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a step, CPU, "
+        "memory, seconds since the last step, and last line.",
     )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
     parser.add_argument("--once", action="store_true", help="print it once, as without a terminal")
     parser.add_argument("--sort", choices=COLUMNS, default="rank", help="the column to sort by")
     parser.add_argument("--host", default="", help="only the ranks of this host")
@@ -95,17 +93,13 @@ def top(argv: list[str]) -> int:
         hint = did_you_mean(options.host, hosts_of(facts))
         raise UserError(f"--host {options.host}: the job has no such host.{hint}")
     is_drawn = not options.once and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
-    if is_drawn:
-        print(_CLEAR, end="")
     try:
-        while True:
-            ranks = sorted_ranks(facts, options.sort, options.host)
-            if not is_drawn:
-                print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
-                break
-            _draw(head_lines(facts), ranks)
+        while is_drawn:
+            _draw(head_lines(facts), sorted_ranks(facts, options.sort, options.host))
             time.sleep(_EVERY_S)
             facts = job.now()
+        ranks = sorted_ranks(facts, options.sort, options.host)
+        print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
     except KeyboardInterrupt:
         print()
     except UserError as error:  # it has ended
@@ -114,16 +108,12 @@ def top(argv: list[str]) -> int:
 
 
 def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
-    """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut.
-
-    A line is erased before it is written: after a full one, the cursor is still on its last character.
-    """
+    """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut."""
     size = shutil.get_terminal_size()
     wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
     table = [line[: size.columns] for line in rank_lines(ranks)]
-    lines = [*wrapped, "", *table][: size.lines - 1]
-    text = "\n".join(f"{_ERASE_LINE}{line}" for line in lines)
-    print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
+    text = "\n".join([*wrapped, "", *table][: size.lines - 1])
+    print(f"{_CLEAR}{text}", end="", flush=True)
 
 
 def sorted_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
