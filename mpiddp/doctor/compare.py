@@ -1,19 +1,22 @@
 """What is wrong, from what the hosts say of themselves: pure functions of a value for each host's name.
 
-What differs is named against the majority; a value that cannot be read is "unknown", never "ok".
+What differs is named against the majority; a value that cannot be read is "unknown", never "ok". `results`
+turns what a function finds into the lines of its check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 from statistics import median, median_low
 from typing import Any
 
 from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
-from mpiddp.doctor.report import FAIL, UNKNOWN, WARN, Found
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
+OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
+Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
 Facts = Mapping[str, Mapping[str, Any]]
 
 LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
@@ -21,6 +24,21 @@ LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
 LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint, few checkpoints
 MOST_SKEW_S = 2.0
 _PUSH = "copy it again: mpiddp hosts push"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One result of a check."""
+
+    check: str
+    status: str
+    fact: str
+    fix: str = ""
+
+
+def results(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
+    """The lines of a check; `ok_text` is the fact where it has found nothing."""
+    return [Line(check, *each) for each in found] or [Line(check, OK, ok_text)]
 
 
 def differences(what: str, values: Mapping[str, Any]) -> str:
@@ -63,9 +81,7 @@ def names(facts: Facts) -> Iterator[Found]:
             yield WARN, fact, f"give it its real address in /etc/hosts of {name}"
 
 
-def stacks(
-    found: Mapping[str, Mapping[str, str]], already: Collection[str] = ()
-) -> Iterator[Found]:
+def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) -> Iterator[Found]:
     """Whether the interpreter of the ranks loads the same on all hosts. `already`: what was compared."""
     for what in dict.fromkeys(what for each in found.values() for what in each):
         # A package that is missing or broken on a host tells nothing of its library there.

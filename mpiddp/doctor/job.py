@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import socket
@@ -64,37 +65,29 @@ def main() -> None:
 
 
 def _speed(device: str, rank: int, size: int) -> float:
-    """The matrix products a second of this rank's device, in the best turn. All ranks take equally many."""
+    """The matrix products a second of this rank's device, of the best one. All ranks take equal turns."""
     import torch
     import torch.distributed as dist
 
-    speeds = torch.zeros(size, device=device)
+    clock = time.perf_counter
+    if device == "cpu":  # the thread's own time, whoever else uses the processor
+        torch.set_num_threads(1)
+        clock = time.thread_time
+    matrix = torch.ones(_SIZES[device], _SIZES[device], device=device)
+    speeds, shortest = torch.zeros(size, device=device), math.inf
     for _ in range(_MOST_TURNS):
-        speeds[rank] = max(float(speeds[rank]), _products_per_s(device))
+        for _ in range(_ROUNDS):
+            began = clock()
+            torch.mm(matrix, matrix)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            shortest = min(shortest, clock() - began)
+        speeds[rank] = 1 / max(shortest, 1e-9)
         known = speeds.clone()
         dist.all_reduce(known, op=dist.ReduceOp.MAX)
         if size < LEAST_COMPARED or known.min() >= LEAST_SPEED * known.median():
             break
     return float(speeds[rank])
-
-
-def _products_per_s(device: str) -> float:
-    """Of the best product. On a CPU it is the thread's own time, whoever else uses the processor."""
-    import torch
-
-    clock = time.perf_counter
-    if device == "cpu":
-        torch.set_num_threads(1)
-        clock = time.thread_time
-    matrix = torch.ones(_SIZES[device], _SIZES[device], device=device)
-    times = []
-    for _ in range(_ROUNDS):
-        began = clock()
-        torch.mm(matrix, matrix)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(clock() - began)
-    return 1 / max(min(times), 1e-9)
 
 
 def stack(packages: tuple[str, ...], library: str = "") -> dict[str, str]:

@@ -18,15 +18,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, as_arguments
 from mpiddp.doctor import compare, network
 from mpiddp.doctor import job as small_job
+from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.doctor.job import HEAVY, LIGHT
-from mpiddp.doctor.report import FAIL, OK, UNKNOWN, Line, as_json, results, text
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -37,47 +38,41 @@ from mpiddp.hosts.ssh import Answer, run_on_hosts
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
-from mpiddp.paths import named_by
-from mpiddp.text import all_of, counted
+from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
+_PYTHON = str(Path(sys.executable).absolute())  # of the ranks
 _FACTS_S, _STACK_S = 40.0, 70.0
 _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
+_ORDER = (FAIL, WARN, UNKNOWN, OK)
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
-_COMPARED = ("torch", "mpi4py")  # by the preflight
+_COMPARED = ("torch", "mpi4py")  # by the preflight, which does not run in a job of Slurm
 
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp doctor ARGV`. Returns 1 if a check has failed, else 0. Raises UserError."""
     began = time.monotonic()
     leave_enclosing_job(os.environ)
-    options = _parse(argv)
-    job = [*_where(options), "--npernode", "1", "--hang-timeout", str(_HANG_S)]
-    job += ["-m", small_job.__name__]
+    options, where = _parse(argv)
+    job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", small_job.__name__]
     launch = parse_options(job)
     hosts = plan.read_hosts(launch, os.environ)
-    python = Path(sys.executable).absolute()
-    starter = find_starter(hosts.starter, launch.mpirun, python, os.environ)
+    starter = find_starter(hosts.starter, launch.mpirun, Path(_PYTHON), os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     checked = plan.run_preflight(launch, hosts, starter, os.environ)
-    lines = _of_preflight(checked.infos, checked.complaints, starter)
+    lines = _of_preflight(checked, starter.name)
     if not options.quick:
-        wanted = _facts_wanted(options, hosts)
-        library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
-        library = library or str(starter.libmpi or "")
-        infos = checked.infos.values()
-        networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
-        program = program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
-        limits = {"timeout_s": LOGIN_S, "work_s": _FACTS_S}
-        ssh = hosts.transport
-        answers = run_on_hosts(hosts.usable, "python3", program, **limits, transport=ssh)
+        answers = _ask_facts(options, hosts)
         by_host, failures = read_answers(answers, "python3", limit_s=LOGIN_S)
         found = {host.name: each for host, each in by_host.items()}
+        library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
+        library = library or str(starter.libmpi or "")
         known = _COMPARED if checked.infos else ()
+        infos = checked.infos.values()
+        networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
         if found:
             lines += _of_facts(found, {host.name: answers[host] for host in by_host})
             lines += _versions(hosts, [*by_host], LIGHT, library, known)
@@ -101,7 +96,8 @@ def main(argv: list[str]) -> int:
     return FAILED if any(line.status == FAIL for line in lines) else DONE
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and those of them that `mpiddp launch` takes too."""
     parser = OneSentenceParser(
         prog="mpiddp doctor",
         description="Check the hosts of a job, and all pairs of them: names, ssh, versions, GPUs, limits, "
@@ -109,59 +105,54 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
         allow_abbrev=False,
     )
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--hostfile", metavar="FILE", help="file of hosts, as for mpiddp launch")
-    either.add_argument("-H", dest="host_list", metavar="H1,H2", help="hosts on the command line")
-    parser.add_argument("--mpirun", metavar="PATH", help="mpirun of the MPI to use")
-    parser.add_argument("--interface", metavar="NAME", help="network interface for the job")
-    parser.add_argument("--script", metavar="FILE", help="compare this script on all hosts")
-    parser.add_argument("--data", metavar="DIR", help="check this folder of data on all hosts")
-    parser.add_argument(
+    either, add = parser.add_mutually_exclusive_group(), parser.add_argument
+    where = [
+        either.add_argument(
+            "--hostfile", metavar="FILE", help="file of hosts, as for mpiddp launch"
+        ),
+        either.add_argument("-H", metavar="H1,H2", help="hosts on the command line"),
+        add("--mpirun", metavar="PATH", help="mpirun of the MPI to use"),
+        add("--interface", metavar="NAME", help="network interface for the job"),
+    ]
+    add("--script", metavar="FILE", help="compare this script on all hosts")
+    add("--data", metavar="DIR", help="check this folder of data on all hosts")
+    add(
         "--run-dir",
         metavar="DIR",
         default="runs",
         help="the folder for checkpoints (default: runs)",
     )
-    parser.add_argument("--quick", action="store_true", help="the preflight of a launch alone")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser.parse_args(argv)
+    add("--quick", action="store_true", help="the preflight of a launch alone")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    return options, as_arguments(where, options)
 
 
-def _where(options: argparse.Namespace) -> list[str]:
-    """The options for `mpiddp launch`."""
-    given = {
-        "--hostfile": options.hostfile,
-        "-H": options.host_list,
-        "--mpirun": options.mpirun,
-        "--interface": options.interface,
-    }
-    return [part for name, value in given.items() if value is not None for part in (name, value)]
-
-
-def _of_preflight(
-    infos: Mapping[Host, preflight.HostInfo], complaints: Mapping[Host, str], starter: RankStarter
-) -> list[Line]:
+def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     lines = [
         Line("versions" if " differs: " in sentence else "preflight", FAIL, *_split(sentence))
-        for sentence in complaints.values()
+        for sentence in checked.complaints.values()
     ]
-    count = counted(len(infos), "host")
-    said = f"{count} can start ranks" if infos else "no other host was to be asked"
-    return lines or [Line("preflight", OK, f"{said}, with {starter.name}")]
+    can_start = f"{counted(len(checked.infos), 'host')} can start ranks"
+    said = can_start if checked.infos else "no other host was to be asked"
+    return lines or [Line("preflight", OK, f"{said}, with {mpi}")]
 
 
-def _facts_wanted(options: argparse.Namespace, hosts: Hosts) -> dict[str, Any]:
-    """The question for a host's facts."""
+def _ask_facts(options: argparse.Namespace, hosts: Hosts) -> dict[Host, Answer]:
+    """What each host says of itself."""
     folder = plan.working_folder(os.environ)
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
-    return {
+    wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
         "files": _files(Path(folder), options.script),
         "path": os.environ.get("PATH", os.defpath),
     }
+    program = program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
+    limits = {"timeout_s": LOGIN_S, "work_s": _FACTS_S}
+    return run_on_hosts(hosts.usable, "python3", program, **limits, transport=hosts.transport)
 
 
 def _files(folder: Path, script: str | None) -> tuple[str, ...]:
@@ -169,9 +160,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     if script is None:
         return ()
     path = folder / script
-    with named_by("--script"):
-        is_file = path.is_file()
-    if not is_file:
+    if not os.path.isfile(path):  # noqa: PTH113 - it raises nothing
         raise UserError(f"--script {script} not found (looked in {folder}).")
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
@@ -198,24 +187,21 @@ def _versions(
     asked: Sequence[Host],
     packages: tuple[str, ...],
     library: str,
-    known: Collection[str],
+    known: Sequence[str],
 ) -> list[Line]:
     """Whether the interpreter of the ranks loads the same of these packages on each host.
 
     `library` is that of MPI, "" for the one that mpi4py finds. The preflight has compared those of `known`.
     """
+    program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
     found, failures = ask_hosts(
-        asked,
-        program_that_prints((small_job,), f"stack({packages!r}, {library!r})"),
-        timeout_s=_STACK_S,
-        python=str(Path(sys.executable).absolute()),
-        transport=hosts.transport,
+        asked, program, timeout_s=_STACK_S, python=_PYTHON, transport=hosts.transport
     )
     lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
     return lines + _of_stacks({host.name: each for host, each in found.items()}, known)
 
 
-def _of_stacks(found: Mapping[str, Mapping[str, str]], known: Collection[str]) -> list[Line]:
+def _of_stacks(found: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
     if not found:
         return []
     same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
@@ -224,11 +210,10 @@ def _of_stacks(found: Mapping[str, Mapping[str, str]], known: Collection[str]) -
     return results("versions", compare.stacks(found, known), ok_text)
 
 
-def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Collection[str]) -> list[Line]:
+def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Sequence[str]) -> list[Line]:
     """What the ranks of the job say: they have loaded torch already. [] if one host has none."""
-    of_hosts = {name: ranks.get(each["hostname"]) for name, each in found.items()}
-    reports = {name: rank for name, rank in of_hosts.items() if rank}
-    if len(reports) < len(found):
+    reports = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
+    if not all(reports.values()):
         return []
     speeds = compare.speeds({name: rank["speed"] for name, rank in reports.items()})
     return [
@@ -269,19 +254,19 @@ def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[
 def _address(name: str, found: compare.Facts, networks: Sequence[str]) -> str:
     """The host's address on the job's network, else that to which its name leads; "" without any."""
     named = {address for each in found.values() for address in each["names"].get(name, [])}
-    best = sorted(
-        (
-            Interface(each["name"], each["address"], each["network"])
-            for each in found[name]["links"]
-        ),
+    known = [
+        Interface(each["name"], each["address"], each["network"]) for each in found[name]["links"]
+    ]
+    best = min(
+        (each for each in known if not each.is_loopback),
         key=lambda each: (
-            each.is_loopback,
             not any(each.matches(network) for network in networks),
             each.address not in named,
             each.is_virtual,
         ),
+        default=None,
     )
-    return best[0].address if best and not best[0].is_loopback else ""
+    return best.address if best else ""
 
 
 def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
@@ -312,6 +297,27 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
     slowest = max(rank["seconds"] for rank in ranks.values())
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
     return Line("job", OK, fact), ranks
+
+
+def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:
+    """The summary, then what is not ok, then the rest."""
+    counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    rows = [f"{counted(hosts, 'host')}, {said}, in {seconds:.1f} s"]
+    width = max((len(line.check) for line in lines), default=0)
+    for line in sorted(lines, key=lambda line: _ORDER.index(line.status)):
+        rows.append(f"{line.status:<7}  {line.check:<{width}}  {escaped(line.fact)}")
+        if line.fix:
+            rows.append(f"{'':<7}  {'':<{width}}  → {escaped(line.fix)}")
+    return "\n".join(rows)
+
+
+def as_json(lines: Sequence[Line], hosts: Sequence[str], seconds: float) -> str:
+    """The same for programs: hosts, seconds, status (the worst), lines."""
+    worst = min((line.status for line in lines), key=_ORDER.index, default=OK)
+    rows = [asdict(line) for line in lines]
+    content = {"hosts": hosts, "seconds": round(seconds, 2), "status": worst, "lines": rows}
+    return json.dumps(content, indent=1)
 
 
 def _split(sentence: str) -> tuple[str, str]:

@@ -40,10 +40,8 @@ def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | No
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     try:
         listener = socket.create_server((own, port), family=family, backlog=512)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
+    except OSError:
+        return None
     served = threading.Semaphore(0)
 
     def accept() -> None:
@@ -61,17 +59,15 @@ def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | No
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
-    found = {"error": "", "large": ""}
+    part = "error"
     try:
         with _connected(address, port, until) as connection:
             _send(connection, 1)
-            try:
-                _send(connection, LARGE)
-            except OSError as error:
-                found["large"] = _reason(error)
+            part = "large"
+            _send(connection, LARGE)
     except OSError as error:
-        found["error"] = _reason(error)
-    return found
+        return {"error": "", "large": "", part: _reason(error)}
+    return {"error": "", "large": ""}
 
 
 def _connected(address: str, port: int, until: float) -> socket.socket:

@@ -1,6 +1,6 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/doctor/{compare,network,job,report}.py.
+Tests mpiddp/doctor/{main,compare,network,job}.py.
 python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
@@ -14,7 +14,8 @@ import time
 import pytest
 
 from mpiddp.doctor import compare, network
-from mpiddp.doctor.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
+from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line
+from mpiddp.doctor.main import as_json, text
 from mpiddp.hosts import facts as hosts_facts
 from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
