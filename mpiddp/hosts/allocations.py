@@ -10,31 +10,26 @@ variables of each scheduler, with their sources.
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product, zip_longest
+from itertools import islice, product, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
 # Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
 MPIJOB_HOSTFILES = (
-    "OMPI_MCA_orte_default_hostfile",
-    "I_MPI_HYDRA_HOST_FILE",
-    "HYDRA_HOST_FILE",
+    *("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
     "PRTE_MCA_prte_default_hostfile",
 )
 # Variables with a number of hosts that are not listed, who sets them, and what to do instead.
 UNLISTED = {
-    "PET_NNODES": (
-        "a PyTorchJob or TrainJob",
-        "Start the script with torchrun, or use an MPIJob.",
-    ),
+    "PET_NNODES": ("a PyTorchJob or TrainJob", "Start the script with torchrun, or use an MPIJob."),
     "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
@@ -52,18 +47,11 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
     they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
     """
-    job = env["SLURM_JOB_ID"]
+    job, nodelist = env["SLURM_JOB_ID"], _needed(env, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
         raise UserError(
             f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
             f"components are not read. {NAME_THEM}"
-        )
-    nodelist = env.get("SLURM_JOB_NODELIST")
-    if not nodelist:
-        raise UserError(
-            f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
-            "allocation's environment. Name the hosts with --hostfile or -H, or unset "
-            "SLURM_JOB_ID."
         )
     try:
         names = expand_nodelist(nodelist)
@@ -79,8 +67,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             slots = _gpus_of_slurm(env, names)
     except ValueError as error:
         raise UserError(
-            f"the variables of Slurm job {job} cannot be read: {error}. "
-            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+            f"the variables of Slurm job {job} cannot be read: {error}. {NAME_THEM}"
         ) from None
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
@@ -92,8 +79,13 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
     Batch scripts have the first variable, of their own host; the shell of salloc has only what was asked for:
     "2", or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
     """
-    variables = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS")
-    on_node, per_node, total = (_sum_of(env.get(name)) for name in variables)
+    sums = []
+    for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
+        numbers = [part.rpartition(":")[2] for part in (env.get(variable) or "0").split(",")]
+        if not all(re.fullmatch("[0-9]{1,6}", number) for number in numbers):
+            raise ValueError(f"{variable}={shown(env[variable])} is not a number of GPUs")
+        sums.append(sum(map(int, numbers)))
+    on_node, per_node, total = sums
     is_even = not on_node or per_node or total in (0, on_node * len(names))
     if is_even:
         return [on_node or per_node or 1] * len(names)
@@ -103,14 +95,6 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
         )
     other = total - on_node
     return [other, on_node] if env.get("SLURMD_NODENAME") == names[1] else [on_node, other]
-
-
-def _sum_of(text: str | None) -> int:
-    """2 of "2", 3 of Slurm's "a100:2,h100:1", 0 of nothing. Raises ValueError for any other text."""
-    numbers = [part.rpartition(":")[2] for part in (text or "0").split(",")]
-    if not all(re.fullmatch("[0-9]{1,6}", number) for number in numbers):
-        raise ValueError(f"{shown(str(text))!r} is not a number of GPUs")
-    return sum(map(int, numbers))
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -141,24 +125,14 @@ def grid_engine(env: Mapping[str, str]) -> Hosts | None:
 
 def flux(env: Mapping[str, str]) -> Hosts | None:
     """Flux: the `flux` program knows the hosts of the instance that FLUX_URI names."""
-    command = ["flux", "getattr", "hostlist"]
+    path = env.get("PATH", "")
+    said = tool_output("flux", ("getattr", "hostlist"), path, _FLUX_TIMEOUT_S, env) or ""
     try:
-        answer = subprocess.run(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_FLUX_TIMEOUT_S,
-            check=True,
-        )
-        names = expand_nodelist(answer.stdout.strip())
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        reason = shown((said or ["no reason"])[-1])
+        names = expand_nodelist(said.strip())
+    except ValueError:
+        reason = f"prints {shown(said.strip())!r}" if said else "prints nothing"
         raise UserError(
-            f"FLUX_URI is set, but {' '.join(command)} fails: {reason}. {NAME_THEM}"
+            f"FLUX_URI is set, but flux getattr hostlist {reason}. {NAME_THEM}"
         ) from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
@@ -172,13 +146,8 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
             "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
             "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
         )
-    named = [name for name in MPIJOB_HOSTFILES if env.get(name)]
-    if not named:
-        raise UserError(
-            "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
-            f"Expected one of {', '.join(MPIJOB_HOSTFILES)}. {NAME_THEM}"
-        )
-    return _of_file(env, named[0], f"the hostfile of {named[0]}", named[0])
+    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), MPIJOB_HOSTFILES[0])
+    return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 
 def skypilot(env: Mapping[str, str]) -> Hosts | None:
@@ -212,30 +181,30 @@ def _job(env: Mapping[str, str], scheduler: str, id: str) -> str:
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
     """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
-    path = env.get(name)
-    if not path:
-        raise UserError(
-            f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
-            f"allocation's environment. {NAME_THEM}"
-        )
-    found = read_hostfile(path)
+    found = read_hostfile(_needed(env, name, proof))
     # Without the positions in a file that the user has not written.
     return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
 
 
-class Scheduler(NamedTuple):
-    """One scheduler as data. It is present if a variable of `proof` has a value.
+def _needed(env: Mapping[str, str], name: str, proof: str) -> str:
+    """The value of the variable `name`, which comes with `proof`. Raises UserError."""
+    if not env.get(name):
+        raise UserError(
+            f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
+            f"allocation's environment. {NAME_THEM}"
+        )
+    return env[name]
 
-    `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
-    The program `starter` starts the ranks there. `followed_by` are the components of Open MPI 4 and of 5 that
-    would follow the scheduler's variables; None if no mpirun does.
-    """
+
+class Scheduler(NamedTuple):
+    """One scheduler as data."""
 
     name: str
-    proof: tuple[str, ...]
-    read: Callable[[Mapping[str, str]], Hosts | None]
-    transport: Transport = SSH
-    starter: str = "mpirun"
+    proof: tuple[str, ...]  # it is present if one of these variables has a value
+    read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
+    transport: Transport = SSH  # reaches the hosts of the job
+    starter: str = "mpirun"  # the program that starts the ranks there
+    # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
     followed_by: tuple[str, str] | None = None
 
     def is_present(self, env: Mapping[str, str]) -> bool:
@@ -277,8 +246,8 @@ def find_allocation(env: Mapping[str, str]) -> Hosts | None:
     """
     for row in SCHEDULERS:
         if row.is_present(env) and (hosts := row.read(env)):
-            uses_own = row.transport.is_ssh or row.transport.is_installed
-            transport = row.transport if uses_own else SSH
+            own = row.transport
+            transport = own if own.is_ssh or own.is_installed else SSH
             return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
     return None
 
@@ -303,20 +272,17 @@ def expand_nodelist(nodelist: str) -> list[str]:
     """
     if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
         raise ValueError("the brackets do not match")
-    found = chain.from_iterable(map(_expand_pattern, re.findall(_PATTERN, nodelist)))
-    names = list(islice(found, MAX_HOSTS + 1))
+    names: list[str] = []
+    for pattern in re.findall(_PATTERN, nodelist):
+        parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
+        choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
+        names += islice(map("".join, product(*choices)), MAX_HOSTS + 1 - len(names))
     if len(names) > MAX_HOSTS:
         raise ValueError(f"more than {MAX_HOSTS} hosts")
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{shown(name)!r} is not the name of a host")
     return names
-
-
-def _expand_pattern(pattern: str) -> Iterator[str]:
-    parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
-    choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
-    return map("".join, product(*choices))
 
 
 def _numbers(ranges: str) -> list[str]:
@@ -353,16 +319,13 @@ def compress_names(names: Sequence[str]) -> str:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text, or more than MAX_HOSTS counts."""
+    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text."""
     expanded: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
             raise ValueError(f"{shown(part)!r} is not a count such as 2 or 2(x3)")
-        count, times = parse_whole(match[1]), parse_whole(match[2] or "1", 1)
-        if len(expanded) + times > MAX_HOSTS:
-            raise ValueError(f"{shown(part)!r} is more than Slurm starts")
-        expanded += [count] * times
+        expanded += [parse_whole(match[1])] * parse_whole(match[2] or "1", 1, MAX_HOSTS)
     return expanded
 
 

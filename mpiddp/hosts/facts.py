@@ -24,7 +24,11 @@ from mpiddp.hosts.interfaces import interfaces, own_addresses
 
 VERSION_S = 10.0  # of an mpirun --version
 LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
-LIMITS = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
+LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+}
 GPU_FIELDS = (
     *("index", "name", "memory.total", "memory.used", "driver_version"),
     *("clocks.max.sm", "ecc.errors.uncorrected.volatile.total"),
@@ -33,17 +37,16 @@ _RESOLVERS = 64
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` is its Needs as JSON.
-
-    "mpirun" is the first line of its --version output, None if it cannot run. "gpus" is None if the
-    vendor's tool does not answer.
-    """
+    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` is its Needs as JSON."""
     path = f"{needs['path']}:{os.environ.get('PATH', os.defpath)}"
     names = gpu_names(path)
+    program = needs["program"]
+    if program is not None and os.sep in program:  # relative to the working folder
+        program = str(Path(needs["folder"], program))
     version = program_version(needs["mpirun"], os.environ)
     return {
         "has_folder": os.path.isdir(needs["folder"]),
-        "has_program": _has_program(needs),
+        "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "python": platform.python_version(),
@@ -74,20 +77,13 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
 
 def process_facts() -> dict[str, Any]:
     """The limits of this process, its cores, and the shared memory that it sees."""
-    limits = {}
-    for name, kind in LIMITS.items():
-        value = resource.getrlimit(getattr(resource, f"RLIMIT_{kind}"))[1]
-        limits[name] = -1 if value == resource.RLIM_INFINITY else value
-    try:
-        shared = os.statvfs("/dev/shm")
-        shm = shared.f_blocks * shared.f_frsize
-    except OSError:
-        shm = 0
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    limits = {name: resource.getrlimit(kind)[1] for name, kind in LIMITS.items()}  # -1: none
     return {
         "limits": limits,
         "cores": os.cpu_count(),
         "cores for a process": len(os.sched_getaffinity(0)),
-        "shm": shm,
+        "shm": shared.f_blocks * shared.f_frsize if shared else 0,
         "infiniband": os.path.isdir("/sys/class/infiniband"),
     }
 
@@ -96,13 +92,9 @@ def links(root: str = "/sys/class/net") -> list[dict[str, Any]]:
     """Each interface that is up, with its speed in Gbit/s, "" where it is not known, and its MTU."""
     found = []
     for each in interfaces():
-        speed = _text(Path(root, each.name, "speed"))  # -1: not known
-        link = {
-            **asdict(each),
-            "speed": f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else "",
-            "mtu": _text(Path(root, each.name, "mtu")),
-        }
-        found.append(link)
+        speed, mtu = (_text(Path(root, each.name, name)) for name in ("speed", "mtu"))
+        known = f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else ""  # -1: not known
+        found.append({**asdict(each), "speed": known, "mtu": mtu})
     return found
 
 
@@ -130,15 +122,6 @@ def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
     folders = env.get("PATH", os.defpath).split(os.pathsep)
     own = str(program.parent)
     return {**env, "PATH": os.pathsep.join(folders if own in folders else [*folders, own])}
-
-
-def _has_program(needs: dict[str, Any]) -> bool:
-    program = needs["program"]
-    if program is None:
-        return True
-    if os.sep in program:  # relative to the working folder
-        program = str(Path(needs["folder"], program))
-    return shutil.which(program, path=needs["path"]) is not None
 
 
 def _resolve(name: str) -> list[str]:

@@ -10,8 +10,6 @@ Standard library only: the launcher sends this file to other hosts.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import select
@@ -45,19 +43,16 @@ _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 
 
 class Tool(NamedTuple):
-    """A vendor's program: its arguments, and the pattern of a GPU's name and of its PCI address.
-
-    The GPUs are in the order of their numbers. Sources of AMD's and Intel's: amd-smi's command line in
-    ROCm's documentation, and XPU Manager's "discovery -j".
-    """
+    """A vendor's program, which lists the GPUs in the order of their numbers."""
 
     program: str
     arguments: tuple[str, ...]
-    name: str
-    address: str
+    name: str  # the pattern of a GPU's
+    address: str  # the pattern of its PCI address
     address_arguments: tuple[str, ...] = ()  # if another call prints it
 
 
+# Sources: nvidia-smi -h, amd-smi's command line in ROCm's documentation, XPU Manager's "discovery -j".
 TOOLS = (
     Tool(
         "nvidia-smi",
@@ -96,14 +91,10 @@ def gpu_addresses(path: str | None = None) -> list[str]:
         arguments = tool.address_arguments or tool.arguments
         text = tool_output(tool.program, arguments, path, TIMEOUT_S) or ""
         if found := re.findall(tool.address, text, re.MULTILINE):
-            return [_in_sysfs(address) for address in found]
+            # nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough.
+            parts = [address.lower().partition(":") for address in found]
+            return [f"{int(domain, 16):04x}:{rest}" for domain, _, rest in parts]
     return []
-
-
-def _in_sysfs(address: str) -> str:
-    """nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough."""
-    domain, _, rest = address.partition(":")
-    return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
 def tool_output(
@@ -120,23 +111,24 @@ def tool_output(
     found = shutil.which(program, path=path)
     if found is None:
         return ""
-    command, null = [found, *arguments], subprocess.DEVNULL
+    null = subprocess.DEVNULL
     try:
-        tool = subprocess.Popen(command, env=env, stdin=null, stdout=subprocess.PIPE, stderr=null)
+        tool = subprocess.Popen(
+            [found, *arguments], env=env, stdin=null, stdout=subprocess.PIPE, stderr=null
+        )
     except OSError:
         return None
     assert tool.stdout is not None
-    text, has_ended = b"", False
+    text, chunk = b"", b"?"
     deadline = time.monotonic() + timeout_s
     with tool.stdout as stdout:
-        while not has_ended and len(text) < _MOST_BYTES:
+        while chunk and len(text) < _MOST_BYTES:
             if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 tool.kill()  # without waiting for its end: a driver holds even a killed process
                 return None
             chunk = os.read(stdout.fileno(), _MOST_BYTES)
             text += chunk
-            has_ended = not chunk
-    if not has_ended:
+    if chunk:
         tool.kill()
     tool.wait()
     return text.decode(errors="replace")
@@ -157,19 +149,3 @@ def for_numbers(gpus: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
     numbers = ",".join(map(str, gpus))
     order = {} if _ORDER in env else {_ORDER: "PCI_BUS_ID"}
     return {**dict.fromkeys(_BY_NUMBER, numbers), **order}
-
-
-def written(choices: Sequence[Mapping[str, str]]) -> str:
-    """MPIDDP_GPUS: the variables of each host, in the order of MPIDDP_PLACEMENT; "" if no host has any."""
-    return json.dumps(choices, separators=(",", ":")) if any(choices) else ""
-
-
-def read(text: str, host: int) -> dict[str, str]:
-    """The variables of the host with this number in MPIDDP_GPUS. Raises ValueError for any other text."""
-    with contextlib.suppress(LookupError, TypeError, AttributeError, RecursionError):
-        choice = dict(json.loads(text)[host].items())
-        if {*choice} <= {*VISIBLE, _ORDER} and all(
-            isinstance(each, str) for each in choice.values()
-        ):
-            return choice
-    raise ValueError("not a list of each host's variables of GPUs")

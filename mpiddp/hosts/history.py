@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
@@ -38,12 +38,12 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Event:
-    """A line. `failed` has a sentence for each host that ended the attempt, or that did not answer."""
+    """A line of the file."""
 
     at: float  # in seconds since 1970
-    job: str = ""  # equal in all lines of one launch, whose attempts count as one job
-    hosts: tuple[str, ...] = ()  # that took part; a host that did not answer did not
-    failed: Mapping[str, str] = field(default_factory=dict)
+    job: str  # equal in all lines of one launch, whose attempts count as one job
+    hosts: tuple[str, ...]  # that took part; a host that did not answer did not
+    failed: Mapping[str, str]  # a sentence for each host that ended it, or did not answer
 
     @property
     def concerned(self) -> list[str]:
@@ -53,13 +53,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Record:
-    """The last jobs of a host. `reason` is that of its latest failure, "" for none."""
+    """The last jobs of a host."""
 
     jobs: int
     ended: int  # of these, by a failure of its own
     silent: int  # of these, in whose preflight it did not answer
-    reason: str = ""
-    failed_at: float = 0.0
+    reason: str  # of its latest failure, "" for none
+    failed_at: float
 
     @property
     def doubt(self) -> str:
@@ -144,16 +144,9 @@ def forget(path: Path, hosts: Collection[str]) -> None:
 
 def _line(event: Event, *, but: Collection[str] = ()) -> str:
     """The event as a line of the file, without some hosts."""
-    facts = {
-        "at": round(event.at, 3),
-        "job": event.job,
-        "hosts": [host for host in event.hosts if host not in but],
-        "failed": {
-            host: reason[:_LONGEST_REASON]
-            for host, reason in event.failed.items()
-            if host not in but
-        },
-    }
+    failed = {host: why[:_LONGEST_REASON] for host, why in event.failed.items() if host not in but}
+    hosts = [host for host in event.hosts if host not in but]
+    facts = {"at": round(event.at, 3), "job": event.job, "hosts": hosts, "failed": failed}
     return json.dumps({name: fact for name, fact in facts.items() if fact}) + "\n"
 
 
@@ -173,8 +166,13 @@ def main(options: argparse.Namespace) -> int:
         print(f"nothing is known of {of} of {escaped(options.file)}.")
         return FAILED
     if options.verb == "history":
-        print(align_columns([_COLUMNS, *(_row(each, events) for each in known)]))
-        print(f"from {escaped(str(path))}")
+        rows = [_COLUMNS]
+        for each in known:
+            record = record_of(each, events)
+            at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.failed_at))
+            latest = f"{at}  {record.reason}" if record.reason else ""
+            rows.append((escaped(each), record.summary, escaped(latest)))
+        print(f"{align_columns(rows)}\nfrom {escaped(str(path))}")
         return DONE
     try:
         forget(path, known)
@@ -182,10 +180,3 @@ def main(options: argparse.Namespace) -> int:
         raise UserError(f"{escaped(str(path))}: {error.strerror}.") from None
     print(f"forgot {escaped(', '.join(known))}.")
     return DONE
-
-
-def _row(host: str, events: Sequence[Event]) -> tuple[str, ...]:
-    record = record_of(host, events)
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.failed_at))
-    latest = f"{at}  {record.reason}" if record.reason else ""
-    return escaped(host), record.summary, escaped(latest)

@@ -13,22 +13,28 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.paths import cause_of
 from mpiddp.text import listed, shown
 
-Form = Literal["openmpi", "mpich", "slurm"]
 EXAMPLE = "Example: node1 slots=4"
 
-# A name becomes an argument of ssh and of mpirun, so it must not look like an option.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_ADDRESS = re.compile(r"[0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+# The values of a line: a pattern of each, and what is expected. A name becomes an argument of ssh and of
+# mpirun, so it must not look like an option.
+_OF_A_NAME = r"[A-Za-z0-9._-]{0,252}"  # as long as DNS allows
+_NAME = f'a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
+_NUMBER = ("[0-9]{1,6}", "a positive integer below a million. Example: node1 slots=4, or node1:4")
+_VALUES = {
+    "host": (f"[A-Za-z0-9]{_OF_A_NAME}", _NAME),
+    "user": (f"[A-Za-z0-9_]{_OF_A_NAME}", _NAME),
+    **dict.fromkeys(("slots", "max_slots", "port"), _NUMBER),
+    "gpus": ("[0-9]{1,3}(,[0-9]{1,3})*", "a list of GPU numbers. Example: node1 gpus=0,2,3"),
+}
+_ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
-_LONGEST_NAME = 253  # characters of a name in DNS
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\udc80-\udcff]|\r(?!\n|\Z)")
 _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
 MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
@@ -36,20 +42,15 @@ MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a hostfile. Its line does not count when two hosts are compared.
+    """One host of a hostfile. Its line does not count when two hosts are compared."""
 
-    `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None if the file gives no
-    count, neither of slots nor of GPUs: then the host gets one slot per GPU, or 1 on a CPU host. `gpus` are
-    the numbers of the GPUs that its ranks use, None for all. `ranks` is 0 until the ranks are placed.
-    """
-
-    name: str
-    slots: int | None = None
+    name: str  # or an IP literal (IPv6 without brackets)
+    slots: int | None = None  # None: not given, also not by GPUs. It gets one per GPU, or 1
     max_slots: int | None = None
     user: str | None = None
     port: int | None = None
-    gpus: tuple[int, ...] | None = None
-    ranks: int = 0
+    gpus: tuple[int, ...] | None = None  # the numbers of those that its ranks use, None for all
+    ranks: int = 0  # until they are placed
     line: int | None = field(default=None, compare=False)
 
     @property
@@ -65,17 +66,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job in the order of their ranks. `source` is the file's name, or "-H".
+    """The hosts of a job in the order of their ranks."""
 
-    `scheduler` has granted them, "" for hosts that the user names. `transport` reaches them, and the program
-    `starter` starts their ranks.
-    """
-
-    source: str = field(compare=False)
+    source: str = field(compare=False)  # the file's name, or "-H"
     hosts: tuple[Host, ...]
-    scheduler: str = ""
+    scheduler: str = ""  # that has granted them, "" for hosts that the user names
     transport: Transport = SSH
-    starter: str = "mpirun"
+    starter: str = "mpirun"  # the program that starts their ranks
 
     @property
     def usable(self) -> tuple[Host, ...]:
@@ -129,10 +126,12 @@ def read_hostfile(path: str | Path) -> Hosts:
 
 def parse_hostfile(data: bytes, source: str) -> Hosts:
     """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors."""
-    texts = dict(enumerate(_text(data, source).split("\n"), start=1))
-    rows = {number: _tokens(text.partition("#")[0]) for number, text in texts.items()}
-    rows = {number: tokens for number, tokens in rows.items() if tokens}
-    is_of_grid_engine = all(map(_is_of_grid_engine, rows.values()))
+    lines = enumerate(_text(data, source).split("\n"), start=1)
+    split = {number: _tokens(line.partition("#")[0]) for number, line in lines}
+    rows = {number: tokens for number, tokens in split.items() if tokens}
+    # The columns of sge_pe(5): host, slots, queue instance, processors.
+    columns = re.compile(r"\S+ [0-9]{1,6} \S*@\S*( .*)?")
+    is_of_grid_engine = all(columns.fullmatch(" ".join(tokens)) for tokens in rows.values())
     if is_of_grid_engine:
         rows = {number: [tokens[0], f"slots={tokens[1]}"] for number, tokens in rows.items()}
     found = [
@@ -158,29 +157,22 @@ def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
     return _checked(Hosts(source, tuple(found)))
 
 
-def _is_of_grid_engine(tokens: Sequence[str]) -> bool:
-    """Whether these are the columns of sge_pe(5): host, slots, queue instance, processors."""
-    return len(tokens) >= 3 and bool(re.fullmatch("[0-9]{1,6}", tokens[1])) and "@" in tokens[2]
-
-
 def _merged(found: Sequence[Host]) -> list[Host]:
     """One host for each name, at the place of its first line, with the sum of its slots: 1 of a bare line."""
-    first: dict[str, Host] = {}
-    slots: dict[str, int] = {}
+    merged: dict[str, Host] = {}
     for host in found:
-        first.setdefault(host.key, host)
-        slots[host.key] = slots.get(host.key, 0) + (1 if host.slots is None else host.slots)
-    return [replace(host, slots=slots[key]) for key, host in first.items()]
+        slots = 1 if host.slots is None else host.slots
+        first = merged.get(host.key)
+        merged[host.key] = replace(first or host, slots=slots + ((first and first.slots) or 0))
+    return [*merged.values()]
 
 
 def parse_host_list(text: str) -> Hosts:
     """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
-    example = "Example: -H node1:2,node2:4"
     found = []
     for entry in text.split(","):
-        tokens = _tokens(entry)
-        if len(tokens) != 1:
-            raise UserError(f'-H: "{shown(entry)}" is not a host. {example}')
+        if len(tokens := _tokens(entry)) != 1:
+            raise UserError(f'-H: "{shown(entry)}" is not a host. Example: -H node1:2,node2:4')
         found.append(_parse_host("-H", tokens))
     return _checked(Hosts("-H", tuple(found)))
 
@@ -213,26 +205,23 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         name, count = bracketed.groups()
     elif rest.count(":") == 1:
         name, count = rest.split(":")
-    name = _checked_name(where, "host", name)
     found: dict[str, Any] = {}
     if at:
-        found["user"] = _checked_name(where, "user", user)
+        found["user"] = _value(where, "user", user, tokens[0])
     if count is not None:
-        found["slots"] = _number(where, tokens[0], count, "Example: node1:4")
+        found["slots"] = _value(where, "slots", count, tokens[0])
     for token in tokens[1:]:
         key, equals, value = token.partition("=")
         key = key.replace("max-slots", "max_slots")
-        if not equals or key not in ("slots", "max_slots", "gpus", "port", "user"):
+        if not equals or key not in _VALUES.keys() - {"host"}:
             raise UserError(
                 f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
                 f"{EXAMPLE}"
             )
         if key in found:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
-        if key == "user":
-            found[key] = _checked_name(where, "user", value)
-        else:
-            found[key] = (_gpus if key == "gpus" else _number)(where, token, value)
+        found[key] = _value(where, key, value, token)
+    name = _value(where, "host", name, name)
     host = Host(name, **{"slots": len(found.get("gpus", ())) or None, **found})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
@@ -244,46 +233,22 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
     return host
 
 
-def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
-    """The name of a host or a user, checked; an IP address in its short form."""
-    if name.startswith("-"):
-        raise UserError(
-            f'{where}: {kind} "{shown(name)}" starts with "-" and would reach ssh as an option. '
-            "Refused."
-        )
-    is_short = len(name) <= _LONGEST_NAME  # ipaddress takes a time that grows with the square of it
-    if kind == "host" and is_short and _ADDRESS.fullmatch(name):
+def _value(where: str, key: str, text: str, token: str) -> Any:
+    """The value of a key, checked. An IP address gets its short form; 0 slots are allowed."""
+    if key == "host" and _ADDRESS.fullmatch(text):
         try:
-            return str(ipaddress.ip_address(name))
+            return str(ipaddress.ip_address(text))
         except ValueError:
-            raise UserError(f'{where}: "{shown(name)}" is not an IP address. {EXAMPLE}') from None
-    if not is_short or not (_NAME if kind == "host" else _USER).fullmatch(name):
-        raise UserError(
-            f'{where}: {kind} "{shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
-            f"{EXAMPLE}"
-        )
-    return name
-
-
-def _gpus(where: str, token: str, value: str) -> tuple[int, ...]:
-    """The numbers of GPUs in "0,2,3"."""
-    if not re.fullmatch("[0-9]{1,3}(,[0-9]{1,3})*", value):
-        raise UserError(
-            f'{where}: "{shown(token)}" is not a list of GPU numbers. Example: node1 gpus=0,2,3'
-        )
-    gpus = tuple(map(int, value.split(",")))
-    if len(set(gpus)) < len(gpus):
+            raise UserError(f'{where}: "{shown(text)}" is not an IP address. {EXAMPLE}') from None
+    pattern, expected = _VALUES[key]
+    if not re.fullmatch(pattern, text):
+        raise UserError(f'{where}: "{shown(token)}" is not {expected}')
+    if key in ("host", "user"):
+        return text
+    numbers = tuple(map(int, text.split(",")))
+    if len(set(numbers)) < len(numbers):
         raise UserError(f'{where}: "{shown(token)}" names a GPU twice. Remove one.')
-    return gpus
-
-
-def _number(where: str, token: str, value: str, example: str = EXAMPLE) -> int:
-    """A count as Open MPI reads it. 0 is allowed: a host with slots=0 takes no rank."""
-    if not re.fullmatch("[0-9]{1,6}", value):
-        raise UserError(
-            f'{where}: "{shown(token)}" is not a positive integer below a million. {example}'
-        )
-    return int(value)
+    return numbers if key == "gpus" else numbers[0]
 
 
 def _checked(hosts: Hosts) -> Hosts:
@@ -303,7 +268,7 @@ def _checked(hosts: Hosts) -> Hosts:
     return hosts
 
 
-def render(hosts: Hosts, form: Form) -> str:
+def render(hosts: Hosts, form: str) -> str:
     """The hosts as a hostfile for one MPI. Raises UserError for a key that this MPI cannot express.
 
     - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
@@ -329,7 +294,6 @@ def render(hosts: Hosts, form: Form) -> str:
 
 
 def _key_of_gpus(host: Host) -> str:
-    """ "gpus=0,2,3", "" without a list."""
     return "" if host.gpus is None else f"gpus={','.join(map(str, host.gpus))}"
 
 

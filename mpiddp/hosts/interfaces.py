@@ -10,6 +10,7 @@ import ipaddress
 import re
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +39,12 @@ class Interface:
 
         `requested` may list several of these, separated by commas.
         """
-        return any(self._matches_one(each) for each in requested.split(","))
-
-    def _matches_one(self, requested: str) -> bool:
-        if "/" not in requested:
-            return requested in (self.name, self.address)
-        try:
-            network = ipaddress.ip_network(requested, strict=False)
-        except ValueError:
-            return False
-        return ipaddress.ip_address(self.address) in network
+        address, names = ipaddress.ip_address(self.address), (self.name, self.address)
+        for each in requested.split(","):
+            with suppress(ValueError):  # not a network
+                if each in names or ("/" in each and address in ipaddress.ip_network(each, False)):
+                    return True
+        return False
 
     @property
     def is_virtual(self) -> bool:
@@ -61,9 +58,7 @@ def interfaces() -> list[Interface]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             flags = _ioctl(probe, _SIOCGIFFLAGS, name)
-            if flags is None or not struct.unpack_from("H", flags, 16)[0] & _IFF_UP:
-                continue
-            if not struct.unpack_from("H", flags, 16)[0] & _IFF_RUNNING:
+            if flags is None or ~struct.unpack_from("H", flags, 16)[0] & (_IFF_UP | _IFF_RUNNING):
                 continue
             address = _ioctl(probe, _SIOCGIFADDR, name)
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)

@@ -9,6 +9,7 @@ user's key. Hosts behind another one need ProxyJump in ~/.ssh/config first.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,12 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
     SSH.check_installed()
     others = other_hosts(hosts.hosts)
     closed = _closed(others)
-    asked = [host for host, answer in closed.items() if _can_be_asked(answer)]
+    asked = [  # a yes or a password opens these logins
+        host
+        for host, answer in closed.items()
+        if re.search("Host key verification failed|Permission denied", answer.stderr)
+        and "IDENTIFICATION HAS CHANGED" not in answer.stderr
+    ]
     if asked:
         key = _key()
         for host in asked:  # one after the other: ssh asks for a yes and a password
@@ -49,13 +55,6 @@ def _closed(hosts: Sequence[Host]) -> dict[Host, Answer]:
     """The hosts to which ssh cannot log in without a question."""
     answers = run_on_hosts(hosts, "true", "", timeout_s=_ANSWER_S)
     return {host: answer for host, answer in answers.items() if not answer.has_begun}
-
-
-def _can_be_asked(answer: Answer) -> bool:
-    """Whether a yes or a password opens the login."""
-    is_unknown = "Host key verification failed" in answer.stderr
-    is_unknown &= "IDENTIFICATION HAS CHANGED" not in answer.stderr
-    return is_unknown or "Permission denied" in answer.stderr
 
 
 def _key() -> Path:

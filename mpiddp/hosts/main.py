@@ -3,13 +3,8 @@
     mpiddp hosts check hostfiles/two_nodes
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
-    mpiddp hosts keys hostfiles/two_nodes
-    mpiddp hosts push hostfiles/two_nodes
-    mpiddp hosts pull hostfiles/two_nodes runs/x
-    mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
-    mpiddp hosts history hostfiles/two_nodes
 
-keys, push, pull and run connect to the hosts; the others do not.
+The modules of keys, push, pull, run and history have their own examples.
 """
 
 from __future__ import annotations
@@ -44,10 +39,7 @@ def main(argv: list[str]) -> int:
         print("".join(f"{line}\n" for line in differences), end="")
         return FAILED if differences else DONE
     hosts = read_hostfile(options.file)
-    if options.verb == "check":
-        print(table(hosts))
-    else:
-        print(render(hosts, options.to), end="")
+    print(f"{table(hosts)}\n" if options.verb == "check" else render(hosts, options.to), end="")
     return DONE
 
 
@@ -59,31 +51,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, purpose: str, more: str = "", *files: str) -> OneSentenceParser:
-        parser = verbs.add_parser(
-            name, help=purpose, description=f"{purpose}. {more}", allow_abbrev=False
-        )
+    def verb(name: str, purpose: str, *files: str) -> OneSentenceParser:
+        parser = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
         for file in files or ("file",):
             parser.add_argument(file, help="a hostfile, in Open MPI's or MPICH's syntax")
         return parser
 
-    verb(
-        "check",
-        "Print a table of the hosts and their slots, or the first error in the file",
-        "A host without a slot count gets one slot per GPU when the job starts.",
-    )
+    verb("check", "Print a table of the hosts and their slots, or the first error in the file")
     verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm").add_argument(
         "--to",
         choices=["mpich", "openmpi", "slurm"],
         required=True,
         help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
     )
-    verb(
-        "diff",
-        "Print the differences between two hostfiles",
-        "The exit code is 0 when they place ranks identically, 1 when they differ.",
-        *("a", "b"),
-    )
+    verb("diff", "Print the differences between two hostfiles (exit code 1, 0 for none)", "a", "b")
     for name, (module, purpose) in OVER_SSH.items():
         with_file = verb(name, purpose)
         if module is not keys:  # it has no option

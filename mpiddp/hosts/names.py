@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,14 @@ def is_this_host(name: str) -> bool:
     """Whether `name` is the machine that this process runs on."""
     if name.lower() in ("localhost", socket.gethostname().lower()):
         return True
-    return any(is_own_address(family, address) for family, address in addresses_of(name))
+    for family, address in addresses_of(name):
+        # A packet to an own address would come from that address, or from the loopback. Nothing is sent.
+        # Binding proves less: a load balancer may bind to addresses that it does not have.
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as packet:
+            packet.connect((address[0], 9, *address[2:]))
+            if packet.getsockname()[0] in (address[0], "127.0.0.1", "::1"):
+                return True
+    return False
 
 
 @cache
@@ -42,16 +50,3 @@ def resolve_all(names: Collection[str]) -> None:
 
     with ThreadPoolExecutor(_RESOLVERS) as threads:
         list(threads.map(addresses_of, names))
-
-
-def is_own_address(family: socket.AddressFamily, address: tuple[Any, ...]) -> bool:
-    """Whether this machine has `address`: a packet to it would come from the same one, or from the loopback.
-
-    Nothing is sent. Binding proves less: a load balancer may bind to addresses that it does not have.
-    """
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as packet:  # a kernel without IPv6 has none
-            packet.connect((address[0], 9, *address[2:]))
-            return packet.getsockname()[0] in (address[0], "127.0.0.1", "::1")
-    except OSError:
-        return False

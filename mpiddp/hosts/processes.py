@@ -166,10 +166,9 @@ def kills_in(folder: Path | None) -> OomKills | None:
     if folder is None:
         return None
     for events, limit in _FILES_OF_A_GROUP:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError):
             counts = dict(line.split() for line in (folder / events).read_text().splitlines())
             text = (folder / limit).read_text().strip()
             no_limit = text == "max" or int(text) > 1 << 60  # v1 writes the largest number of pages
-            if "oom_kill" in counts:
-                return OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
+            return OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
     return None

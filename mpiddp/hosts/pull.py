@@ -41,8 +41,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought, else 0.
 
-    Raises:
-        UserError: bad input, or a host cannot be reached. Nothing was brought.
+    Raises UserError for bad input, or a host that cannot be reached. Nothing was brought.
     """
     folder = Path(os.path.abspath(options.folder))  # noqa: PTH100 - a link stays one
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -52,19 +51,22 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     others = other_hosts(hosts.hosts)
     was_here = folder.exists()
     with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
-        fetched = dict(zip(others, threads.map(lambda h: _fetch(h, folder), others), strict=True))
+        fetched = [
+            *zip(others, threads.map(lambda host: _fetch(host, folder), others), strict=True)
+        ]
     try:
-        unreached = [f"{host.name}: {why}" for host, why in fetched.items() if isinstance(why, str)]
+        unreached = [f"{host.name}: {why}" for host, why in fetched if isinstance(why, str)]
         if len(hosts.hosts) - len(unreached) < least:
             raise UserError("\n".join(unreached))
-        if not was_here and all(each is None for each in fetched.values()):
+        if not was_here and all(each is None for _, each in fetched):
             raise UserError(f"{folder} is on no host.")
         if any(map(_is_checkpoint, (folder, *(_arrived(folder, host) for host in others)))):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
-        print("\n".join(unreached), end="\n" if unreached else "")
         has_failed = bool(unreached)
-        for host, unread in fetched.items():
+        for line in unreached:
+            print(line)
+        for host, unread in fetched:
             if not isinstance(unread, str):
                 text, problems = _place(folder, host)
                 problems = [*(unread or []), *problems]
@@ -117,7 +119,8 @@ def _place(folder: Path, host: Host) -> tuple[str, list[str]]:
             place = folder / new.relative_to(arrived)
             own = [path.stat().st_size for path in (new.iterdir() if new.is_dir() else [new])]
             try:
-                goal = (_place_checkpoint if new.is_dir() else _place_file)(new, place, host)
+                places = (place, place.with_name(f"{place.name}.{host.name}"))
+                goal = (_place_checkpoint if new.is_dir() else _place_file)(new, places)
             except ValueError as problem:
                 problems.append(f"{place.relative_to(folder)} {problem}")
                 continue
@@ -148,32 +151,31 @@ def _pieces(arrived: Path, folder: Path) -> Iterator[Path]:
             yield from (new / name for name in names)
 
 
-def _place_file(new: Path, place: Path, host: Host) -> Path | None:
+def _place_file(new: Path, places: tuple[Path, Path]) -> Path | None:
     """Move a file to its place, or beside it. Returns where it is; None if it is here already."""
-    beside = place.with_name(f"{place.name}.{host.name}")
-    goal = None
-    for each in (place, beside):
+    free = []
+    for each in places:
         is_begun = each.is_file() and _begins_equal(each, new)
         if is_begun and each.stat().st_size >= new.stat().st_size:
             return None
-        if goal is None and (is_begun or not os.path.lexists(each)):
-            goal = each
-    goal = goal or beside
+        if is_begun or not os.path.lexists(each):
+            free.append(each)
+    goal = [*free, places[1]][0]
     goal.parent.mkdir(parents=True, exist_ok=True)
     return new.replace(goal)
 
 
-def _place_checkpoint(new: Path, place: Path, host: Host) -> Path | None:
+def _place_checkpoint(new: Path, places: tuple[Path, Path]) -> Path | None:
     """Give a checkpoint its place by one rename, joined with the shards of the same save that are here.
 
     Returns where it is, None if it is here already. Raises ValueError if it is damaged.
     """
-    for here in (place, place.with_name(f"{place.name}.{host.name}")):
+    for here in places:
         replaced = here.with_name(f"{here.name}.replaced")
         if replaced.exists() and not here.exists():  # an earlier pull broke off between two renames
             replaced.rename(here)
         if not here.exists():
-            _verify(new, place, {})
+            _verify(new, places[0], {})
             here.parent.mkdir(parents=True, exist_ok=True)
             return new.rename(here)
         own, theirs = _manifest(here), _manifest(new)
@@ -209,7 +211,10 @@ def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
         kept = {path.name for path in here.glob("*")} if own else set[str]()
         for name in {*theirs, *own, *kept} - {_COMPLETE}:
             if "/" not in name and not (new / name).exists() and (here / name).exists():
-                _link(here / name, new / name)
+                try:
+                    os.link(here / name, new / name)
+                except OSError:  # exFAT, SMB and some of FUSE have no links
+                    shutil.copy2(here / name, new / name)
         if own:
             text = json.dumps({**theirs, **own}, indent=1)
             (new / _MANIFEST).write_text(text)
@@ -218,7 +223,11 @@ def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
         if (new / _COMPLETE).read_text() != sha256(content).hexdigest():
             raise ValueError(f"{problem}{_MANIFEST} does not match its SHA-256.")
         for name, entry in json.loads(content).items():
-            if _sha256(new / name) != entry["sha256"]:
+            digest = sha256()
+            with (new / name).open("rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+            if digest.hexdigest() != entry["sha256"]:
                 raise ValueError(f"{problem}{name} does not match its SHA-256.")
     except FileNotFoundError as error:
         raise ValueError(f"{problem}{Path(error.filename).name} is missing.") from None
@@ -226,24 +235,9 @@ def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
         raise ValueError(f"{problem}{_MANIFEST} cannot be read.") from None
 
 
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path, to)
-    except OSError:  # exFAT, SMB and some of FUSE have no links
-        shutil.copy2(path, to)
-
-
 def _is_checkpoint(folder: Path) -> bool:
     """Other programs write a file COMPLETE too."""
     return (folder / _COMPLETE).is_file() and (folder / _MANIFEST).is_file()
-
-
-def _sha256(path: Path) -> str:
-    digest = sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _begins_equal(a: Path, b: Path) -> bool:

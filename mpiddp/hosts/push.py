@@ -28,12 +28,12 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, without_name
-from mpiddp.paths import cause_of
+from mpiddp.paths import named_by
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
-_EXCLUDED = ("__pycache__", "*.history.jsonl")  # each host has its own
+_EXCLUDED = ("--exclude=__pycache__", "--exclude=*.history.jsonl")  # each host has its own
 _AT_ONCE = 8  # rsync processes
 _ANSWER_S = 15.0
 # -s keeps names from the shell there. Its long name differs between versions of rsync.
@@ -46,15 +46,13 @@ import json, os, shutil
 error = ""
 for folder in {folders!a}:
     try:
-        if not {dry_run}:
-            os.makedirs(folder, exist_ok=True)
-        elif os.path.exists(folder):
-            os.listdir(folder)
+        os.makedirs(folder, exist_ok=True)
     except OSError as failed:
         error = "%s: %s." % (folder, failed.strerror)
 print(json.dumps([shutil.which("rsync") is not None, error]))
 """
-# Takes a tar archive on stdin, after the folder's name, which no shell interprets.
+# A tar archive after the folder's name, which no shell interprets.
+_PACK = 'printf "%s\\n" "$0"; exec tar -c "$@"'
 _UNPACK = (
     f'IFS= read -r folder; cd -- "$folder" && rm -rf {_NEW} && mkdir -p {_NEW} {_REPLACED} && '
     f"tar -x -C {_NEW} && for each in {_NEW}/* {_NEW}/.[!.]*; do name=${{each##*/}}; "
@@ -66,14 +64,11 @@ _UNPACK = (
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result: the bytes that each host lacked (0: nothing has changed), and why some did not get them.
+    """What a push has done."""
 
-    `notes` are sentences about hosts that have got everything.
-    """
-
-    sent: Mapping[Host, int]
-    failures: Mapping[Host, str]
-    notes: Sequence[str]
+    sent: Mapping[Host, int]  # the bytes that each host lacked; 0: nothing has changed
+    failures: Mapping[Host, str]  # why some did not get them
+    notes: Sequence[str]  # about hosts that have got everything
     seconds: float
     exit_code: int  # FAILED where a host failed while the folders were sent
 
@@ -100,12 +95,8 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def add_min_hosts(parser: OneSentenceParser) -> None:
-    parser.add_argument(
-        "--min-hosts",
-        type=whole(1),
-        metavar="H",
-        help="go on without hosts that fail, as long as H hosts remain",
-    )
+    goes_on = "go on without hosts that fail, as long as H hosts remain"
+    parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)
 
 
 def _entry(text: str) -> str:
@@ -117,12 +108,7 @@ def _entry(text: str) -> str:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0.
-
-    Raises:
-        UserError: bad input, or a host cannot take the folders. Nothing was sent.
-        JobFailed: too few hosts have got them.
-    """
+    """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0."""
     folders = [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
     pushed = push(
         hosts.hosts,
@@ -170,12 +156,17 @@ def push(
     dry_run: bool = False,
     min_hosts: int | None = None,
 ) -> Pushed:
-    """Make the folders of all other hosts as they are here. Raises as `main`."""
+    """Make the folders of all other hosts as they are here.
+
+    Raises:
+        UserError: bad input, or a host cannot take the folders. Nothing was sent.
+        JobFailed: too few hosts have got them.
+    """
     began = time.monotonic()
     least = least_of(hosts, min_hosts)
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
     others = other_hosts(hosts)
-    prepare = _PREPARE.format(folders=[*names], dry_run=dry_run)
+    prepare = _PREPARE.format(folders=[] if dry_run else [*names])
     found, unreached = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
     refusals = {host: without_name(host, why) for host, why in unreached.items()}
     refusals |= {host: error for host, (_, error) in found.items() if error}
@@ -185,12 +176,10 @@ def push(
 
     def send(host: Host) -> int | str:
         by = _rsync if host in with_rsync else _tar
-        sizes = [0]
-        for folder, entries in names.items():
-            if isinstance(size := by(host, folder, entries, dry_run), str):
-                return size
-            sizes.append(size)
-        return sum(sizes)
+        try:
+            return sum(by(host, folder, entries, dry_run) for folder, entries in names.items())
+        except JobFailed as failed:
+            return str(failed)
 
     accepted = [host for host in others if host not in refusals]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -227,33 +216,27 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
     private = {*left_out, PART, _REPLACED, _NEW, "__pycache__"}
-    try:
+    with named_by(""):
         names = sorted({each.name for each in path.iterdir()} - private)
-    except OSError as error:
-        raise cause_of(error)(f"{error.filename}: {error.strerror}.") from None
     if not names:
         raise UserError(f"{folder} has nothing to push.")
     return names
 
 
-def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
-    """Send a folder by rsync. Returns the bytes of the files that were sent, or why it failed."""
+def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
+    """Send a folder by rsync. Returns the bytes of the files that were sent. Raises JobFailed."""
     done = rsync(
         host,
         *("--delete", "--delete-delay", "--delay-updates", f"--partial-dir={PART}"),
-        *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
-        *(f"--exclude={each}" for each in _EXCLUDED),
+        *("--backup", f"--backup-dir={folder}/{_REPLACED}", *_EXCLUDED),
         *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
         *("--", *(f"./{each}" for each in names), f"{rsync_target(host)}:{folder}/"),
         cwd=folder,
     )
     if done.returncode not in (DONE, VANISHED):
-        lines = [
-            *rsync_errors(done),
-            *map(shown, done.stderr.strip().splitlines()[-1:]),
-            "no output",
-        ]
-        return f"{lines[0]} (rsync's exit code {done.returncode})"
+        last = ["no output", *done.stderr.strip().splitlines()][-1]
+        why = [*rsync_errors(done), shown(last)][0]
+        raise JobFailed(f"{why} (rsync's exit code {done.returncode})")
     stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
     changes = ("regular files transferred", "created files", "deleted files")
     if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
@@ -278,8 +261,7 @@ def rsync(
 
 def rsync_errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     """The sentences of rsync itself, without those of ssh."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rsync: ")]
-    return [shown(line.removeprefix("rsync: "))[:200] for line in lines]
+    return [shown(line) for line in re.findall(r"^rsync: (.*)", done.stderr, re.MULTILINE)]
 
 
 def rsync_target(host: Host) -> str:
@@ -287,30 +269,23 @@ def rsync_target(host: Host) -> str:
     return f"{host.user}@{name}" if host.user else name
 
 
-def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int | str:
-    """Send a folder as a tar archive to a host without rsync. Returns its bytes, or why it failed."""
-    tar = ["tar", "-c", *(f"--exclude={each}" for each in _EXCLUDED), "--", *names]
-    command = ["cat"] if dry_run else shell_command(host, _UNPACK)
-    size = 0
-    with (
-        subprocess.Popen(tar, cwd=folder, stdout=PIPE) as packing,
-        subprocess.Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE) as unpacking,
-    ):
-        assert packing.stdout is not None
-        assert unpacking.stdin is not None
-        assert unpacking.stderr is not None
-        try:
-            unpacking.stdin.write(f"{folder}\n".encode())
-            while block := packing.stdout.read(1 << 20):
-                size += unpacking.stdin.write(block)
-            unpacking.stdin.close()
-        except BrokenPipeError:
-            packing.kill()
-        said = unpacking.stderr.read().decode(errors="replace").strip().splitlines()
-    if unpacking.returncode:
-        return f"{shown((said or ['no output'])[-1])} (tar's exit code {unpacking.returncode})"
+def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
+    """Send a folder to a host without rsync. Returns the bytes of its files. Raises JobFailed."""
+    tops = [Path(folder, name) for name in names]
+    paths = [path for top in tops for path in (top, *top.rglob("*"))]
+    size = sum(path.lstat().st_size for path in paths if path.is_file())
+    if dry_run:
+        return size
+    pack = ["sh", "-c", _PACK, folder, *_EXCLUDED, "--", *names]
+    with subprocess.Popen(pack, cwd=folder, stdout=PIPE) as packing:
+        done = subprocess.run(
+            shell_command(host, _UNPACK), stdin=packing.stdout, stdout=DEVNULL, stderr=PIPE
+        )
+    if done.returncode:
+        said = ["no output", *done.stderr.decode(errors="replace").strip().splitlines()]
+        raise JobFailed(f"{shown(said[-1])} (tar's exit code {done.returncode})")
     if packing.returncode > 1:  # 1: a file has changed meanwhile
-        return f"not all of {folder} can be read (tar's exit code {packing.returncode})"
+        raise JobFailed(f"not all of {folder} can be read (tar's exit code {packing.returncode})")
     return size
 
 
@@ -319,14 +294,8 @@ def _pythons(hosts: Sequence[Host]) -> list[str]:
     program = "import sys; print('\"%d.%d\"' % sys.version_info[:2])\n"
     found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
     here = "{}.{}".format(*sys.version_info[:2])
-    lines = [
-        f"{host.name}: {sys.executable} does not run there: it needs {sys.base_prefix}. "
-        f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
-        for host in failures
-    ]
-    return lines + [
-        f"{host.name}: {sys.executable} is Python {there} there, {here} here. "
-        "Install the same Python there."
-        for host, there in found.items()
-        if there != here
-    ]
+    others = {host: f"is Python {there} there, {here} here" for host, there in found.items()}
+    wrong = {host: others[host] for host, there in found.items() if there != here}
+    wrong |= dict.fromkeys(failures, "does not run there")
+    fix = f"Install that Python there, or push it: mpiddp hosts push FILE {sys.base_prefix}"
+    return [f"{host.name}: {sys.executable} {why}. {fix}" for host, why in wrong.items()]

@@ -18,12 +18,11 @@ from mpiddp.hosts.ssh import Answer, no_answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 
 INSTALL = "Install it there."  # a Python
-OLDEST_PYTHON = "3.8"
 # The first lines of each program.
-CHECK_PYTHON = f"""
+CHECK_PYTHON = """
 import sys
-if sys.version_info < {tuple(map(int, OLDEST_PYTHON.split(".")))}:
-    sys.exit("it is Python %d.%d, and {OLDEST_PYTHON} or newer is needed" % sys.version_info[:2])
+if sys.version_info < (3, 8):
+    sys.exit("it is Python %d.%d, and 3.8 or newer is needed" % sys.version_info[:2])
 """
 _LOAD = """
 import types
@@ -38,11 +37,10 @@ def program_with(modules: Sequence[ModuleType], then: str) -> str:
     """A program that loads `modules`, each after those that it imports, and then runs `then`. It is ASCII."""
     sources: dict[str, str] = {}
     for module in modules:
-        assert module.__file__ is not None
         # The names by which they import each other, with empty parent packages.
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
-        sources[module.__name__] = Path(module.__file__).read_text()
+        sources[module.__name__] = Path(str(module.__file__)).read_text()
     return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
 
 

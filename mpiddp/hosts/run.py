@@ -71,17 +71,10 @@ sys.exit(code)
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
     parser.add_argument(
-        "--parallel",
-        type=whole(1),
-        metavar="K",
-        help="run on K hosts at a time (default: on all at once)",
+        "--parallel", type=whole(1), metavar="K", help="run on K hosts at a time (default: on all)"
     )
     parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        type=duration,
-        metavar="30s",
-        help="end the command after this time (default: wait for it)",
+        "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )
 
 
@@ -100,21 +93,23 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         hosts.hosts,
         "python3",
         program,
-        timeout_s=math.inf if options.timeout_s is None else options.timeout_s,
+        timeout_s=options.timeout or math.inf,
         most_at_once=options.parallel,
     ):
-        failures = {host: _failure(host, each, options.timeout_s) for host, each in answers.items()}
+        each = {host.name: answer for host, answer in answers.items()}
+        failures = {host.name: _failure(host, answers[host], options.timeout) for host in answers}
         has_failed |= any(failures.values())
-        errors = {host: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
-        _show({host: each.stdout for host, each in answers.items()}, sys.stdout)
-        _show(errors, sys.stderr)
+        _show({name: answer.stdout for name, answer in each.items()}, sys.stdout)
+        _show(
+            {name: answer.stderr.partition(_ENDED)[0] for name, answer in each.items()}, sys.stderr
+        )
         _show(failures, sys.stderr)
     return FAILED if has_failed else DONE
 
 
-def _show(texts: Mapping[Host, str], stream: TextIO) -> None:
+def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     """Print the texts, equal ones once."""
-    for text, names in names_by_value({host.name: text for host, text in texts.items()}).items():
+    for text, names in names_by_value(texts).items():
         for line in text.splitlines():
             print(f"{compress_names(names)}: {escaped(line)}", file=stream)
     stream.flush()

@@ -13,6 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import interfaces
@@ -74,9 +75,9 @@ def resolve_own(name: str) -> str:
 
 def reserve(listener: socket.socket) -> None:
     """Keep the port of a listener for another process of this host, as long as this one lives."""
-    address, family = listener.getsockname(), listener.family
+    address = listener.getsockname()
     listener.close()
-    held = socket.socket(family)
+    held = socket.socket(listener.family)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(address)
     held.detach()
@@ -98,62 +99,39 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
         UserError: MASTER_PORT is in use, or the address is not one of this host.
         JobFailed: a port that was not MASTER_PORT is in use, or too few files or too little memory are left.
     """
-    listener = None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(2048)
+        return socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
-        if listener is not None:
-            listener.close()
-        if error.errno == errno.EADDRINUSE and not os.environ.get("MASTER_PORT"):
-            raise JobFailed(
-                f"port {port}, which follows from the ids of Slurm's job and step, is in use on {hostname} "
-                f"({address}). Start it again, or set MASTER_PORT to a free port."
-            ) from None
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"MASTER_PORT={port} is in use on {hostname} ({address}). "
-                "Unset it to let mpiddp choose a free port."
-            ) from None
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise UserError(
-                f"{address} is not an address of {hostname}, where rank 0 runs. "
-                "Unset MASTER_ADDR, or set it to one of that host."
-            ) from None
-        raise cause_of(error)(
-            f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
+        is_given = bool(os.environ.get("MASTER_PORT"))
+        wrong = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, *([errno.EADDRINUSE] if is_given else [])}
+        where = f"{'MASTER_PORT=' if is_given else 'port '}{port} of {address} on {hostname}"
+        raise (UserError if error.errno in wrong else cause_of(error))(
+            f"rank 0 cannot listen on {where}: {os.strerror(error.errno or 0)}. Unset MASTER_PORT and "
+            "MASTER_ADDR, or set them to a free port and an address of that host."
         ) from None
-    return listener
 
 
 def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses that accept a TCP connection within `PROBE_TIMEOUT_S`. All are tried at once."""
     reached: list[str] = []
     deadline = time.monotonic() + PROBE_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
+    with ExitStack() as attempts, selectors.DefaultSelector() as selector:
         for address, port in zip(addresses, ports, strict=True):
-            try:
-                attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            except OSError:  # a host without IPv6
-                continue
-            attempt.setblocking(False)
-            if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
-                selector.register(attempt, selectors.EVENT_WRITE, address)
-            else:  # no route. The selector would report this socket as connected.
-                attempt.close()
+            with suppress(OSError):  # a host without IPv6
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                attempt = attempts.enter_context(socket.socket(family))
+                attempt.setblocking(False)
+                # Without a route, the selector would report the socket as connected.
+                if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                    selector.register(attempt, selectors.EVENT_WRITE, address)
         while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(remaining):
-                attempt = key.fileobj  # type: ignore[assignment]
-                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    reached.append(key.data)
-                selector.unregister(attempt)
-                attempt.close()
+                error = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]
+                reached += [] if error else [key.data]
+                selector.unregister(key.fileobj)
             if addresses[0] in reached:  # the best one: do not wait for a dead network
                 deadline = min(deadline, time.monotonic() + 0.05)
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
     return reached
 
 

@@ -52,20 +52,14 @@ _SHELL_LINE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a program on a host, and its exit code.
+    """The output of a program on a host."""
 
-    `exit_code` is None if the program did not end in time, `NO_PROGRAM` if the host does not have the
-    program, and 255 if ssh itself failed. `has_begun` is whether the login succeeded.
-    `printed_before` is what the start-up files of the shell there have printed. `at` is when the program had
-    ended, in seconds since 1970.
-    """
-
-    exit_code: int | None
+    exit_code: int | None  # None: not in time; NO_PROGRAM: the host has none; 255: ssh failed
     stdout: str
     stderr: str
-    has_begun: bool = True
-    printed_before: str = ""
-    at: float = field(default=0.0, compare=False)
+    has_begun: bool = True  # the login succeeded
+    printed_before: str = ""  # by the start-up files of the shell there
+    at: float = field(default=0.0, compare=False)  # when the program had ended, since 1970
 
     @property
     def has_failed_there(self) -> bool:
@@ -82,7 +76,7 @@ def run_on_hosts(
     work_s: float = 0.0,
     transport: Transport = SSH,
 ) -> dict[Host, Answer]:
-    """Run `program` on all hosts at the same time, as `answers_as_they_come`. Returns all answers."""
+    """All answers of `answers_as_they_come`."""
     groups = answers_as_they_come(
         hosts, program, input, timeout_s=timeout_s, work_s=work_s, transport=transport
     )
@@ -122,7 +116,7 @@ def answers_as_they_come(
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
     at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
     logins = logins_at_once(hosts, transport)
-    waiting, running = list(reversed(hosts)), set[_Running]()
+    waiting, running = [*reversed(hosts)], list[_Running]()
     ended: dict[Host, Answer] = {}
     yield_at = math.inf
     try:
@@ -131,10 +125,14 @@ def answers_as_they_come(
                 pending = sum(not each.has_begun for each in running)
                 while waiting and len(running) < at_once and pending < logins:
                     each = _Running(waiting.pop(), stdin, transport, time.monotonic() + timeout_s)
-                    running.add(each)
+                    running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
-                for each in _ended(selector, running, work_s, yield_at):
+                wait_s = min(yield_at, *(each.deadline for each in running)) - time.monotonic()
+                events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
+                closed = [key.data for key, _ in events if not key.data.read(work_s)]
+                now = time.monotonic()
+                for each in [each for each in running if each in closed or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
                     ended[each.host] = each.answer()
@@ -156,16 +154,13 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
 
 def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
     """How many logins may go on at once. The first and the last host tell whether a jump host is between."""
-    if len(hosts) <= MOST_BEHIND_JUMP or not transport.is_ssh:
-        return MOST_LOGINS
-    ends = [host for host in (hosts[0], hosts[-1]) if not is_this_host(host.name)]
-    return MOST_BEHIND_JUMP if any(map(_is_behind_jump, ends)) else MOST_LOGINS
-
-
-def _is_behind_jump(host: Host) -> bool:
-    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
-    found = re.findall(r"^proxy(?:jump|command) (.+)$", config, re.MULTILINE)
-    return any(value != "none" for value in found)
+    if len(hosts) > MOST_BEHIND_JUMP and transport.is_ssh:
+        for host in (hosts[0], hosts[-1]):
+            config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
+            is_behind = re.search(r"(?m)^proxy(?:jump|command) (?!none$)", config)
+            if is_behind and not is_this_host(host.name):
+                return MOST_BEHIND_JUMP
+    return MOST_LOGINS
 
 
 def shell_command(host: Host, line: str, transport: Transport = SSH) -> list[str]:
@@ -202,11 +197,9 @@ class _Running:
         with os.fdopen(os.memfd_create("mpiddp-stdin"), "w+b") as file:
             file.write(stdin)
             file.seek(0)
+            command = shell_command(host, _SHELL_LINE, transport)
             self.process = subprocess.Popen(
-                shell_command(host, _SHELL_LINE, transport),
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
+                command, stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
@@ -221,13 +214,11 @@ class _Running:
         return bool(chunk)
 
     def answer(self) -> Answer:
-        try:
+        exit_code = None
+        with suppress(subprocess.TimeoutExpired):
             exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            exit_code = None
-        stderr = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0)
+        errors = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0).decode(errors="replace")
         before, _, stdout = self.output.decode(errors="replace").partition(f"{_LOGIN}\n")
-        errors = stderr.decode(errors="replace")
         return Answer(exit_code, stdout, errors, self.has_begun, before, time.time())
 
     def close(self) -> None:
@@ -238,20 +229,6 @@ class _Running:
         self.process.kill()
         self.process.wait()
         os.close(self._stderr)
-
-
-def _ended(
-    selector: selectors.BaseSelector, running: set[_Running], work_s: float, until: float
-) -> list[_Running]:
-    """Wait for output, a deadline or `until`. Returns those whose output has ended, or whose time is up."""
-    now = time.monotonic()
-    first = min(until, *(each.deadline for each in running))
-    ended = []
-    for key, _ in selector.select(min(max(0.0, first - now), _LONGEST_WAIT_S)):
-        if not key.data.read(work_s):
-            ended.append(key.data)
-    now = time.monotonic()
-    return ended + [each for each in running if each.deadline <= now and each not in ended]
 
 
 # What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
@@ -285,17 +262,12 @@ _COMPLAINTS = {
 
 def ssh_complaint(host: Host, errors: str) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
-    lines = errors.strip().splitlines() or ["no output"]
-    words = {
-        "name": host.name,
-        "here": socket.gethostname(),
-        "target": host.ssh_target,
-        "port": f"-p {host.port} " if host.port else "",
-        "ssh": ssh_line(host),
-    }
+    lines = errors.strip().splitlines() or ["no output"]  # ssh ends them with \r\n
+    port = f"-p {host.port} " if host.port else ""
+    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh_line(host)}
     for pattern, sentence in _COMPLAINTS.items():
         if found := re.search(pattern, "\n".join(lines)):
-            return sentence.format(*found.groups(), **words)
+            return sentence.format(*found.groups(), here=socket.gethostname(), **words)
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
 
 

@@ -13,18 +13,13 @@ from mpiddp.errors import UserError
 
 
 class Transport(NamedTuple):
-    """A program like ssh. `agent` is its command up to the host. `hydra` is the name of Hydra's launcher
-    that calls it, or that calls the agent as if it were rsh.
-
-    `instead` are the options of `mpiddp launch` that use ssh instead, "" for ssh itself. `hint` says what
-    works where it cannot be used, "" for nothing.
-    """
+    """A program like ssh."""
 
     name: str
-    agent: tuple[str, ...]
-    hydra: str
-    instead: str = ""
-    hint: str = ""
+    agent: tuple[str, ...]  # its command up to the host
+    hydra: str  # the name of Hydra's launcher that calls it, or the agent as if that were rsh
+    instead: str = ""  # the options of `mpiddp launch` that use ssh instead, "" for ssh itself
+    hint: str = ""  # what works where it cannot be used, "" for nothing
 
     @property
     def is_ssh(self) -> bool:
@@ -38,12 +33,11 @@ class Transport(NamedTuple):
         """Raises UserError if its program is not installed here."""
         if self.is_installed:
             return
+        fix = f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}"
         if self.is_ssh:
-            hint = f". {self.hint}" if self.hint else ""
-            raise UserError(
-                f"ssh is not installed here. Run: sudo apt-get install openssh-client{hint}"
-            )
-        raise UserError(f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}")
+            fix = "ssh is not installed here. Run: sudo apt-get install openssh-client"
+            fix += f". {self.hint}" if self.hint else ""
+        raise UserError(fix)
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")

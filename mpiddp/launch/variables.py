@@ -5,12 +5,13 @@ Variables are passed by name, so that no value is on a command line, where every
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host, written
+from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.starters.command import LEFT_OUT, JobNetwork, RankStarter
@@ -185,4 +186,4 @@ def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[st
             choices.append(for_numbers(host.gpus, env))
         else:
             choices.append(own if is_this_host(host.name) else {})
-    return written(choices)
+    return json.dumps(choices, separators=(",", ":")) if any(choices) else ""

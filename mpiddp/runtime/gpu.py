@@ -6,13 +6,14 @@ the cores of the NUMA node to which the kernel says that its GPU is attached.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mpiddp.errors import print_line
-from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, read
+from mpiddp.hosts.gpus import VISIBLE, gpu_addresses
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.text import counted, parse_whole
 from mpiddp.world import World
@@ -56,7 +57,8 @@ def choose_gpus(world: World) -> None:
         from mpiddp.runtime.rendezvous.result import expected_hosts  # few ranks need it
 
         hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
-        os.environ.update(read(text, list(dict.fromkeys(hosts)).index(hosts[world.rank])))
+        of_hosts = json.loads(text)
+        os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])
 
 
 def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:

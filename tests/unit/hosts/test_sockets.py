@@ -59,14 +59,14 @@ def test_one_process_listens_on_a_port(monkeypatch):
     with sockets.bind("127.0.0.1", 0, "a") as listener:
         port = listener.getsockname()[1]
         monkeypatch.delenv("MASTER_PORT", raising=False)
-        in_use = error("Start it", f"port {port}, ", " a (", "MASTER_PORT")
+        in_use = error("in use", f"port {port} of 127.0.0.1 on a", "MASTER_PORT")
         with pytest.raises(JobFailed, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        in_use = error("let mpiddp", f"MASTER_PORT={port} ", " a (")
+        in_use = error("in use", f"MASTER_PORT={port} of 127.0.0.1 on a", "Unset MASTER_PORT")
         with pytest.raises(UserError, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
-        foreign = error("runs. Unset", "192.0.2.1 ", " a, ", "MASTER_ADDR")
+        foreign = error("Cannot assign", " of 192.0.2.1 on a", "MASTER_ADDR")
         with pytest.raises(UserError, match=foreign):
             sockets.bind("192.0.2.1", 0, "a")
         assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
