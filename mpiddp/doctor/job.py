@@ -16,7 +16,6 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,14 @@ def _speed(device: str, rank: int, size: int) -> float:
 
 
 def stack(packages: tuple[str, ...], library: str = "") -> dict[str, str]:
-    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …".
-
-    `library` is that of MPI, "" for the one that mpi4py finds.
-    """
+    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …"."""
     if library:
         os.environ["MPI4PY_LIBMPI"] = library
     found = {"python": platform.python_version()}
+    read = {"mpi4py": _mpi, "mpiddp": _package, "torch": _torch}
     for name in packages:
         try:
-            found.update(_READ[name]())
+            found.update(read[name]())
         except ModuleNotFoundError as error:
             found[name] = "missing" if error.name == name else f"broken: {error}"
         except BaseException as error:
@@ -148,13 +145,6 @@ def _package() -> dict[str, str]:
             if name.endswith((".py", ".ini")):
                 digest.update(name.encode() + b"\0" + Path(at, name).read_bytes())
     return {"mpiddp": digest.hexdigest()[:12]}
-
-
-_READ: dict[str, Callable[[], dict[str, str]]] = {
-    "mpi4py": _mpi,
-    "mpiddp": _package,
-    "torch": _torch,
-}
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from mpiddp.hosts import facts, gpus, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints, read_answers
-from mpiddp.hosts.ssh import Answer, run_on_hosts
+from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
+from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import parse_options
@@ -65,8 +65,10 @@ def main(argv: list[str]) -> int:
     checked = plan.run_preflight(launch, hosts, starter, os.environ)
     lines = _of_preflight(checked, starter.name)
     if not options.quick:
-        answers = _ask_facts(options, hosts)
-        by_host, failures = read_answers(answers, "python3", limit_s=LOGIN_S)
+        program, transport = _facts_program(options, hosts), hosts.transport
+        by_host, failures, answers = ask_hosts(
+            hosts.usable, program, timeout_s=LOGIN_S, work_s=_FACTS_S, transport=transport
+        )
         found = {host.name: each for host, each in by_host.items()}
         library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
         library = library or str(starter.libmpi or "")
@@ -138,8 +140,8 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     return lines or [Line("preflight", OK, f"{said}, with {mpi}")]
 
 
-def _ask_facts(options: argparse.Namespace, hosts: Hosts) -> dict[Host, Answer]:
-    """What each host says of itself."""
+def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
+    """It prints what a host says of itself."""
     folder = plan.working_folder(os.environ)
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
@@ -150,9 +152,7 @@ def _ask_facts(options: argparse.Namespace, hosts: Hosts) -> dict[Host, Answer]:
         "files": _files(Path(folder), options.script),
         "path": os.environ.get("PATH", os.defpath),
     }
-    program = program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
-    limits = {"timeout_s": LOGIN_S, "work_s": _FACTS_S}
-    return run_on_hosts(hosts.usable, "python3", program, **limits, transport=hosts.transport)
+    return program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
 
 
 def _files(folder: Path, script: str | None) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def _versions(
     `library` is that of MPI, "" for the one that mpi4py finds. The preflight has compared those of `known`.
     """
     program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
-    found, failures = ask_hosts(
+    found, failures, _ = ask_hosts(
         asked, program, timeout_s=_STACK_S, python=_PYTHON, transport=hosts.transport
     )
     lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
@@ -237,7 +237,7 @@ def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
         work_s = 2 * network.longest_s(len(asked))
-        answers, _ = ask_hosts(
+        answers, *_ = ask_hosts(
             asked, program, timeout_s=LOGIN_S, work_s=work_s, transport=hosts.transport
         )
         if None not in answers.values():  # the port is free on all hosts

@@ -59,26 +59,19 @@ def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | No
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
+    """The error of a connection, and that of many bytes. The host may not listen before `until`."""
     part = "error"
-    try:
-        with _connected(address, port, until) as connection:
-            _send(connection, 1)
-            part = "large"
-            _send(connection, LARGE)
-    except OSError as error:
-        return {"error": "", "large": "", part: _reason(error)}
-    return {"error": "", "large": ""}
-
-
-def _connected(address: str, port: int, until: float) -> socket.socket:
-    """A connection to a host, which may not listen yet."""
     while True:
         try:
-            return socket.create_connection((address, port), timeout=CONNECT_S)
-        except ConnectionRefusedError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_PAUSE_S)
+            with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+                _send(connection, 1)
+                part = "large"
+                _send(connection, LARGE)
+                return {"error": "", "large": ""}
+        except OSError as error:
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > until:
+                return {"error": "", "large": "", part: _reason(error)}
+        time.sleep(_PAUSE_S)
 
 
 def _send(connection: socket.socket, size: int) -> None:

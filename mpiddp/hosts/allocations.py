@@ -130,10 +130,8 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
     try:
         names = expand_nodelist(said.strip())
     except ValueError:
-        reason = f"prints {shown(said.strip())!r}" if said else "prints nothing"
-        raise UserError(
-            f"FLUX_URI is set, but flux getattr hostlist {reason}. {NAME_THEM}"
-        ) from None
+        prints = f'flux getattr hostlist prints "{shown(said.strip())}"'
+        raise UserError(f"FLUX_URI is set, but {prints}, not hosts. {NAME_THEM}") from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
     return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
@@ -332,20 +330,13 @@ def expand_counts(counts: str) -> list[int]:
 def in_slurm_terminal(env: Mapping[str, str]) -> bool:
     """Whether Slurm's task with these variables is the shell of `srun --pty`, which may launch.
 
-    That is task 0 of its step, and the only one with a terminal.
-
     SLURM_PTY_PORT alone does not prove it: an srun in that shell passes it on to all of its tasks. Those have
     no terminal. The task is asked for it, and not this process, because a notebook's kernel has none either.
     """
     if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
         return False
-    return _has_terminal(env.get("SLURM_TASK_PID") or "self")
-
-
-def _has_terminal(process: str) -> bool:
-    try:
-        stat = Path("/proc", process, "stat").read_bytes()
-    except OSError:  # a container, in which the task has another pid
-        return process != "self" and _has_terminal("self")
+    stat = Path("/proc", env.get("SLURM_TASK_PID", "none"), "stat")
+    if not stat.exists():  # in a container, the task has another pid
+        stat = Path("/proc/self/stat")
     # "pid (name) state ppid pgrp session tty_nr …". The name may contain any bytes, including parentheses.
-    return stat.rpartition(b")")[2].split()[4] != b"0"
+    return stat.read_bytes().rpartition(b")")[2].split()[4] != b"0"

@@ -99,10 +99,7 @@ def links(root: str = "/sys/class/net") -> list[dict[str, Any]]:
 
 
 def package_version(package: str) -> str | None:
-    """The version in the package's metadata, None if it is not installed.
-
-    Importing torch to read its version would take seconds.
-    """
+    """The version in the package's metadata, None without it. To import torch would take seconds."""
     from importlib.metadata import PackageNotFoundError, version  # 20 ms
 
     try:
@@ -156,20 +153,19 @@ def _file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             return {"hash": sha256(file.read()).hexdigest()[:12], "error": ""}
-    except FileNotFoundError:
-        return {"hash": "", "error": "is missing"}
     except OSError as error:
-        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
+        unreadable = f"cannot be read ({error.strerror})"
+        return {"hash": "", "error": unreadable if os.path.exists(path) else "is missing"}
 
 
 def _gpus(path: str) -> dict[str, Any] | None:
     """What nvidia-smi says; {} without it, None if it does not answer."""
     if shutil.which("nvidia-smi", path=path) is None:
         return {}
-    form = "--format=csv,noheader,nounits"
+    queries = (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
     listing, users = (
-        tool_output("nvidia-smi", (query, form), path, TIMEOUT_S)
-        for query in (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
+        tool_output("nvidia-smi", (query, "--format=csv,noheader,nounits"), path, TIMEOUT_S)
+        for query in queries
     )
     if listing is None or users is None:
         return None

@@ -72,10 +72,7 @@ TOOLS = (
 
 
 def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str] | None:
-    """The name of each GPU, of AMD's the PCI address; [] without GPUs, None if a tool does not answer.
-
-    `path` has the folders to search for the tools, in PATH's format (default: this process's PATH).
-    """
+    """The name of each GPU, of AMD's the PCI address; [] without GPUs, None if a tool does not answer."""
     for tool in TOOLS:
         text = tool_output(tool.program, tool.arguments, path, timeout_s)
         if text is None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED
+from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted, escaped
 
 ENDING = ".history.jsonl"
@@ -28,7 +29,6 @@ FLAKY = 2  # so many failures among them are more than bad luck
 _OUTDATED_S = 30 * 86400.0  # a host that is left out cannot show that it was fixed
 _MOST_READ = 1 << 18  # bytes: 100 jobs a day write 7 MB a year
 _LONGEST_REASON = 300  # characters
-_COLUMNS = ("host", "in the last jobs", "latest failure")
 
 VERBS = {
     "history": "Print what earlier jobs have shown of each host, or of one",
@@ -155,18 +155,18 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run a verb of `VERBS`. Returns 1 if nothing is known of the hosts, else 0. Raises UserError."""
+    """Run a verb of `VERBS`. Returns 1 if nothing is known of the hosts, else 0."""
     path = file_of(options.file)
     events = read(path)
     host = (options.host or "").lower()
-    all_hosts = dict.fromkeys(each for event in events for each in event.concerned)
-    known = [each for each in all_hosts if host in ("", each)]
+    concerned = dict.fromkeys(each for event in events for each in event.concerned)
+    known = [each for each in concerned if host in ("", each)]
     if path is None or not known:
         of = f"a host {escaped(host)}" if host else "any host"
         print(f"nothing is known of {of} of {escaped(options.file)}.")
         return FAILED
     if options.verb == "history":
-        rows = [_COLUMNS]
+        rows = [("host", "in the last jobs", "latest failure")]
         for each in known:
             record = record_of(each, events)
             at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.failed_at))
@@ -174,9 +174,7 @@ def main(options: argparse.Namespace) -> int:
             rows.append((escaped(each), record.summary, escaped(latest)))
         print(f"{align_columns(rows)}\nfrom {escaped(str(path))}")
         return DONE
-    try:
+    with named_by(""):
         forget(path, known)
-    except OSError as error:
-        raise UserError(f"{escaped(str(path))}: {error.strerror}.") from None
     print(f"forgot {escaped(', '.join(known))}.")
     return DONE

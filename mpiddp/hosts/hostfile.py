@@ -84,11 +84,6 @@ class Hosts:
         return sum(host.ranks for host in self.hosts)
 
     @property
-    def without_slots(self) -> tuple[Host, ...]:
-        """The hosts for which the file gives no slot count."""
-        return tuple(host for host in self.hosts if host.slots is None)
-
-    @property
     def total_slots(self) -> int:
         """The sum of all slots. Raises UserError if a host's count is not known."""
         return sum(slots_of(self, host) for host in self.hosts)
@@ -108,10 +103,7 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 
 
 def read_hostfile(path: str | Path) -> Hosts:
-    """Read a hostfile.
-
-    Raises UserError with file, line and hint for its first error, and JobFailed if a machine failed.
-    """
+    """Read a hostfile. Raises UserError with file, line and a hint, and JobFailed if a machine failed."""
     source = str(path)
     try:
         with Path(path).open("rb") as file:

@@ -35,10 +35,7 @@ class Interface:
         return ipaddress.ip_address(self.address).is_loopback
 
     def matches(self, requested: str) -> bool:
-        """Whether `requested` means this interface, by its name, its address or its network.
-
-        `requested` may list several of these, separated by commas.
-        """
+        """Whether one of `requested`, separated by commas, is its name, its address or its network."""
         address, names = ipaddress.ip_address(self.address), (self.name, self.address)
         for each in requested.split(","):
             with suppress(ValueError):  # not a network
@@ -63,7 +60,7 @@ def interfaces() -> list[Interface]:
             address = _ioctl(probe, _SIOCGIFADDR, name)
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
-                with_prefix = f"{_ipv4(address)}/{_ipv4(netmask)}"
+                with_prefix = "/".join(socket.inet_ntoa(each[20:24]) for each in (address, netmask))
             elif name in ipv6:
                 with_prefix = ipv6[name]
             else:
@@ -75,11 +72,9 @@ def interfaces() -> list[Interface]:
 
 def own_addresses() -> tuple[str, ...]:
     """All IPv4 addresses of this host, including the second and later ones of an interface."""
-    try:
-        table = Path("/proc/net/fib_trie").read_text()
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
+    table = Path("/proc/net/fib_trie")
+    text = table.read_text() if table.exists() else ""
+    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", text)))
 
 
 def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
@@ -89,17 +84,11 @@ def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
         return None
 
 
-def _ipv4(answer: bytes) -> str:
-    return socket.inet_ntoa(answer[20:24])
-
-
 def _ipv6_addresses() -> dict[str, str]:
     """Each interface's first global IPv6 address, with its prefix length."""
     table = Path("/proc/net/if_inet6")
     addresses: dict[str, str] = {}
-    if not table.exists():
-        return addresses
-    for line in table.read_text().splitlines():
+    for line in table.read_text().splitlines() if table.exists() else ():
         digits, _, prefix, scope, _, name = line.split()
         # Global. A link-local address needs a zone, which other hosts do not share.
         if scope == "00":

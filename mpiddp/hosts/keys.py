@@ -24,10 +24,7 @@ _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
-    """Make a key where the user has none, and copy it to each host that ssh does not reach.
-
-    Raises UserError for a host that does not answer, or accepts no login.
-    """
+    """Make a key if there is none, and copy it. Raises UserError for a host that accepts no login then."""
     SSH.check_installed()
     others = other_hosts(hosts.hosts)
     closed = _closed(others)

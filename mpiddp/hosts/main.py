@@ -91,7 +91,6 @@ def table(hosts: Hosts) -> str:
         rows.append((host.name, slots, host.user or "-", port))
     count = sum(host.slots or 0 for host in hosts.hosts)
     total = f"{counted(len(hosts.hosts), 'host')}, {counted(count, 'slot')}"
-    if hosts.without_slots:
-        names = ", ".join(host.name for host in hosts.without_slots)
-        total += f", and one per GPU of {names} (1 on a CPU host)"
+    if without := [host.name for host in hosts.hosts if host.slots is None]:
+        total += f", and one per GPU of {', '.join(without)} (1 on a CPU host)"
     return f"{align_columns(rows, right=(1,))}\n{total}"

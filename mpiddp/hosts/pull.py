@@ -41,7 +41,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought, else 0.
 
-    Raises UserError for bad input, or a host that cannot be reached. Nothing was brought.
+    Raises UserError where nothing was brought.
     """
     folder = Path(os.path.abspath(options.folder))  # noqa: PTH100 - a link stays one
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
@@ -58,9 +58,10 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         unreached = [f"{host.name}: {why}" for host, why in fetched if isinstance(why, str)]
         if len(hosts.hosts) - len(unreached) < least:
             raise UserError("\n".join(unreached))
-        if not was_here and all(each is None for _, each in fetched):
-            raise UserError(f"{folder} is on no host.")
-        if any(map(_is_checkpoint, (folder, *(_arrived(folder, host) for host in others)))):
+        arrived = [_arrived(folder, host) for host in others]
+        if not was_here and not any(any(each.iterdir()) for each in arrived):
+            raise UserError(f"{folder} is on no host, or empty.")
+        if any(map(_is_checkpoint, (folder, *arrived))):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
         has_failed = bool(unreached)
@@ -69,7 +70,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         for host, unread in fetched:
             if not isinstance(unread, str):
                 text, problems = _place(folder, host)
-                problems = [*(unread or []), *problems]
+                problems = [*unread, *problems]
                 has_failed |= bool(problems)
                 for line in problems or [text]:
                     print(f"{host.name}: {line}", flush=True)
@@ -86,11 +87,8 @@ def _arrived(folder: Path, host: Host) -> Path:
     return folder / _PRIVATE / host.name
 
 
-def _fetch(host: Host, folder: Path) -> list[str] | str | None:
-    """Bring what is not here. Returns a line for each file that could not be read there.
-
-    None if the host has no such folder, a sentence if it cannot be reached.
-    """
+def _fetch(host: Host, folder: Path) -> list[str] | str:
+    """Bring what is not here. Returns a line for each unreadable file, or why the host cannot be reached."""
     arrived = _arrived(folder, host)
     arrived.mkdir(parents=True, exist_ok=True)
     done = push.rsync(
@@ -101,7 +99,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
     said = push.rsync_errors(done)
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
-    return None if "change_dir" in said[0] and "No such file" in done.stderr else said
+    return [] if "change_dir" in said[0] and "No such file" in done.stderr else said
 
 
 def _options(folder: Path) -> list[str]:

@@ -158,16 +158,14 @@ def push(
 ) -> Pushed:
     """Make the folders of all other hosts as they are here.
 
-    Raises:
-        UserError: bad input, or a host cannot take the folders. Nothing was sent.
-        JobFailed: too few hosts have got them.
+    Raises UserError if a host cannot take them (nothing was sent), JobFailed if too few have got them.
     """
     began = time.monotonic()
     least = least_of(hosts, min_hosts)
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
     others = other_hosts(hosts)
     prepare = _PREPARE.format(folders=[] if dry_run else [*names])
-    found, unreached = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
+    found, unreached, _ = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
     refusals = {host: without_name(host, why) for host, why in unreached.items()}
     refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
@@ -207,7 +205,7 @@ def least_of(hosts: Sequence[Host], min_hosts: int | None) -> int:
 
 
 def _by_host(failures: Mapping[Host, str]) -> str:
-    return "\n".join(f"{host.name}: {text}" for host, text in failures.items())
+    return "\n".join(f"{host.name}: {why}" for host, why in failures.items())
 
 
 def _names(folder: str, left_out: Sequence[str]) -> list[str]:
@@ -292,7 +290,7 @@ def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
 def _pythons(hosts: Sequence[Host]) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
     program = "import sys; print('\"%d.%d\"' % sys.version_info[:2])\n"
-    found, failures = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
+    found, failures, _ = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
     here = "{}.{}".format(*sys.version_info[:2])
     others = {host: f"is Python {there} there, {here} here" for host, there in found.items()}
     wrong = {host: others[host] for host, there in found.items() if there != here}

@@ -1,13 +1,13 @@
 """A program of ours on another host, which has none of our modules: it brings their sources along.
 
 program = program_that_prints((interfaces, gpus, facts), "links()")
-found, failures = ask_hosts(hosts, program, timeout_s=30)
+found, failures, answers = ask_hosts(hosts, program, timeout_s=30)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -58,18 +58,11 @@ def ask_hosts(
     work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,
-) -> tuple[dict[Host, Any], dict[Host, str]]:
-    """The JSON in the last line that `program` prints on each host, and a sentence for each other host."""
+) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
+    """The JSON in the last line that `program` prints, a sentence for each other host, and all answers."""
     answers = run_on_hosts(
         hosts, python, program, timeout_s=timeout_s, work_s=work_s, transport=transport
     )
-    return read_answers(answers, python, limit_s=timeout_s)
-
-
-def read_answers(
-    answers: Mapping[Host, Answer], python: str, *, limit_s: float
-) -> tuple[dict[Host, Any], dict[Host, str]]:
-    """The JSON in the last line of each answer, and a sentence for each host without one."""
     found: dict[Host, Any] = {}
     failures: dict[Host, str] = {}
     for host, answer in answers.items():
@@ -77,5 +70,5 @@ def read_answers(
         if lines and answer.exit_code == 0:
             found[host] = json.loads(lines[-1])
         else:
-            failures[host] = no_answer(host, python, answer, limit_s, INSTALL)
-    return found, failures
+            failures[host] = no_answer(host, python, answer, timeout_s, INSTALL)
+    return found, failures, answers

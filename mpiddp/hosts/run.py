@@ -20,7 +20,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import INSTALL
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, answers_as_they_come, no_answer, without_name
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts, without_name
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -88,23 +88,21 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
     resolve_all([host.name for host in hosts.hosts])
-    has_failed = False
-    for answers in answers_as_they_come(
-        hosts.hosts,
-        "python3",
-        program,
-        timeout_s=options.timeout or math.inf,
-        most_at_once=options.parallel,
-    ):
+    failures: dict[str, str] = {}
+
+    def show(answers: Mapping[Host, Answer]) -> None:
         each = {host.name: answer for host, answer in answers.items()}
-        failures = {host.name: _failure(host, answers[host], options.timeout) for host in answers}
-        has_failed |= any(failures.values())
+        failed = {host.name: _failure(host, answers[host], options.timeout) for host in answers}
         _show({name: answer.stdout for name, answer in each.items()}, sys.stdout)
         _show(
             {name: answer.stderr.partition(_ENDED)[0] for name, answer in each.items()}, sys.stderr
         )
-        _show(failures, sys.stderr)
-    return FAILED if has_failed else DONE
+        _show(failed, sys.stderr)
+        failures.update(failed)
+
+    limits = {"timeout_s": options.timeout or math.inf, "most_at_once": options.parallel}
+    run_on_hosts(hosts.hosts, "python3", program, **limits, show=show)
+    return FAILED if any(failures.values()) else DONE
 
 
 def _show(texts: Mapping[str, str], stream: TextIO) -> None:

@@ -95,9 +95,7 @@ def allow_open(count: int) -> int:
 def bind(address: str, port: int, hostname: str) -> socket.socket:
     """A socket that listens on one address of this host, `hostname`. Port 0 means any free port.
 
-    Raises:
-        UserError: MASTER_PORT is in use, or the address is not one of this host.
-        JobFailed: a port that was not MASTER_PORT is in use, or too few files or too little memory are left.
+    Raises UserError for an address of another host or a MASTER_PORT in use, else JobFailed.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

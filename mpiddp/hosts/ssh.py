@@ -14,7 +14,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
 _FILES_TO_START = 12  # while a process starts
 _CONFIG_S = 5.0
 _END_S = 4.0  # for a program on this machine to end
-_TOGETHER_S = 1.0  # answers that come within this time are yielded together
+_TOGETHER_S = 1.0  # answers that come within this time are shown together
 
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
@@ -69,45 +69,19 @@ class Answer:
 
 def run_on_hosts(
     hosts: Sequence[Host],
-    program: str,
+    program: str,  # a path or a name, without arguments
     input: str,
     *,
-    timeout_s: float,
-    work_s: float = 0.0,
+    timeout_s: float,  # for each host
+    work_s: float = 0.0,  # more, once its login is done
     transport: Transport = SSH,
+    most_at_once: int | None = None,  # hosts on which it runs at a time
+    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
 ) -> dict[Host, Answer]:
-    """All answers of `answers_as_they_come`."""
-    groups = answers_as_they_come(
-        hosts, program, input, timeout_s=timeout_s, work_s=work_s, transport=transport
-    )
-    found = {host: answer for group in groups for host, answer in group.items()}
-    return {host: found[host] for host in hosts}
-
-
-def answers_as_they_come(
-    hosts: Sequence[Host],
-    program: str,
-    input: str,
-    *,
-    timeout_s: float,
-    work_s: float = 0.0,
-    transport: Transport = SSH,
-    most_at_once: int | None = None,
-) -> Iterator[dict[Host, Answer]]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
-    Yields the answers of hosts whose programs have ended, each once. Those that end within a second come
-    together, in the order of `hosts`. So many logins as sshd accepts go on at once. This machine runs the
-    program directly. A process that still runs at its deadline is killed on this side.
-
-    Args:
-        program: a path or a name, without arguments.
-        timeout_s: the time for each host.
-        work_s: more time for a host whose login is done.
-        most_at_once: the number of hosts on which it runs at a time.
-
-    Raises:
-        UserError: `hosts` contains another host, and the transport is not installed here.
+    So many logins as sshd accepts go on at once. This machine runs the program directly. A process that still
+    runs at its deadline is killed on this side. Raises UserError if the transport is not installed here.
     """
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
@@ -117,8 +91,8 @@ def answers_as_they_come(
     at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
     logins = logins_at_once(hosts, transport)
     waiting, running = [*reversed(hosts)], list[_Running]()
-    ended: dict[Host, Answer] = {}
-    yield_at = math.inf
+    answers, new = dict[Host, Answer](), set[Host]()
+    show_at = math.inf
     try:
         with selectors.DefaultSelector() as selector:
             while waiting or running:
@@ -128,22 +102,24 @@ def answers_as_they_come(
                     running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
-                wait_s = min(yield_at, *(each.deadline for each in running)) - time.monotonic()
+                wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
                 events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
                 closed = [key.data for key, _ in events if not key.data.read(work_s)]
                 now = time.monotonic()
                 for each in [each for each in running if each in closed or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    ended[each.host] = each.answer()
+                    answers[each.host] = each.answer()
                     each.close()
-                    yield_at = min(yield_at, time.monotonic() + _TOGETHER_S)
-                if ended and (time.monotonic() >= yield_at or not (waiting or running)):
-                    yield {host: ended[host] for host in hosts if host in ended}
-                    ended, yield_at = {}, math.inf
+                    new.add(each.host)
+                    show_at = min(show_at, now + _TOGETHER_S)
+                if new and (time.monotonic() >= show_at or not (waiting or running)):
+                    show({host: answers[host] for host in hosts if host in new})
+                    new, show_at = set(), math.inf
     finally:
         for each in running:
             each.close()
+    return {host: answers[host] for host in hosts}
 
 
 def other_hosts(hosts: Sequence[Host]) -> list[Host]:

@@ -51,8 +51,12 @@ def stop(argv: list[str]) -> int:
     )
     name = job_parser("stop", purpose, "the only job, once you confirm").parse_args(argv).job
     job = find_job(name)
-    if name is None and not _confirmed(job):
-        return DONE
+    if name is None:  # a stop ends hours of work, and the only job may be another terminal's
+        if not sys.stdin.isatty():
+            raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")
+        print(f"stop job {job.title}? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            return DONE
     if not job.pid:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
@@ -61,11 +65,3 @@ def stop(argv: list[str]) -> int:
         print(f"job {job.title} is requested to stop.")
         return DONE
     raise job.gone
-
-
-def _confirmed(job: Job) -> bool:
-    """Ask on the terminal. A stop ends hours of work, and the only job may be another terminal's."""
-    if not sys.stdin.isatty():
-        raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")
-    print(f"stop job {job.title}? [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -18,7 +18,6 @@ from mpiddp.errors import DONE, UserError
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
 
-_JOBS = ("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")
 _EVERY_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -61,19 +60,19 @@ def ps(argv: list[str]) -> int:
 
 def job_lines(jobs: list[Job]) -> str:
     """A line for each job."""
-    return align_columns([_JOBS, *map(_row, jobs)], right=(0, 3, 4, 5))
-
-
-def _row(job: Job) -> list[str]:
-    facts, pid = job.facts, str(job.pid or "-")
-    if not facts:
-        return [pid, "-", "-", "-", "-", "-", "no answer", "-"]
-    hosts = hosts_of(facts)
-    more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
-    places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
-    step = "-" if facts["step"] is None else str(facts["step"])
-    state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
-    return [pid, *map(escaped, [*places, *state])]
+    rows = [["PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE"]]
+    for job in jobs:
+        facts, pid = job.facts, str(job.pid or "-")
+        if not facts:
+            rows.append([pid, "-", "-", "-", "-", "-", "no answer", "-"])
+            continue
+        hosts = hosts_of(facts)
+        more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
+        places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+        step = "-" if facts["step"] is None else str(facts["step"])
+        state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
+        rows.append([pid, *map(escaped, [*places, *state])])
+    return align_columns(rows, right=(0, 3, 4, 5))
 
 
 def top(argv: list[str]) -> int:

@@ -58,22 +58,18 @@ class Failure:
         return PROGRAMS[self.id.partition("-")[0]]
 
 
-def _read(path: Path) -> list[Failure]:
-    parser = RawConfigParser(delimiters="=", comment_prefixes=";")
-    parser.read_string(path.read_text(encoding="utf-8"))
-    return [
-        Failure(
-            id=name,
-            says=tuple(text.strip() for text in parser[name]["says"].split(" |")),
-            cause=" ".join(parser[name]["cause"].split()),
-            fix=" ".join(parser[name]["fix"].split()),
-            pattern="".join(parser[name].get("pattern", "").split("\n")),
-            weight=Weight[parser[name].get("weight", "cause").upper()],
-        )
-        for name in parser.sections()
-    ]
-
-
+_parser = RawConfigParser(delimiters="=", comment_prefixes=";")
+for _path in sorted(Path(__file__).parent.glob("*.ini")):
+    _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
 FAILURES = tuple(
-    failure for path in sorted(Path(__file__).parent.glob("*.ini")) for failure in _read(path)
+    Failure(
+        id=name,
+        says=tuple(text.strip() for text in row["says"].split(" |")),
+        cause=" ".join(row["cause"].split()),
+        fix=" ".join(row["fix"].split()),
+        pattern="".join(row.get("pattern", "").split("\n")),
+        weight=Weight[row.get("weight", "cause").upper()],
+    )
+    for name, row in _parser.items()
+    if row
 )

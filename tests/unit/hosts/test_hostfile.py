@@ -88,7 +88,7 @@ def test_parse_a_valid_line(line, host):
 def test_comments_and_blank_lines_count_as_lines():
     hosts = parse("# two hosts\n\nnode1 slots=2\n  # more\nnode2\n")
     assert [(host.name, host.line) for host in hosts.hosts] == [("node1", 3), ("node2", 5)]
-    assert [host.name for host in hosts.without_slots] == ["node2"]
+    assert "and one per GPU of node2" in main.table(hosts)
 
 
 def test_parse_a_host_list():

@@ -24,7 +24,6 @@ from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_
 from mpiddp.hosts.ssh import (
     NO_PROGRAM,
     Answer,
-    answers_as_they_come,
     logins_at_once,
     run_on_hosts,
     shell_command,
@@ -304,10 +303,15 @@ def test_answers_are_printed_as_they_come(tmp_path):
     script = f'case $0 in slow*) cat {pipe} > /dev/null ;; esac; eval "$1"'
     shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
     quick, slow = Host("quick.invalid"), Host("slow.invalid")
-    came = answers_as_they_come([slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell)
-    assert [*next(came)] == [quick]
-    pipe.write_text("go")  # only now the other one ends
-    assert [[*answers] for answers in came] == [[slow]]
+    came = []
+
+    def show(answers):
+        came.append([*answers])
+        if came == [[quick]]:
+            pipe.write_text("go")  # only now the other one ends
+
+    run_on_hosts([slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell, show=show)
+    assert came == [[quick], [slow]]
 
 
 def test_a_large_output_costs_no_more_than_its_size():
