@@ -96,7 +96,8 @@ def _fetch(host: Host, folder: Path) -> list[str] | str:
     )
     if done.returncode in (DONE, push.VANISHED):
         return []
-    said = push.rsync_errors(done)
+    # A connection that ends early is ssh's to explain, whatever exit code rsync has by then.
+    said = [each for each in push.rsync_errors(done) if "unexpectedly closed" not in each]
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
     return [] if "change_dir" in said[0] and "No such file" in done.stderr else said
