@@ -186,7 +186,7 @@ class Log:
         if not entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[rank]
-        found = _explained(([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION])[0], number, text)
+        found = _explained([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION][0], number, text)
         before = [each for each in self._last if each.rank == rank]
         if rank in self._chained and before:
             led = before[-1]

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED
-from mpiddp.paths import named_by
+from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.text import align_columns, counted, escaped
 
 ENDING = ".history.jsonl"
@@ -174,7 +173,9 @@ def main(options: argparse.Namespace) -> int:
             rows.append((escaped(each), record.summary, escaped(latest)))
         print(f"{align_columns(rows)}\nfrom {escaped(str(path))}")
         return DONE
-    with named_by(""):
+    try:
         forget(path, known)
+    except OSError as error:
+        raise UserError(f"{escaped(str(path))}: {error.strerror}.") from None
     print(f"forgot {escaped(', '.join(known))}.")
     return DONE
