@@ -48,10 +48,6 @@ INTERNAL_VERBS = {
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank")
 
-# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns the
-# backend ("auto" is nccl on GPUs), and whether all ranks are shown unless the user names some.
-OPTION_CHECKS = {"train": "mpiddp.train.options"}
-
 # A verb's help opens with its examples; those of launch and train have their own.
 _EXAMPLES = """\
   mpirun -np 2 python -m mpiddp run train.py --lr 0.1
@@ -132,10 +128,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
     """A parser for ascending lists of whole numbers such as 1,2,4."""
 
-    def several(text: str) -> tuple[int, ...]:
-        return tuple(sorted({whole(low)(each) for each in text.split(",")}))
-
-    return several
+    return lambda text: tuple(sorted({whole(low)(each) for each in text.split(",")}))
 
 
 def duration(text: str) -> float:
@@ -151,13 +144,12 @@ def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace)
     found = []
     for action in actions:
         value, flag = getattr(values, action.dest), action.option_strings[0]
-        if value == action.default or (action.nargs == 0 and value != action.const):
-            continue
         if action.nargs == 0:
-            found.append(flag)
+            found += [flag] if value == action.const != action.default else []
         elif isinstance(value, list):
-            equals = "=" if flag.startswith("--") else ""
-            found += [f"{flag}{equals}{each}" for each in value]
-        else:
+            found += [
+                f"{flag}={each}" if flag.startswith("--") else f"{flag}{each}" for each in value
+            ]
+        elif value != action.default:
             found += [flag, str(value)]
     return found

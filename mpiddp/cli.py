@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mpiddp import errors
 from mpiddp.arguments import GROUPS, INTERNAL_VERBS, RANK_VERBS, VERBS
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    JobFailed,
-    UserError,
-    missing_package,
-    package_we_lack,
-    print_from_one_rank,
-    silence_stdout,
-)
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
 
@@ -34,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         del args[0]
     verb, *rest = args or ["--help"]
     is_rank = verb in RANK_VERBS
-    if verb != "run" and isinstance(sys.stdout, io.TextIOWrapper):  # that of `run` is the script's
+    if verb != "run" and hasattr(sys.stdout, "reconfigure"):  # that of `run` is the script's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
     try:
         try:
@@ -45,16 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, JobFailed) as error:
         # One rank of a job prints it; other verbs ignore a launcher's variables.
         rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
-        print_from_one_rank(str(error), rank, local_rank)
-        return BAD_INPUT if isinstance(error, UserError) else FAILED
+        errors.print_from_one_rank(str(error), rank, local_rank)
+        return errors.BAD_INPUT if isinstance(error, UserError) else errors.FAILED
     except (BrokenPipeError, KeyboardInterrupt) as error:
         if is_rank:  # a script ends as it would under python
             raise
-        if isinstance(error, BrokenPipeError):
-            silence_stdout()
-            return FAILED
+        if isinstance(error, BrokenPipeError):  # so that Python's own flush at exit succeeds
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return errors.FAILED
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return errors.INTERRUPTED
 
 
 def _call(verb: str, args: list[str]) -> int:
@@ -62,12 +51,12 @@ def _call(verb: str, args: list[str]) -> int:
         verb, args = (args[0], ["--help"]) if args else ("--help", [])
     if verb in ("-h", "--help"):
         print(_usage())
-        return DONE
+        return errors.DONE
     if verb in ("-V", "--version", "version"):
         from mpiddp import __version__
 
         print(f"mpiddp {__version__}")
-        return DONE
+        return errors.DONE
     modules = {name: module for name, (module, _) in VERBS.items()} | INTERNAL_VERBS
     if verb not in modules:
         hint = _hint(verb, args) or f" Expected one of: {', '.join(VERBS)}."
@@ -79,12 +68,11 @@ def _call(verb: str, args: list[str]) -> int:
             from mpiddp.runtime.script import run_trainer
 
             return run_trainer(main, args)
-        code: int = main(args)
+        return int(main(args))
     except ModuleNotFoundError as error:
-        if package := package_we_lack(error):
-            raise UserError(missing_package(f"mpiddp {verb}", package)) from None
+        if package := errors.package_we_lack(error):
+            raise UserError(errors.missing_package(f"mpiddp {verb}", package)) from None
         raise
-    return code
 
 
 def _hint(verb: str, args: list[str]) -> str:
@@ -98,8 +86,8 @@ def _hint(verb: str, args: list[str]) -> str:
 
 def _usage() -> str:
     groups = "\n\n".join(
-        f"{name}:\n" + "\n".join(f"  {verb:<12} {VERBS[verb][1]}" for verb in verbs)
-        for name, verbs in GROUPS.items()
+        "\n".join([f"{group}:", *(f"  {verb:<12} {VERBS[verb][1]}" for verb in verbs)])
+        for group, verbs in GROUPS.items()
     )
     return (
         "usage: mpiddp COMMAND [options]\n\n"

@@ -76,13 +76,11 @@ def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
         ValueError: any other text. The message is the expectation: "a whole number, 1 or more".
     """
     below = _WHOLE_BELOW if high is None else high
-    is_whole = text.isascii() and text.isdigit()
-    digits = text.lstrip("0") or "0"
-    # int() refuses more than 4,300 digits.
-    number = int(digits) if is_whole and len(digits) <= len(str(below)) else None
-    if number is None or not low <= number < below:
-        is_large = is_whole and (number is None or number >= below)
-        bound = f" and less than {below}" if high is not None or is_large else ""
+    # int() refuses more than 4,300 digits, and 20 are too many in any case.
+    digits = (text.lstrip("0") or "0")[:20] if text.isascii() and text.isdigit() else "-1"
+    number = int(digits)
+    if not low <= number < below:
+        bound = f" and less than {below}" if high is not None or number >= below else ""
         raise ValueError(f"a whole number, {low} or more{bound}")
     return number
 

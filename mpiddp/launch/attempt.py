@@ -22,7 +22,7 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.plan import HostSearch
+from mpiddp.launch.plan import LONGEST_NEWS
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.verdict import History, Stop
@@ -101,7 +101,7 @@ class Attempt:
     """An attempt whose mpirun has just started: its state, and its loop.
 
     stop_at: when --stop-after is over, in time.monotonic()'s seconds. exchange: of the function that every
-    rank runs, if it is no script. search: for hosts that can join, with `--grow`.
+    rank runs, if it is no script. search: begins the search for hosts that can join, with `--grow`.
     """
 
     options: LaunchOptions
@@ -113,7 +113,7 @@ class Attempt:
     console: Console = field(default_factory=Console)
     stop_at: float = float("inf")
     exchange: Exchange | None = None
-    search: HostSearch | None = None
+    search: Callable[[], socket.socket] | None = None
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -126,6 +126,7 @@ class Attempt:
         self._wanted: Event | None = None  # what the stacks are for that are on their way
         self._mute: set[int] = set()  # the ranks that have not answered the request for them
         self._viewers: list[Peer] = []  # that wait for stacks
+        self._news: socket.socket | None = None  # of the search
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()
         self._join_timeout_s = self._join_by = 0.0
@@ -143,7 +144,7 @@ class Attempt:
             Whether it is. A terminal may be stopped, and a second signal then ends the wait.
         """
         source: Any
-        for source in (self.signals, self.search, self.console.listener):
+        for source in (self.signals, self.console.listener):
             if source is not None:
                 self._timers.register(source, selectors.EVENT_READ, source)
         while self.mpirun.code is None:
@@ -156,6 +157,8 @@ class Attempt:
             self._log(blocked, is_error=True)
         is_all_shown = self._receive_last_output()
         self.mpirun.reap_adopted()
+        if self._news is not None:
+            self._news.close()
         if self._input is not None:
             with suppress(OSError):  # it has ended
                 self._input.shutdown(socket.SHUT_RDWR)
@@ -167,9 +170,12 @@ class Attempt:
         wait_s = min(at_most_s, max(0.0, until - time.monotonic()))
         ready = [key.data for key, _ in self._timers.select(wait_s)]
         for data in ready:
-            if isinstance(data, HostSearch):
-                self._found = data.found()
-                self.on(Event.HOST_FOUND)
+            if data is self._news:
+                if found := data.recv(LONGEST_NEWS).decode():
+                    self._found = found
+                    self.on(Event.HOST_FOUND)
+                else:  # an error has ended the search
+                    self._timers.unregister(data)
             elif data is not self.signals:
                 for message in self.server.receive(data):
                     self.on_message(message)
@@ -381,7 +387,8 @@ class Attempt:
         self._phase = Phase.RUNNING
         self._see_steps()
         if self.search is not None:
-            self.search.begin()
+            self._news = self.search()
+            self._timers.register(self._news, selectors.EVENT_READ, self._news)
 
     # --- running ---
 

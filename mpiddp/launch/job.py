@@ -12,6 +12,7 @@ import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
@@ -30,7 +31,7 @@ from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of, remember
-from mpiddp.launch.plan import HostSearch, Plan, make_plan, read_hosts
+from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
 from mpiddp.protocol.variables import (
@@ -57,7 +58,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     plan = make_plan(options, os.environ)
     began_at = time.monotonic() - (time.time() - started_at)
     stop_at = began_at + (options.stop_after_s or float("inf"))
-    name = Path(options.job.command[0]).name
+    name = Path(options.command[0]).name
     with queued_signals() as signals, closing(open_console(name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
@@ -120,11 +121,8 @@ class Job:
         has_scheduler = starter.kind.has_scheduler
         ranks = Ranks(request.names_of_ranks)
         world_size = ranks.world_size
+        search = partial(search_hosts, options, self.plan, self.past.doubts)
         with ExitStack() as stack:
-            search = None
-            if self.may_grow:
-                search = HostSearch(options, self.plan, self.past.doubts)
-                stack.enter_context(closing(search))
             folder = stack.enter_context(private_folder(os.environ))
             selector = stack.enter_context(TimedSelector())
             # A container may have a /tmp of its own, without this launcher's socket.
@@ -150,7 +148,7 @@ class Job:
                 self.console,
                 stop_at=self.stop_at,
                 exchange=self.exchange,
-                search=search,
+                search=search if self.may_grow else None,
             )
             is_all_shown = attempt.run()
             printed = output.last_errors if is_all_shown else {}

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:  # nothing has started yet
         outcome = Outcome(INTERRUPTED, "interrupted.")
     with contextlib.suppress(OSError):  # the caller has ended
-        _report(_final(outcome, exchange), exchange, caller)
+        _report(outcome, exchange, caller)
     return outcome.code
 
 
@@ -66,7 +66,7 @@ def _launch(call: dict[str, Any], exchange: Exchange, started_at: float) -> Outc
     outcome = run(options, started_at, exchange)
     if outcome.known_cause:  # the caller's exception has the verdict
         log.info(outcome.known_cause)
-    return outcome
+    return _final(outcome, exchange)
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
@@ -80,17 +80,13 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
 
 def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
     """Send the caller the results, or the error of the rank that failed first, and then the outcome."""
-    first = outcome.first
-    is_success = outcome.code in (DONE, STOPPED)
-    for rank, body in (exchange.results if is_success else exchange.errors).items():
-        if is_success or (first and first.rank == rank):
-            caller.sendall(encode("answer", body, rank=rank))
-    final = {
-        "code": outcome.code,
-        "sentence": outcome.sentence,
-        "rank": first.rank if first else None,
-        "host": first.host if first else "",
-    }
+    rank, host = (outcome.first.rank, outcome.first.host) if outcome.first else (None, "")
+    answers = exchange.results
+    if outcome.code not in (DONE, STOPPED):
+        answers = {each: body for each, body in exchange.errors.items() if each == rank}
+    for each, body in answers.items():
+        caller.sendall(encode("answer", body, rank=each))
+    final = {"code": outcome.code, "sentence": outcome.sentence, "rank": rank, "host": host}
     caller.sendall(encode("outcome", b"", **final))
 
 

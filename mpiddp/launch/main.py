@@ -16,7 +16,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
-from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
 from mpiddp.launch.starters.command import LEFT_OUT
 from mpiddp.launch.variables import is_secret, without_values
@@ -35,13 +35,12 @@ def main(argv: list[str]) -> int:
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
-    if options.quiet:
-        log.is_quiet = True
+    log.is_quiet = options.quiet
     home = os.path.expanduser("~")  # noqa: PTH111 - no error without a home folder
     if home != "~":
         os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it
-    if not is_nested:
-        _refuse_inside_a_rank(options, os.environ)
+    if not (is_nested or options.names_hosts or in_slurm_terminal(os.environ)):
+        _refuse_inside_a_rank(os.environ)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan, read_hosts, working_folder
 
@@ -53,16 +52,17 @@ def main(argv: list[str]) -> int:
         _say_left_out(hidden)
         return 0
     if options.push:
-        _push(read_hosts(options, os.environ), working_folder(os.environ), options)
+        hosts = read_hosts(options, os.environ)
+        least = options.min_hosts or len(hosts.usable) - options.spares
+        _push(hosts, working_folder(os.environ), max(1, least))
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)
     outcome.log()
     if outcome.resumes:
-        own, job = argv[: -len(options.job.command)], argv[-len(options.job.command) :]
-        program = os.environ.get(PROGRAM, "mpiddp")
-        again = [program, "launch", *without_values(own, options.exports), *job]
-        log.info(f"to resume: {shlex.join([*again, *outcome.announcement.resume_args])}")
+        own, job = argv[: -len(options.command)], options.command
+        again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *without_values(own, options.exports)]
+        log.info(f"to resume: {shlex.join([*again, *job, *outcome.announcement.resume_args])}")
         _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
     return outcome.code
 
@@ -73,16 +73,15 @@ def _say_left_out(names: Iterable[str]) -> None:
         log.info(f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}")
 
 
-def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
-    """Push `folder` and the environment of this Python to the other hosts."""
+def _push(hosts: Hosts, folder: str, least: int) -> None:
+    """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
     from mpiddp.hosts import push
 
     if not hosts.transport.is_ssh:
         raise UserError(
             f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
         )
-    least = options.min_hosts or len(hosts.usable) - options.spares
-    pushed = push.push(hosts.usable, push.default_folders(folder), min_hosts=max(1, least))
+    pushed = push.push(hosts.usable, push.default_folders(folder), min_hosts=least)
     for host, failure in pushed.failures.items():
         log.error(f"not pushed to {host.name}: {failure}")
     for note in pushed.notes:
@@ -91,10 +90,8 @@ def _push(hosts: Hosts, folder: str, options: LaunchOptions) -> None:
         log.info("; ".join(push.summary(pushed, dry_run=False)))
 
 
-def _refuse_inside_a_rank(options: LaunchOptions, env: Mapping[str, str]) -> None:
-    """Refuse to start a job from each rank of another launcher, unless the user names the hosts."""
-    if options.names_hosts or in_slurm_terminal(env):
-        return
+def _refuse_inside_a_rank(env: Mapping[str, str]) -> None:
+    """Refuse to start a job from each rank of another launcher."""
     world = World.from_env(env)
     if world.world_size > 1:
         name = world.launcher.rank

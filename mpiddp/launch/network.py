@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from ipaddress import ip_address, ip_network
 
 from mpiddp.errors import UserError
@@ -12,6 +12,8 @@ from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.command import JobNetwork
+
+_Route = tuple[str, str]  # this machine's address and the host's, as a connection would have them
 
 
 def requested_networks(requested: str) -> tuple[str, ...]:
@@ -27,14 +29,12 @@ def find_network(
 ) -> JobNetwork:
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
+    routes = [_route(name) for name in others]
+    interface, networks = _shared_network(routes, infos)
     if requested is not None:  # all hosts have it, maybe in different networks
-        interface: Interface | None = _own_interfaces(requested)[0]
-        networks = requested_networks(requested)
-    else:
-        interface, networks = _shared_network(others, infos)
+        interface, networks = _own_interfaces(requested)[0], requested_networks(requested)
     address = "127.0.0.1"
     if others:
-        routes = map(_route, others)
         address = interface.address if interface else next((r[0] for r in routes if r), "")
     if not address and not dry_run:
         raise UserError(
@@ -53,13 +53,9 @@ def _own_interfaces(requested: str) -> list[Interface]:
 
 
 def _shared_network(
-    others: Sequence[str], infos: Collection[HostInfo]
+    routes: Collection[_Route | None], infos: Collection[HostInfo]
 ) -> tuple[Interface | None, tuple[str, ...]]:
-    """This machine's interface that leads to all of `others`, and its network if they are all in it.
-
-    The result comes from the kernel's routing table. Nothing is sent.
-    """
-    routes = {_route(name) for name in others}
+    """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
     found = [each for each in interfaces() if sources == {each.address} and not each.is_loopback]
     if not found:
@@ -74,8 +70,8 @@ def _shared_network(
     return own, (own.name if is_everywhere else own.network,)
 
 
-def _route(name: str) -> tuple[str, str] | None:
-    """This machine's address and the host's, as a connection to it would have them; None without a route."""
+def _route(name: str) -> _Route | None:
+    """The route to a host by the kernel's table, None without one. Nothing is sent."""
     found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
     if not found:
         return None

@@ -18,21 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import OPTION_CHECKS, OneSentenceParser, duration, whole
+from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
-from mpiddp.launch.starters.command import RankProgram, parse_mpi_args
+from mpiddp.launch.starters.command import parse_mpi_args
 from mpiddp.launch.variables import parse_exports, read_env_file
+from mpiddp.protocol import variables as names
 from mpiddp.protocol.messages import DEFAULT_RANKS
-from mpiddp.protocol.variables import (
-    BIND,
-    INTERFACE,
-    LOG_DIR,
-    LOG_RANKS,
-    PREFIX,
-    TIMEOUT,
-    VERBOSE,
-)
 from mpiddp.text import parse_whole, shown
 
 WHERE = "where (default: the scheduler's allocation, or this machine)"
@@ -69,147 +61,149 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _option(flags: str, text: str, default: Any = None, group: str = "", **more: Any) -> Any:
+def _option(text: str, default: Any = None, group: str = "", **more: Any) -> Any:
     """A field of LaunchOptions that an option sets.
 
-    flags: the spellings, those of other launchers in parentheses, and at last what the help calls the value,
-    or the "{values}" to choose from; a switch has none. text: its help. default: () for an option that may be
-    repeated. group: of the help, which begins with this option. more: for argparse.
+    text: the spellings, those of other launchers in parentheses, what the help calls the value, or the
+    "{values}" to choose from; a switch has none. After two blanks, its help. default: () for an option that
+    may be repeated. group: of the help, which begins with this option. more: for argparse.
     """
-    *names, last = flags.split()
+    flags, _, more["help"] = text.partition("  ")
+    *spellings, last = flags.split()
     if last.startswith("-"):
-        is_off = default is True
-        names, more["action"] = [*names, last], "store_false" if is_off else "store_true"
-        default = is_off
+        spellings.append(last)
+        more["action"] = "store_false" if default else "store_true"
+        default = bool(default)
     elif last.startswith("{"):
         more["choices"] = last.strip("{}").split(",")
     else:
         more = {"metavar": last, "type": _PARSERS.get(last), **more}
         if default == ():
             more["action"] = "append"
-    more |= {"help": text, "option_strings": names}
-    return field(default=default, metadata={"group": group, "argument": more})
+    return field(default=default, metadata={"group": group, "flags": spellings, "more": more})
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given".
 
-    job: what each rank runs. backend: the one that the job's own options request, if known.
+    job: what each rank runs: a script, -m and a module, or -- and any program, each with its arguments.
+    backend: the one that the job's own options request, if known.
     variables: those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
     """
 
-    job: RankProgram = field(default_factory=RankProgram)
+    job: tuple[str, ...] = ()
     backend: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
     hostfile: str | None = _option(
-        "--hostfile (--machinefile) FILE", "file of hosts and slots, one host per line", group=WHERE
+        "--hostfile (--machinefile) FILE  file of hosts and slots, one host per line", group=WHERE
     )
     host_list: str | None = _option(
-        "-H (--host) (--hosts) HOSTS", "hosts and slots on the command line: node1:2,node2:4"
+        "-H (--host) (--hosts) HOSTS  hosts and slots on the command line: node1:2,node2:4"
     )
-    n: int | None = _option("-n (-np) N", "number of ranks (default: all slots)")
+    n: int | None = _option("-n (-np) N  number of ranks (default: all slots)")
     npernode: int | None = _option(
-        "--npernode (--nproc-per-node) K",
-        "number of ranks on each host (default: all slots)",
+        "--npernode (--nproc-per-node) K  number of ranks on each host (default: all slots)",
         # torchrun's words for one rank per GPU, which is what slots are by default
         type=lambda text: None if text in ("gpu", "auto") else whole(1)(text),
     )
-    exclude: str | None = _option("--exclude HOSTS", "hosts to leave out: node3,node4")
+    exclude: str | None = _option("--exclude HOSTS  hosts to leave out: node3,node4")
     push: bool = _option(
-        "--push",
-        "first make this folder and its environment the same on every host, as mpiddp hosts push does",
+        "--push  first make this folder and its environment the same on every host, as mpiddp "
+        "hosts push does",
     )
     bind: str = _option(
-        "--bind {none,numa,core,gpu}",
-        "bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
+        "--bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the "
+        "cores near its GPU (default: none)",
         "none",
     )
     mpirun: str | None = _option(
-        "--mpirun PATH", "mpirun of the MPI to use (its library is used too)", group=HOW
+        "--mpirun PATH  mpirun of the MPI to use (its library is used too)", group=HOW
     )
     master_addr: str | None = _option(
-        "--master-addr ADDR", "rank 0's address, as the other ranks reach it"
+        "--master-addr ADDR  rank 0's address, as the other ranks reach it"
     )
     interface: str | None = _option(
-        "--interface NAME", "network interface for the job: a name, an address or a network"
+        "--interface NAME  network interface for the job: a name, an address or a network"
     )
     exports: tuple[str, ...] = _option(
-        "-x VAR[=VALUE]", "pass this environment variable to the ranks (repeatable)", ()
+        "-x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)", ()
     )
     env_files: tuple[str, ...] = _option(
-        "--env-file FILE",
-        "pass the variables of this file: a line NAME=VALUE for each (repeatable)",
+        "--env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)",
         (),
     )
     mpi_args: tuple[str, ...] = _option(
-        "--mpi-args ARGS",
-        "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
+        "--mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
         (),
     )
-    check: bool = _option("--no-check", "skip the preflight checks of the hosts", True)
+    check: bool = _option("--no-check  skip the preflight checks of the hosts", True)
     wait_s: float | None = _option(
-        "--wait-for-hosts TIME",
-        "wait up to this long until all names resolve and all hosts answer (default: not at all)",
+        "--wait-for-hosts TIME  wait up to this long until all names resolve and all hosts "
+        "answer (default: not at all)",
     )
     timeout_s: float | None = _option(
-        "--timeout TIME", "time in which all ranks must join (default: 60)"
+        "--timeout TIME  time in which all ranks must join (default: 60)"
     )
     max_restarts: int = _option(
-        "--max-restarts K",
-        "restart a failed job up to K times, from its newest checkpoint (default: 0)",
+        "--max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)",
         0,
         "when something fails",
     )
     min_hosts: int | None = _option(
-        "--min-hosts H", "leave out hosts that fail the preflight, as long as H hosts remain"
+        "--min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain"
     )
     spares: int = _option(
-        "--spares K",
-        "keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
+        "--spares K  keep the last K hosts in reserve; each takes the place of a host that fails "
+        "the preflight",
         0,
     )
     grow_s: float | None = _option(
-        "--grow TIME",
-        "how often to look for hosts that are back or new in the hostfile, to save and restart on "
-        "them (default: they join at the next restart)",
+        "--grow TIME  how often to look for hosts that are back or new in the hostfile, to save "
+        "and restart on them (default: they join at the next restart)",
     )
     stop_after_s: float | None = _option(
-        "--stop-after TIME",
-        "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
-        "code is 75",
+        "--stop-after TIME  after this time, stop as on Ctrl-C: a script that calls should_stop "
+        "may save, and the exit code is 75",
         group="when to stop",
     )
     grace_s: float = _option(
-        "--grace TIME",
-        "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
-        "minutes (default: 30 s)",
+        "--grace TIME  time that the ranks have to stop before they are killed; one that is "
+        "saving has up to 10 minutes (default: 30 s)",
         30.0,
     )
     hang_timeout_s: float | None = _option(
-        "--hang-timeout TIME", "end the job if no rank makes a step for this long (default: never)"
+        "--hang-timeout TIME  end the job if no rank makes a step for this long (default: never)"
     )
     log_ranks: str = _option(
-        "--log-ranks RANKS",
-        "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank "
-        "0, stderr of all ranks)",
+        "--log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 "
+        "(default: stdout of rank 0, stderr of all ranks)",
         DEFAULT_RANKS,
         "output",
     )
     log_dir: str | None = _option(
-        "--log-dir DIR",
-        "write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host",
+        "--log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in "
+        "DIR on its host",
     )
     dry_run: bool = _option(
-        "--dry-run", "print the command with a reason for each flag; start nothing"
+        "--dry-run  print the command with a reason for each flag; start nothing"
     )
-    quiet: bool = _option("-q --quiet", "print only errors from mpiddp: no hints, no status")
+    quiet: bool = _option("-q --quiet  print only errors from mpiddp: no hints, no status")
     verbose: bool = _option(
-        "-v --verbose", "print each choice and its reason, and the host and device of every rank"
+        "-v --verbose  print each choice and its reason, and the host and device of every rank"
     )
+
+    @property
+    def is_command(self) -> bool:
+        return self.job[0] == "--"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The job without its -m or --."""
+        return self.job[self.job[0] in ("-m", "--") :]
 
     @property
     def names_hosts(self) -> bool:
@@ -218,11 +212,11 @@ class LaunchOptions:
     def settings(self, networks: Sequence[str]) -> dict[str, str | None]:
         """The variables of the ranks that the options set, None for those that are not given."""
         return {
-            INTERFACE: ",".join(networks) if self.interface else None,
-            TIMEOUT: f"{self.timeout_s:.12g}" if self.timeout_s else None,
-            BIND: "gpu" if self.bind == "gpu" else None,
-            VERBOSE: "1" if self.verbose else None,
-            LOG_DIR: self.log_dir,
+            names.INTERFACE: ",".join(networks) if self.interface else None,
+            names.TIMEOUT: f"{self.timeout_s:.12g}" if self.timeout_s else None,
+            names.BIND: "gpu" if self.bind == "gpu" else None,
+            names.VERBOSE: "1" if self.verbose else None,
+            names.LOG_DIR: self.log_dir,
             "MASTER_ADDR": self.master_addr,
         }
 
@@ -238,27 +232,23 @@ _COMMON = (
 
 
 def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
-    """Add the options of these groups of the help, by default of all."""
+    """Add the options of these groups of the help, by default of all, each with all of its spellings."""
     group: Any = None
     for name, metadata in _FIELDS.items():
         if metadata["group"]:
             group = parser.add_argument_group(metadata["group"])
-        if not groups or group.title in groups:
-            _add(group, name, **metadata["argument"])
-
-
-def _add(group: Any, name: str, option_strings: Sequence[str], **more: Any) -> None:
-    """Add an option, with all of its spellings. argparse would list each of them in the help."""
-    default = getattr(LaunchOptions, name)
-    if name == "log_ranks":
-        default = os.environ.get(LOG_RANKS) or default
-    listed = [flag for flag in option_strings if not flag.startswith("(")]
-    action = group.add_argument(
-        *listed, dest=name, default=[] if default == () else default, **more
-    )
-    every = [flag.strip("()") for flag in option_strings]
-    every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
-    group._option_string_actions.update(dict.fromkeys(every, action))
+        if groups and group.title not in groups:
+            continue
+        default = getattr(LaunchOptions, name)
+        if name == "log_ranks":
+            default = os.environ.get(names.LOG_RANKS) or default
+        # argparse would list the spellings of other launchers in the help.
+        own = [flag for flag in metadata["flags"] if not flag.startswith("(")]
+        default = [] if default == () else default
+        action = group.add_argument(*own, dest=name, default=default, **metadata["more"])
+        every = [flag.strip("()") for flag in metadata["flags"]]
+        every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
+        group._option_string_actions.update(dict.fromkeys(every, action))
 
 
 # What users of other launchers type, and what does the same here (docs/migration.md).
@@ -307,8 +297,7 @@ def option_parser() -> argparse.ArgumentParser:
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         description=_EXAMPLES,
-        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 "
-        "interrupted.",
+        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
@@ -345,18 +334,18 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     values = option_parser().parse_args(argv)
     job = _job(values)
     refuse_misplaced(job, verb)
-    given = {name: getattr(values, name) for name in _FIELDS}
+    given: dict[str, Any] = {name: getattr(values, name) for name in _FIELDS}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    if job.verb in OPTION_CHECKS:
+    if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
-        module = import_module(OPTION_CHECKS[job.verb])
-        given["backend"], shows_all = module.check_options(list(job.command[2:]))
+        module = import_module("mpiddp.train.options")
+        given["backend"], shows_all = module.check_options(list(job[3:]))
         if shows_all and values.log_ranks == DEFAULT_RANKS:
             given["log_ranks"] = "all"
-    prefix = os.environ.get(PREFIX) or "auto"
+    prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
-        raise UserError(f"{PREFIX}={shown(prefix)}: expected auto, always or never.")
-    if values.hostfile is not None and values.host_list is not None:
+        raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
+    if None not in (values.hostfile, values.host_list):
         raise UserError("--hostfile and -H both name the hosts. Give one.")
     given["mpi_args"] = parse_mpi_args(values.mpi_args)
     variables: dict[str, str] = {}
@@ -366,20 +355,20 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
 
 
-# Options that people write behind the script by mistake.
+# Options that people write behind the script by mistake. With the first, they expect that nothing starts.
 _STARTS_NOTHING = ("--dry-run", "--help", "-h")
 _MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
 _OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
-def refuse_misplaced(job: RankProgram, verb: str) -> None:
+def refuse_misplaced(job: Sequence[str], verb: str) -> None:
     """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
-    if job.is_command or job.is_module:
-        return
-    script, *arguments = job.command
+    script, *arguments = job
     flags = [each.partition("=")[0] for each in arguments]
     flags = [flag for flag in flags if flag in _MISPLACED]
-    text = Path(script).read_text(errors="replace").replace("_", "-") if flags else ""
+    if not flags or script in ("-m", "--"):
+        return
+    text = Path(script).read_text(errors="replace").replace("_", "-")
     for flag in flags:
         is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
         if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
@@ -390,23 +379,22 @@ def refuse_misplaced(job: RankProgram, verb: str) -> None:
         log.info(f"{sentence} An option of {verb} comes before the script.")
 
 
-def _job(values: argparse.Namespace) -> RankProgram:
-    is_module = values.module is not None
+def _job(values: argparse.Namespace) -> tuple[str, ...]:
     # argparse gives no option a "--", nor what follows it.
-    command: list[str] = [*values.module, *values.script] if is_module else values.script
-    is_command = not is_module and command[:1] == ["--"]
-    command = command[is_command:]
-    if not command:
+    job = values.script if values.module is None else ["-m", *values.module, *values.script]
+    program = "".join(job[:1])
+    if not job[program in ("-m", "--") :]:
         raise UserError(
             "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
             "mpiddp launch -n 2 -m mpiddp train"
         )
-    if ":" in command:
+    if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
-    if not (is_module or is_command or os.path.isfile(command[0])):  # noqa: PTH113 - no error
-        if os.path.exists(command[0]):  # noqa: PTH110 - no error
-            raise UserError(f"{command[0]} is not a regular file. Expected a Python script.")
-        hint = f" To start any program: mpiddp launch … -- {command[0]}"
-        hint = hint if shutil.which(command[0]) else ""
-        raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).{hint}")
-    return RankProgram(tuple(command), is_module, is_command)
+    if not (program in ("-m", "--") or os.path.isfile(program)):  # noqa: PTH113 - no error
+        if os.path.exists(program):  # noqa: PTH110 - no error
+            raise UserError(f"{program} is not a regular file. Expected a Python script.")
+        hint = (
+            f" To start any program: mpiddp launch … -- {program}" if shutil.which(program) else ""
+        )
+        raise UserError(f"{program} not found (looked in {Path.cwd()}).{hint}")
+    return tuple(job)

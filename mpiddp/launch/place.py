@@ -30,21 +30,20 @@ from mpiddp.launch.variables import env_on_host
 from mpiddp.protocol.variables import DRILL
 from mpiddp.text import counted, listed, shown
 
-Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
-_NO_DOUBTS: Doubts = MappingProxyType({})
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _JOB = os.urandom(4).hex()  # this launch
 
 
 class Past(NamedTuple):
     """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
 
-    doubts: of earlier jobs, which are only said; later those of this job, which does without such hosts where
-        it can.
+    doubts: why the job would do better without a host, by its key. Those of earlier jobs are only said. Where
+        it can, a job does without hosts that its own attempts have shown.
     enough: the number of hosts of the first attempt; None before it.
     max_ranks: the most ranks that the job has announced.
     """
 
-    doubts: Doubts = _NO_DOUBTS
+    doubts: Mapping[str, str] = _NOTHING
     enough: int | None = None
     max_ranks: int | None = None
 
@@ -119,14 +118,13 @@ def with_slots(
     found, is_gloo = [], backend == "gloo"
     for host in hosts.hosts:
         info, is_here = infos.get(host), is_this_host(host.name)
-        is_known = not is_gloo and (info is not None or (is_here and len(hosts.hosts) == 1))
         slots, gpus, most = host.slots, 0, host.max_slots or sys.maxsize
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
-        if info or (is_here and (slots is None or host.gpus or (is_known and slots > 1))):
-            env = env_on_host(host.name, os.environ, variables)
-            gpus = _visible_gpus(host, info, env)
+        may_share = len(hosts.hosts) == 1 and (slots or 0) > 1 and not is_gloo
+        if info or (is_here and (slots is None or host.gpus or may_share)):
+            gpus = _visible_gpus(host, info, env_on_host(host.name, os.environ, variables))
         if slots is not None:
-            slots = _fitted(hosts, host, slots, gpus, backend) if is_known else slots
+            slots = slots if is_gloo else _fitted(hosts, host, slots, gpus, backend)
         elif by_number:
             slots = min(most, (0 if is_gloo else gpus) or len(os.sched_getaffinity(0)))
         elif info or is_here:
@@ -143,20 +141,14 @@ def with_slots(
 def _visible_gpus(host: Host, info: HostInfo | None, env: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
-    Without `info`, the host is this machine. Raises UserError if the vendor's tool does not answer here; the
-    preflight has said so of the other hosts.
+    Without `info`, the host is this machine. The preflight has named others whose tool does not answer.
     """
     if hides_all_gpus(env):
         return 0
-    if info is None:
-        names = gpu_names(env.get("PATH"))
-        if names is None:
-            raise UserError(NO_ANSWER.format(name=host.name))
-        installed: int | None = len(names)
-    else:
-        installed = info.gpus
-    if installed is None:
-        return 0
+    names = [] if info else gpu_names(env.get("PATH"))
+    if names is None:
+        raise UserError(NO_ANSWER.format(name=host.name))
+    installed = (info.gpus or 0) if info else len(names)
     if host.gpus is None:
         chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
         return min([installed, *chosen])
@@ -199,8 +191,9 @@ def place(
     `n` ranks, and at most `max_ranks`, fill the slots (or `npernode`) in order. With `may_be_fewer`, hosts
     are left out, so fewer ranks than `n` may start.
     """
-    room = {host: slots_of(hosts, host) for host in hosts.hosts}
-    for host, slots in room.items():
+    room = {}
+    for host in hosts.hosts:
+        slots = slots_of(hosts, host)
         if npernode is not None and npernode > slots > 0:
             raise UserError(
                 f"--npernode {npernode} is more than the {slots} slots of {host.name} "
@@ -215,23 +208,23 @@ def place(
             f"-n {n} is more than the {total} slots of {hosts.source}{within} ({slots_of_each})."
         )
     left = min(each for each in (total, n, max_ranks) if each is not None)
-    placed = []
+    placed, own = [], list[Host]()
     for host, slots in room.items():
-        if ranks := min(left, slots):
-            placed.append(replace(host, ranks=ranks))
+        ranks = min(left, slots)
         left -= ranks
-    # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
-    own = [] if kind.has_scheduler else [host for host in placed if is_this_host(host.name)]
+        if ranks and is_this_host(host.name) and not kind.has_scheduler:
+            own.append(host)
+            # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
+            name = socket.gethostname()
+            name = name.partition(".")[0] if kind.cuts_own_name else name
+            host = replace(host, name=name, user=None, port=None)
+        if ranks:
+            placed.append(replace(host, ranks=ranks))
     if len(own) > 1:
         raise UserError(
             f"{hosts.where(own[1])}: {own[0].name} and {own[1].name} are both this machine. "
             "Merge them into one."
         )
-    name = socket.gethostname()
-    if kind.cuts_own_name:
-        name = name.partition(".")[0]
-    for host in own:
-        placed[placed.index(host)] = replace(host, name=name, user=None, port=None)
     return replace(hosts, hosts=tuple(placed))
 
 
@@ -257,7 +250,7 @@ def ranks_by_host(hosts: Hosts) -> list[str]:
     return lines
 
 
-# --- the memory of earlier jobs ---
+# --- the memory of earlier jobs, None without one ---
 
 
 def memory_of(hostfile: str | None) -> Path | None:
@@ -265,14 +258,16 @@ def memory_of(hostfile: str | None) -> Path | None:
     return None if DRILL in os.environ else history.file_of(hostfile)
 
 
-def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
+def of_earlier_jobs(memory: Path | None, named: Hosts) -> Past:
     """What the history says of the hosts."""
     events = history.read(memory)
     doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
     return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
 
 
-def remember(memory: Path, *, used: Collection[str] = (), failed: Doubts = _NO_DOUBTS) -> None:
+def remember(
+    memory: Path | None, *, used: Collection[str] = (), failed: Mapping[str, str] = _NOTHING
+) -> None:
     """Write down what a preflight or an attempt has shown, see `history.Event`."""
     history.append(memory, history.Event(time.time(), _JOB, tuple(used), dict(failed)))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import threading
@@ -21,29 +22,19 @@ from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
-from mpiddp.launch import log
+from mpiddp.launch import log, place
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import (
-    Past,
-    check_log_ranks,
-    choose,
-    memory_of,
-    of_earlier_jobs,
-    place,
-    ranks_by_host,
-    remember,
-    wanted_hosts,
-    with_slots,
-)
+from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
-from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
+from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
 from mpiddp.text import all_of, listed, shown
 
-_LONGEST = 1 << 16  # bytes of a sentence about hosts that can join
+LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
+_LONGEST_PAUSE_S = 1e6  # poll accepts some weeks
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -72,15 +63,13 @@ def make_plan(
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     named: the hosts to choose from, by default those of the options. past: what the attempts before this one
-    have taught; None for the first, which knows of earlier jobs.
-
-    Raises:
-        UserError: bad input, or something that this machine lacks.
-        JobFailed: a machine failed.
+    have taught; None for the first, which knows of earlier jobs. Raises UserError for bad input and JobFailed
+    if a machine failed.
     """
+    is_first = past is None
     named = read_hosts(options, env) if named is None else named
-    starter = find_starter(named.starter, options.mpirun, _python(), env)
-    kind, is_first = starter.kind, past is None
+    starter = find_starter(named.starter, options.mpirun, python(), env)
+    kind = starter.kind
     check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = options.min_hosts if kind.has_scheduler else options.wait_s
@@ -90,20 +79,20 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    wanted, least = wanted_hosts(named, options.spares, options.min_hosts, past and past.enough)
-    resolve_all([host.name for host in named.hosts])
-    is_local = all(is_this_host(host.name) for host in named.usable)
-    memory = None if is_local else memory_of(options.hostfile)
-    past = past or (of_earlier_jobs(memory, named) if memory else Past())
+    wanted, least = place.wanted_hosts(
+        named, options.spares, options.min_hosts, past and past.enough
+    )
+    memory = None if is_local(named) else place.memory_of(options.hostfile)
+    past = past or place.of_earlier_jobs(memory, named)
     # The first attempt may wait for hosts; a restart has pauses of its own.
-    wait_s = options.wait_s or 0.0 if is_first else 0.0
+    wait_s = options.wait_s if is_first and options.wait_s else 0.0
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
-    if memory and checked.silent:
-        remember(memory, failed={host.key: why for host, why in checked.silent.items()})
-    chosen = choose(named, checked.complaints, wanted, least, past)
+    if checked.silent:
+        place.remember(memory, failed={host.key: why for host, why in checked.silent.items()})
+    chosen = place.choose(named, checked.complaints, wanted, least, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
     is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
-    with_counts = with_slots(
+    with_counts = place.with_slots(
         chosen,
         infos,
         options.variables,
@@ -113,7 +102,7 @@ def make_plan(
     )
     if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
-    placed = place(
+    placed = place.place(
         with_counts,
         kind,
         options.n,
@@ -122,20 +111,30 @@ def make_plan(
         max_ranks=past.max_ranks,
     )
     if is_first:
-        check_log_ranks(options.log_ranks, placed.world_size)
+        place.check_log_ranks(options.log_ranks, placed.world_size)
     network = find_network(placed, infos.values(), options.interface, dry_run=options.dry_run)
-    _explain(options, starter, placed, network)
+    if options.verbose:
+        log.info(f"{starter.name}, {starter.program}")
+        if len(placed.hosts) > 1 and not kind.has_scheduler:
+            log.info(f"{placed.transport.name} reaches the other hosts")
+        if own := network.interface:
+            log.info(f"{own.name} ({own.address}) leads to the other hosts")
+    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
+        for line in place.ranks_by_host(placed):
+            log.info(line)
     settings = options.settings(network.networks)
+    is_run = options.job[:3] == ("-m", "mpiddp", "run")  # the ranks then join by themselves
+    runs = () if is_run else ("-m", "mpiddp", "run")
     request = Request(
         hosts=placed,
-        job=options.job.rank_command(_python()),
+        job=(str(python()), *runs, *options.job),
         folder=working_folder(env),
         variables=variables_of_ranks(options.variables, settings, starter, placed, network, env),
         env=env,
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
         mpi_args=options.mpi_args,
-        is_command=options.job.is_command,
+        is_command=options.is_command,
     )
     return Plan(starter, request, named, chosen, memory)
 
@@ -153,24 +152,23 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
-    if options.exclude is None:
-        return hosts
-    return exclude(hosts, options.exclude, may_be_gone=not is_first)
-
-
-def exclude(hosts: Hosts, names: str, *, may_be_gone: bool = False) -> Hosts:
-    """The hosts without those of `--exclude node1,node2`."""
-    excluded = {name.strip().lower() for name in names.split(",")}
+    excluded = {name.strip().lower() for name in (options.exclude or "").split(",")} - {""}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
-    if unknown and not may_be_gone:
+    if unknown and is_first:
         known = listed([host.name for host in hosts.hosts])
         raise UserError(
             f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {known}.'
         )
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
+        raise UserError(f"--exclude {options.exclude} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
+
+
+def is_local(named: Hosts) -> bool:
+    """Whether this machine alone takes ranks."""
+    resolve_all([host.name for host in named.hosts])
+    return all(is_this_host(host.name) for host in named.usable)
 
 
 def run_preflight(
@@ -185,15 +183,15 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    is_local = all(is_this_host(host.name) for host in named.usable)
-    program = options.job.command[0] if options.job.is_command else None
-    if is_local and program is not None and not options.dry_run:
+    program = options.command[0] if options.is_command else None
+    is_alone = is_local(named)
+    if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
-    if is_local or starter.kind.has_scheduler or options.dry_run or not options.check:
+    if is_alone or starter.kind.has_scheduler or options.dry_run or not options.check:
         return Checked()
     interface = options.interface
     needs = Needs(
-        python=str(_python()),
+        python=str(python()),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
         folder=working_folder(env),
@@ -205,23 +203,7 @@ def run_preflight(
     return preflight(named.usable, needs, named.transport, wait_s=wait_s)
 
 
-def _explain(
-    options: LaunchOptions, starter: RankStarter, placed: Hosts, network: JobNetwork
-) -> None:
-    """Log what --verbose or a dry run shows of a plan."""
-    if options.verbose:
-        log.info(f"{starter.name}, {starter.program}")
-        if len(placed.hosts) > 1 and not starter.kind.has_scheduler:
-            log.info(f"{placed.transport.name} reaches the other hosts")
-        if network.interface:
-            own = f"{network.interface.name} ({network.interface.address})"
-            log.info(f"{own} leads to the other hosts")
-    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
-        for line in ranks_by_host(placed):
-            log.info(line)
-
-
-def _python() -> Path:
+def python() -> Path:
     """This Python. Links are not resolved: its path identifies a virtual environment."""
     return Path(sys.executable).absolute()
 
@@ -242,47 +224,32 @@ def working_folder(env: Mapping[str, str]) -> str:
 # --- hosts that can join a running job ---
 
 
-class HostSearch:
-    """The looks of `--grow 10m` during one attempt. Its file descriptor is readable when `found` has news.
+def search_hosts(options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> socket.socket:
+    """Look every `--grow` for hosts that can join the job, until the returned socket is closed.
 
-    A look reads files, resolves names and logs in to hosts, any of which may hang. So a thread looks. It
-    contacts hosts that could add ranks, and the first of the job, whose versions they must have.
+    What a look has found is a message on it: "node1 can join". A look reads files, resolves names and logs in
+    to hosts, any of which may hang. So a thread looks, which ends with the process.
     """
+    receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pause_s = min(options.grow_s or 0.0, _LONGEST_PAUSE_S)
 
-    def __init__(self, options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> None:
-        self._options = options
-        self._plan = plan
-        self._avoided = avoided
-        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._is_over = threading.Event()
+    def search() -> None:
+        is_over = select.poll()
+        is_over.register(sender, select.POLLIN)
+        with sender, contextlib.suppress(OSError):
+            while not is_over.poll(1000 * pause_s):
+                if found := look(options, plan, avoided):
+                    sender.send(found.encode()[:LONGEST_NEWS])
 
-    def fileno(self) -> int:
-        return self._receiver.fileno()
-
-    def begin(self) -> None:
-        """Look from now on, every `--grow`."""
-        threading.Thread(target=self._search, daemon=True).start()
-
-    def found(self) -> str:
-        """What a look has found: "node1 can join"."""
-        return self._receiver.recv(_LONGEST).decode()
-
-    def close(self) -> None:
-        """Look no more. A look that hangs is left alone: its thread ends with the process."""
-        self._is_over.set()
-        self._receiver.close()
-
-    def _search(self) -> None:
-        with self._sender, contextlib.suppress(OSError):  # the attempt is over
-            while not self._is_over.wait(self._options.grow_s):
-                if found := look(self._options, self._plan, self._avoided):
-                    self._sender.send(found.encode()[:_LONGEST])
+    threading.Thread(target=search, daemon=True).start()
+    return receiver
 
 
 def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
     """Look once, for hosts that `plan` could do with, but for those `avoided`: "node1 can join", or "".
 
-    A list of hosts in error, as while it is edited, and a machine that fails, are for the next look.
+    It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
+    hosts in error, as while it is edited, and a machine that fails, are for the next look.
     """
     if options.n is not None and plan.request.world_size >= options.n:
         return ""
@@ -293,7 +260,6 @@ def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> s
         if not new or len(listed) - options.spares <= len(plan.hosts.usable):
             return ""
         forget_addresses()
-        # With the same versions as the first host of the job.
         together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
         checked = run_preflight(options, together, plan.starter, os.environ)
     except (UserError, JobFailed):

@@ -82,7 +82,25 @@ def preflight(
     hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
-    answers = _answers(hosts, needs, transport, wait_s)
+    waits_until = time.monotonic() + wait_s
+    answers: dict[Host, Answer] = {}
+    waiting, said = [*hosts], list[Host]()
+    while True:
+        limits = {"timeout_s": LOGIN_S, "work_s": facts.LONGEST_S}
+        answers |= run_on_hosts(
+            waiting, needs.python, probe_program(needs), **limits, transport=transport
+        )
+        silent = [host for host in hosts if not _has_answered(answers[host])]
+        # Only people change a host's key.
+        waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
+        left_s = waits_until - time.monotonic()
+        if not waiting or left_s <= 0:
+            break
+        if waiting != said:
+            said, some = waiting, listed([host.name for host in waiting], most=3)
+            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
+        time.sleep(min(PAUSE_S, left_s))
+        names.forget_addresses()  # a name may resolve by now
     infos: dict[Host, HostInfo] = {}
     complaints: dict[Host, str] = {}
     for host in hosts:
@@ -94,42 +112,9 @@ def preflight(
             complaint = _no_answer(host, answers[host], needs, transport)
         if complaint:
             complaints[host] = complaint
-    silent = {host: why for host, why in complaints.items() if not _has_answered(answers[host])}
     if transport.hint and silent:
-        complaints[[*silent][-1]] += f"\n{transport.hint}"
-    return Checked(infos, complaints, silent)
-
-
-def _answers(
-    hosts: Sequence[Host], needs: Needs, transport: Transport, wait_s: float
-) -> dict[Host, Answer]:
-    """The answer of each host, or how it failed. One that lacks the interpreter has answered."""
-    waits_until = time.monotonic() + wait_s
-    answers: dict[Host, Answer] = {}
-    waiting, said = [*hosts], list[Host]()
-    while True:
-        answers |= run_on_hosts(
-            waiting,
-            needs.python,
-            probe_program(needs),
-            timeout_s=LOGIN_S,
-            work_s=facts.LONGEST_S,
-            transport=transport,
-        )
-        # Only people change a host's key.
-        waiting = [
-            host
-            for host in waiting
-            if not _has_answered(answers[host]) and _NEW_KEY not in answers[host].stderr
-        ]
-        left_s = waits_until - time.monotonic()
-        if not waiting or left_s <= 0:
-            return answers
-        if waiting != said:
-            said, some = waiting, listed([host.name for host in waiting], most=3)
-            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
-        time.sleep(min(PAUSE_S, left_s))
-        names.forget_addresses()  # a name may resolve by now
+        complaints[silent[-1]] += f"\n{transport.hint}"
+    return Checked(infos, complaints, {host: complaints[host] for host in silent})
 
 
 def probe_program(needs: Needs) -> str:
@@ -153,33 +138,25 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
 
 def _complaint(info: HostInfo, needs: Needs) -> str:
     """The problem of this host alone, as one sentence; "" if it has none."""
-    name, interface = info.host.name, needs.interface
+    name, interface, program = info.host.name, needs.interface, needs.program
     here, there = (".".join(each.split(".")[:2]) for each in (python_version(), info.python))
     if there and there != here:
-        return (
-            f"{name}: {needs.python} is Python {there} there, {here} here. "
-            "Install the same Python at the same path on every host."
-        )
+        problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
+        return f"{name}: {problem} at the same path on every host."
     if not info.has_folder:
-        return (
-            f"{name}: the working folder {needs.folder} is missing. "
-            "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
-        )
+        problem = f"the working folder {needs.folder} is missing. Copy it there"
+        return f"{name}: {problem} with mpiddp hosts push, or launch from a folder that every host has."
     if info.mpirun is None or not info.has_daemon:
-        return (
-            f"{name}: {needs.daemon if info.mpirun else needs.mpirun} is missing or does not run. "
-            "Install the same MPI at the same path on every host."
-        )
+        problem = f"{needs.daemon if info.mpirun else needs.mpirun} is missing or does not run."
+        return f"{name}: {problem} Install the same MPI at the same path on every host."
     if not info.has_program:
-        where = "missing or not executable" if os.sep in str(needs.program) else "not on PATH"
-        return f"{name}: {needs.program} is {where}. Install it on every host."
+        where = "missing or not executable" if os.sep in str(program) else "not on PATH"
+        return f"{name}: {program} is {where}. Install it on every host."
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     if interface and not any(each.matches(interface) for each in info.interfaces):
-        return (
-            f'interface "{interface}" is not on {name}, '
-            f"which has {all_of([each.name for each in info.interfaces])}."
-        )
+        present = all_of([each.name for each in info.interfaces])
+        return f'interface "{interface}" is not on {name}, which has {present}.'
     return ""
 
 
@@ -203,13 +180,10 @@ def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:
 
     `mpirun` is its path.
     """
-    for attribute, name, same in (
-        ("torch", "torch", "version"),
-        ("mpi4py", "mpi4py", "version"),
-        ("mpirun", mpirun, "MPI"),
-    ):
+    for attribute, name in ("torch", "torch"), ("mpi4py", "mpi4py"), ("mpirun", mpirun):
         here, there = (getattr(each, attribute) or "missing" for each in (first, other))
         if here != there:
+            same = "MPI" if attribute == "mpirun" else "version"
             return (
                 f"{name} differs: {here} on {first.host.name}, {there} on {other.host.name}. "
                 f"Install the same {same} on every host."

@@ -24,6 +24,17 @@ LEFT_OUT = "…"  # stands for a value in what is printed
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
+# The reasons that several starters give for their flags.
+WHY = {
+    "bind none": "no binding: MPI would give each rank one core, and data loading needs more",
+    "bind numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
+    "bind core": "--bind core: each rank uses one core",
+    "ranks": "one process per rank",
+    "folder": "the same working folder on every host",
+    "variables": "passes only these variables to the ranks, by name, so that `ps` shows no value",
+    "network": "the network that connects the hosts; not every network of a host does",
+}
+
 
 class JobNetwork(NamedTuple):
     """The network of a job.
@@ -88,27 +99,6 @@ class Request(NamedTuple):
         return f"-F {path}", {path: "\n".join(lines) + "\n"}
 
 
-class RankProgram(NamedTuple):
-    """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
-
-    command: tuple[str, ...] = ()
-    is_module: bool = False
-    is_command: bool = False
-
-    @property
-    def verb(self) -> str:
-        """The verb of mpiddp itself that each rank runs; "" for any other program."""
-        is_ours = self.is_module and self.command[0] == "mpiddp"
-        return "".join(self.command[1:2]) if is_ours else ""
-
-    def rank_command(self, python: Path) -> tuple[str, ...]:
-        """The command of a rank: `mpiddp run` of the job, unless that is a way to run already."""
-        if self.verb == "run":
-            return (str(python), "-m", *self.command)
-        kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
-        return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
-
-
 class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
 
@@ -137,17 +127,16 @@ class Command(NamedTuple):
         """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
         lines = []
         for path, text in self.files.items():
-            lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
+            lines += [f"cat > {shlex.quote(path)} <<'END'", f"{text}END"]
         assignments = [
             f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}"
             for name, value in self.settings.items()
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
-        for position, flag in enumerate(self.flags):
+        for flag, following in zip(self.flags, [*self.flags[1:], None], strict=True):
             lines.append(f"  {shlex.join(flag.arguments)}")
-            following = self.flags[position + 1 : position + 2]
-            if not following or following[0].reason != flag.reason:
+            if following is None or following.reason != flag.reason:
                 lines.append(f"      {flag.reason}")
         return "\n".join(lines)
 
@@ -155,7 +144,7 @@ class Command(NamedTuple):
 class StarterKind(NamedTuple):
     """A kind of program that starts ranks, with all that is particular to it.
 
-    - name: as messages have it. version: the pattern of its --version output.
+    - version: the pattern of its --version output.
     - compose: its parts of the command line, for a request, the names of the ranks' variables, and the folder
       for its files.
     - library: the file name of its libmpi, "" if the ranks need none.
@@ -195,7 +184,6 @@ class RankStarter(NamedTuple):
 
     @property
     def daemon(self) -> Path:
-        """The program that it starts on every other host."""
         return self.program.with_name(self.kind.daemon)
 
     def compose(
@@ -218,19 +206,6 @@ class RankStarter(NamedTuple):
             flags.append(Flag(request.mpi_args, "--mpi-args, as you wrote them"))
         job = (*request.job, *arguments)
         return Command(str(self.program), (*flags,), job, {**own, **settings, **own}, files)
-
-
-# --- what the command lines of several starters share ---
-
-BINDINGS = {
-    "none": "no binding: MPI would give each rank one core, and data loading needs more",
-    "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
-    "core": "--bind core: each rank uses one core",
-}
-ONE_EACH = "one process per rank"
-WDIR = "the same working folder on every host"
-EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
-NETWORK = "the network that connects the hosts; not every network of a host does"
 
 
 def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import PurePath
 
-from mpiddp.launch.starters.command import (
-    BINDINGS,
-    EXPORT_ONLY,
-    NETWORK,
-    ONE_EACH,
-    WDIR,
-    Flag,
-    Parts,
-    Request,
-    host_file,
-)
+from mpiddp.launch.starters.command import WHY, Flag, Parts, Request, host_file
 
 _RANKS = "the number of ranks on each host, in order"
+_INTEL_PINNING = {
+    "none": ("I_MPI_PIN", "0"),
+    "numa": ("I_MPI_PIN_DOMAIN", "numa"),
+    "core": ("I_MPI_PIN_DOMAIN", "core"),
+}
 
 
 def mpich(request: Request, variables: Collection[str], scratch: str) -> Parts:
@@ -34,10 +29,9 @@ def mpich(request: Request, variables: Collection[str], scratch: str) -> Parts:
     where = ("-f", *listed) if listed else ("-hosts", ",".join(counts))
     flags = [
         Flag(where, _RANKS),
-        Flag(("-bind-to", request.bind), BINDINGS[request.bind]),
-        *_launcher(request, "-launcher", "-rmk", "user"),
-        *_hydra(request, names),
-        Flag(("-n", str(request.world_size)), ONE_EACH),
+        Flag(("-bind-to", request.bind), WHY[f"bind {request.bind}"]),
+        *_hydra(request, names, "-launcher", "-rmk", "user"),
+        Flag(("-n", str(request.world_size)), WHY["ranks"]),
     ]
     return flags, settings, {**files, **listed}
 
@@ -53,39 +47,29 @@ def intel_mpi(request: Request, variables: Collection[str], scratch: str) -> Par
         settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "off"
     flags = [
         Flag(("-machinefile", machines), _RANKS),
-        *_launcher(request, "-bootstrap"),
-        *_hydra(request, variables),
-        Flag(("-genv", *_INTEL_PINNING[request.bind]), BINDINGS[request.bind]),
-        Flag(("-n", str(request.world_size)), ONE_EACH),
+        *_hydra(request, variables, "-bootstrap"),
+        Flag(("-genv", *_INTEL_PINNING[request.bind]), WHY[f"bind {request.bind}"]),
+        Flag(("-n", str(request.world_size)), WHY["ranks"]),
     ]
     return flags, settings, files
-
-
-_INTEL_PINNING = {
-    "none": ("I_MPI_PIN", "0"),
-    "numa": ("I_MPI_PIN_DOMAIN", "numa"),
-    "core": ("I_MPI_PIN_DOMAIN", "core"),
-}
-
-
-def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
-    """The flags that keep Hydra from following a scheduler's variables."""
-    why = request.why_pinned
-    hydra, (program, *_) = request.hosts.transport.hydra, request.hosts.transport.agent
-    executable = (f"{option}-exec", program) if hydra == "rsh" else ()
-    return [Flag((option, hydra, *executable, *more), why)] if why else []
 
 
 def _counts(request: Request) -> list[str]:
     return [f"{host.name}:{host.ranks}" for host in request.hosts.hosts]
 
 
-def _hydra(request: Request, variables: Collection[str]) -> list[Flag]:
-    """The flags that MPICH's and Intel's process managers share."""
+def _hydra(request: Request, variables: Collection[str], launcher: str, *more: str) -> list[Flag]:
+    """The flags that MPICH's and Intel's process managers share.
+
+    The first, `launcher` and `more`, keep them from following a scheduler's variables.
+    """
+    why, hydra = request.why_pinned, request.hosts.transport.hydra
+    program = (f"{launcher}-exec", request.hosts.transport.agent[0]) if hydra == "rsh" else ()
     flags = [
-        Flag(("-genvlist", ",".join(sorted(variables))), EXPORT_ONLY),
-        Flag(("-wdir", request.folder), WDIR),
+        *([Flag((launcher, hydra, *program, *more), why)] if why else []),
+        Flag(("-genvlist", ",".join(sorted(variables))), WHY["variables"]),
+        Flag(("-wdir", request.folder), WHY["folder"]),
     ]
     if len(request.hosts.hosts) > 1 and request.network.interface:
-        flags.append(Flag(("-iface", request.network.interface.name), NETWORK))
+        flags.append(Flag(("-iface", request.network.interface.name), WHY["network"]))
     return flags

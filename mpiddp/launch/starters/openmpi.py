@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import pairwise
 
 from mpiddp.hosts.allocations import SCHEDULERS
-from mpiddp.launch.starters.command import (
-    BINDINGS,
-    NETWORK,
-    ONE_EACH,
-    WDIR,
-    Flag,
-    Parts,
-    Request,
-    host_file,
-)
+from mpiddp.launch.starters.command import WHY, Flag, Parts, Request, host_file
 
 _SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
 _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder hosts"
@@ -43,24 +33,19 @@ _FULL_NAMES = (
     "the short ones"
 )
 _PARAMETER_OPTIONS = ("mca", "gmca", "omca", "prtemca", "pmixmca")
+_Parameter = tuple[str, str, object, str]  # its name, its value, whether this job needs it, and why
 
 
 def open_mpi_4(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[0] for row in SCHEDULERS if row.followed_by and row.followed_by[0]]
-    pins = _pins(request, "--mca", "rsh", [*followers, "alps"])
-    return _open_mpi(request, variables, scratch, "orte", pins, "orte_tmpdir_base")
+    pins = _pins(request, "rsh", [*followers, "alps"])
+    return _open_mpi(request, variables, scratch, "orte", "--mca", pins)
 
 
 def open_mpi_5(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
-    pins = _pins(request, "--prtemca", "ssh", [*followers, "pals"])
-    # Not prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
-    parts = _open_mpi(request, variables, scratch, "prte", pins, "prte_remote_tmpdir_base")
-    if scratch == "." or _chooses_tmpdir(request):
-        return parts
-    # Those that share a folder disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with "The
-    # PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
-    return parts[0], {"PRTE_MCA_prte_local_tmpdir_base": scratch}, parts[2]
+    pins = _pins(request, "ssh", [*followers, "pals"])
+    return _open_mpi(request, variables, scratch, "prte", "--prtemca", pins)
 
 
 def _open_mpi(
@@ -68,51 +53,67 @@ def _open_mpi(
     variables: Collection[str],
     scratch: str,
     runtime: str,
-    pins: Iterator[Flag],
-    tmpdir: str,
+    option: str,
+    pins: Sequence[_Parameter],
 ) -> Parts:
     names = request.names_of_ranks
     listed, (ssh, files) = host_file(scratch, names), request.ssh_config(scratch)
+    where = ("--hostfile", *listed) if listed else ("-H", ",".join(names))
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
     several = len(hosts) > 1
     include = ",".join(request.network.networks) if several else ""
-    has_full_names = any(
-        "." in host.name and not re.fullmatch(r"[0-9.]+", host.name) for host in hosts
-    )
-    # Each parameter of Open MPI, its value, whether this job needs it, and why.
-    parameters: list[tuple[str, str, object, str]] = [
+    dotted = [each for each in hosts if "." in each.name.strip("0123456789.")]
+    parameters: list[_Parameter] = [
         ("pml", "ob1", True, _NO_SEARCH),
         ("btl", "self,vader,tcp", True, _BTL),
         ("oob_tcp_keepalive_time", "5", several, _KEEPALIVE),
         ("oob_tcp_keepalive_intvl", "2", several, _KEEPALIVE),
         ("oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
-        ("btl_tcp_if_include", include, include, NETWORK),
-        ("oob_tcp_if_include", include, include, NETWORK),
-        (f"{runtime}_keep_fqdn_hostnames", "1", has_full_names, _FULL_NAMES),
-        (tmpdir, "/tmp", not is_ssh and not _chooses_tmpdir(request), _SESSIONS),
+        ("btl_tcp_if_include", include, include, WHY["network"]),
+        ("oob_tcp_if_include", include, include, WHY["network"]),
+        (f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
+        (f"{runtime}_tmpdir_base", "/tmp", not is_ssh, _SESSIONS),
         ("plm_rsh_agent", *_agent(request)),
         ("plm_rsh_args", ssh, ssh, _SSH_CONFIG),
         ("plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
     ]
-    theirs = _parameters_in(request.mpi_args)
+    in_arguments = {
+        name
+        for flag, name in pairwise(request.mpi_args)
+        if flag.startswith("-") and flag.lstrip("-") in _PARAMETER_OPTIONS
+    }
+
+    def flags_of(option: str, rows: Sequence[_Parameter], but: Collection[str] = ()) -> list[Flag]:
+        """The parameters that this job needs, unless the user's environment or `but` sets them."""
+        return [
+            Flag((option, name, value), why)
+            for name, value, is_needed, why in rows
+            if is_needed
+            and name not in but
+            and not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys()
+        ]
+
     flags = [
         *([Flag(("--allow-run-as-root",), _AS_ROOT)] if os.geteuid() == 0 else []),
-        Flag(("-n", str(request.world_size)), ONE_EACH),
-        Flag(
-            (*(("--hostfile", *listed) if listed else ("-H", ",".join(names))), "--map-by", "seq"),
-            _IN_ORDER,
-        ),
-        Flag(("--bind-to", request.bind), BINDINGS[request.bind]),
-        *pins,
-        *(
-            Flag(("--mca", name, value), why)
-            for name, value, is_needed, why in parameters
-            if is_needed and not _is_set(name, request) and name not in theirs
-        ),
-        Flag(("--wdir", request.folder), WDIR),
+        Flag(("-n", str(request.world_size)), WHY["ranks"]),
+        Flag((*where, "--map-by", "seq"), _IN_ORDER),
+        Flag(("--bind-to", request.bind), WHY[f"bind {request.bind}"]),
+        *flags_of(option, pins),
+        *flags_of("--mca", parameters, in_arguments),
+        Flag(("--wdir", request.folder), WHY["folder"]),
         *(Flag(("-x", name), _EXPORT) for name in sorted(variables)),
     ]
     return flags, {}, {**files, **listed}
+
+
+def _pins(request: Request, plm: str, followers: Sequence[str]) -> list[_Parameter]:
+    """What keeps Open MPI's components, `followers`, from following a scheduler's variables.
+
+    Names that this Open MPI was built without do no harm.
+    """
+    why, ras = request.why_pinned, f"^{','.join(followers)}"
+    pins = {"ras": ras, "plm": plm, f"plm_{plm}_disable_qrsh": "1"}
+    return [(name, value, why, why) for name, value in pins.items()]
 
 
 def _agent(request: Request) -> tuple[str, bool, str]:
@@ -139,35 +140,3 @@ def can_shield() -> bool:
         return subprocess.run([*_SHIELD.split(), "true"], stderr=subprocess.DEVNULL).returncode == 0
     except OSError:
         return False
-
-
-def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> Iterator[Flag]:
-    """The flags that keep Open MPI's components, `followers`, from following a scheduler's variables.
-
-    Names that this Open MPI was built without do no harm.
-    """
-    if why := request.why_pinned:
-        ras = f"^{','.join(followers)}"
-        for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
-            if not _is_set(name, request):
-                yield Flag((option, name, value), why)
-
-
-def _is_set(parameter: str, request: Request) -> bool:
-    """Whether the user's environment sets a parameter of Open MPI."""
-    return bool({f"OMPI_MCA_{parameter}", f"PRTE_MCA_{parameter}"} & request.env.keys())
-
-
-def _chooses_tmpdir(request: Request) -> bool:
-    """Whether the user has chosen a folder for session files."""
-    chosen = (*request.env, *_parameters_in(request.mpi_args))
-    return any("tmpdir_base" in name for name in chosen)
-
-
-def _parameters_in(arguments: Sequence[str]) -> frozenset[str]:
-    """The names of the parameters that `arguments` set."""
-    return frozenset(
-        name
-        for option, name in pairwise(arguments)
-        if option.startswith("-") and option.lstrip("-") in _PARAMETER_OPTIONS
-    )

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mpiddp.launch.starters.command import (
-    BINDINGS,
-    EXPORT_ONLY,
-    ONE_EACH,
-    WDIR,
-    Flag,
-    Parts,
-    Request,
-    host_file,
-)
+from mpiddp.launch.starters.command import WHY, Flag, Parts, Request, host_file
 
 
 def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
@@ -24,14 +15,14 @@ def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
     # srun passes on no variable that is not named, also none of a login.
     exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | {*variables}
     flags = [
-        Flag((f"--ntasks={request.world_size}",), ONE_EACH),
+        Flag((f"--ntasks={request.world_size}",), WHY["ranks"]),
         Flag(("--distribution=arbitrary", *where), "the host of each rank, in order"),
         Flag(("--mpi=none",), "the ranks join through Slurm's variables; MPI is not needed"),
-        Flag((f"--cpu-bind={binding}",), BINDINGS[request.bind]),
+        Flag((f"--cpu-bind={binding}",), WHY[f"bind {request.bind}"]),
         Flag(("--kill-on-bad-exit=1",), "one failed rank ends the job"),
         Flag(("--quit-on-interrupt",), "one Ctrl-C is enough"),
-        Flag((f"--chdir={request.folder}",), WDIR),
-        Flag((f"--export={','.join(sorted(exported))}",), EXPORT_ONLY),
+        Flag((f"--chdir={request.folder}",), WHY["folder"]),
+        Flag((f"--export={','.join(sorted(exported))}",), WHY["variables"]),
     ]
     cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
@@ -40,7 +31,6 @@ def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
         flags.append(Flag(("--overcommit",), "the ranks of a host share the cores of its one task"))
         cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""
     if cpus:
-        flags.append(
-            Flag((f"--cpus-per-task={cpus}",), "srun does not inherit this option from sbatch")
-        )
+        why = "srun does not inherit this option from sbatch"
+        flags.append(Flag((f"--cpus-per-task={cpus}",), why))
     return flags, dict(zip(["SLURM_HOSTFILE"], listed, strict=False)), listed

@@ -112,11 +112,10 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
 
 
 def _find_library(file: str, program: Path) -> Path | None:
-    if not file:
-        return None
-    for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent]):
-        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu"):
-            for folder in sorted(prefix.glob(pattern)):
-                if (folder / file).is_file():
-                    return folder / file
-    return None
+    folders = (
+        folder
+        for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent])
+        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
+        for folder in sorted(prefix.glob(pattern))
+    )
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import Past, choose, wanted_hosts
-from mpiddp.launch.plan import THIS_MACHINE, exclude, read_hosts, working_folder
+from mpiddp.launch.plan import THIS_MACHINE, read_hosts, working_folder
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -77,10 +77,16 @@ def test_an_avoided_host_is_left_out_if_the_options_allow(
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
 
 
-def test_exclude() -> None:
-    hosts = parse_hostfile(b"node1 slots=4\nnode2 slots=2\nnode3 slots=0\n", "hosts.txt")
-    assert [host.name for host in exclude(hosts, "NODE2, node3").hosts] == ["node1"]
-    assert len(exclude(hosts, "node9", may_be_gone=True).hosts) == 3
+def test_exclude(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.txt"
+    file.write_text("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
+
+    def left(names: str, **when: bool) -> list[str]:
+        options = parse_options(["--hostfile", str(file), "--exclude", names, "-m", "train"])
+        return [host.name for host in read_hosts(options, {}, **when).hosts]
+
+    assert left("NODE2, node3") == ["node1"]
+    assert len(left("node9", is_first=False)) == 3
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
     assert names("--hostfile", str(file), "--exclude", "b", env=slurm) == ["a.x", "a.y"]
     assert names("-H", "c:2,d", env=slurm) == ["c", "d"]
     assert names("-H", "localhost", env=slurm) == ["localhost"]
-    assert read() is THIS_MACHINE
+    assert read() == THIS_MACHINE
 
 
 def test_the_working_folder_has_the_shells_name(

@@ -16,11 +16,11 @@ from mpiddp.launch.options import (
     option_parser,
     parse_options,
 )
-from mpiddp.launch.starters.command import RankProgram, parse_mpi_args
+from mpiddp.launch.starters.command import parse_mpi_args
 from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")
-DEFAULTS = LaunchOptions(RankProgram(("train", "--lr", "1"), is_module=True))
+DEFAULTS = LaunchOptions(JOB)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def script(tmp_path) -> Path:
 )
 def test_an_option_that_the_script_takes(script, source, flag, capsys):
     script.write_text(source)
-    assert parse_options([str(script), flag]).job.command == (str(script), flag)
+    assert parse_options([str(script), flag]).job == (str(script), flag)
     assert capsys.readouterr().err == ""
 
 
@@ -116,18 +116,16 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
 
 
 @pytest.mark.parametrize(
-    ("argv", "job", "rank"),
+    ("job", "command", "is_command"),
     [
-        (JOB, DEFAULTS.job, "mpiddp run -m train --lr 1"),
-        (("--", "ls", "-v"), RankProgram(("ls", "-v"), is_command=True), "mpiddp run -- ls -v"),
-        (("-m", "mpiddp", "run", "s"), RankProgram(("mpiddp", "run", "s"), True), "mpiddp run s"),
-        (("-m", "mpiddp"), RankProgram(("mpiddp",), True), "mpiddp run -m mpiddp"),
+        (JOB, ("train", "--lr", "1"), False),
+        (("--", "ls", "-v"), ("ls", "-v"), True),
+        ((__file__, "--", "-m"), (__file__, "--", "-m"), False),
     ],
 )
-def test_the_command_of_a_rank(argv, job, rank):
-    found = parse_options([*argv]).job
-    assert found == job
-    assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
+def test_the_job(job, command, is_command):
+    found = parse_options([*job])
+    assert (found.job, found.command, found.is_command) == (job, command, is_command)
 
 
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.M
     assert {"MINE", "OTHER", *expected} <= exported(arguments)
     assert "MINE" not in settings  # mpirun inherits it
     assert "a b" not in settings["OTHER"]  # a dry run shows no value of -x
+
+
+@pytest.mark.parametrize(
+    ("job", "rank"),
+    [
+        (("-m", "train", "--lr", "1"), "mpiddp run -m train --lr 1"),
+        (("--", "ls", "-v"), "mpiddp run -- ls -v"),
+        (("-m", "mpiddp", "run", "s"), "mpiddp run s"),
+        (("-m", "mpiddp"), "mpiddp run -m mpiddp"),
+    ],
+)
+def test_the_command_of_a_rank(plan: Plan, job: tuple[str, ...], rank: str) -> None:
+    arguments = plan("-H", "localhost:1", job=job)[1]
+    assert arguments[arguments.index(sys.executable) + 1 :] == ["-m", *rank.split()]
 
 
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
