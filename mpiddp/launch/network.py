@@ -57,7 +57,8 @@ def _shared_network(
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
-    found = [each for each in interfaces() if sources == {each.address} and not each.is_loopback]
+    present = interfaces() if len(sources) == 1 else []
+    found = [each for each in present if each.address in sources and not each.is_loopback]
     if not found:
         return None, ()
     own = found[0]

@@ -19,16 +19,10 @@ from mpiddp.paths import named_by
 from mpiddp.protocol.variables import GPUS, NETWORKS, PLACEMENT
 
 ALLOWED = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_VISIBLE_DEVICES",
-    "MPI4PY_LIBMPI",
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
+    *("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"),
     # Rank 0 uses these two, and it may run on another host than the launcher.
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 BEGINNINGS = (
     *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
