@@ -61,7 +61,7 @@ def read_command(values: argparse.Namespace, actions: Sequence[argparse.Action])
     # `mpiddp train` can check its options without a folder too.
     argv = [each.replace(OUT, ".") for each in (*as_arguments(actions, values), *job)]
     options = parse_options(argv, "mpiddp drill")
-    if options.is_command:
+    if options.job[0] == "--":
         raise UserError(
             "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
             'after "--". Example: mpiddp drill -n 2 train.py --out {out}'

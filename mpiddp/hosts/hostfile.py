@@ -12,6 +12,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ class Hosts:
     transport: Transport = SSH
     starter: str = "mpirun"  # the program that starts their ranks
 
-    @property
+    @cached_property
     def usable(self) -> tuple[Host, ...]:
         """The hosts that take ranks: those with slots=0 do not."""
         return tuple(host for host in self.hosts if host.slots != 0)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 

@@ -170,12 +170,12 @@ class Attempt:
         wait_s = min(at_most_s, max(0.0, until - time.monotonic()))
         ready = [key.data for key, _ in self._timers.select(wait_s)]
         for data in ready:
-            if data is self._news:
-                if found := data.recv(LONGEST_NEWS).decode():
+            if self._news and data is self._news:
+                if found := self._news.recv(LONGEST_NEWS).decode():
                     self._found = found
                     self.on(Event.HOST_FOUND)
                 else:  # an error has ended the search
-                    self._timers.unregister(data)
+                    self._timers.unregister(self._news)
             elif data is not self.signals:
                 for message in self.server.receive(data):
                     self.on_message(message)

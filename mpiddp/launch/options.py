@@ -197,10 +197,6 @@ class LaunchOptions:
     )
 
     @property
-    def is_command(self) -> bool:
-        return self.job[0] == "--"
-
-    @property
     def command(self) -> tuple[str, ...]:
         """The job without its -m or --."""
         return self.job[self.job[0] in ("-m", "--") :]

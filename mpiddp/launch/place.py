@@ -250,7 +250,7 @@ def ranks_by_host(hosts: Hosts) -> list[str]:
     return lines
 
 
-# --- the memory of earlier jobs, None without one ---
+# --- the memory of earlier jobs ---
 
 
 def memory_of(hostfile: str | None) -> Path | None:
@@ -258,7 +258,7 @@ def memory_of(hostfile: str | None) -> Path | None:
     return None if DRILL in os.environ else history.file_of(hostfile)
 
 
-def of_earlier_jobs(memory: Path | None, named: Hosts) -> Past:
+def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
     """What the history says of the hosts."""
     events = history.read(memory)
     doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}

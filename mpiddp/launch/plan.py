@@ -82,8 +82,9 @@ def make_plan(
     wanted, least = place.wanted_hosts(
         named, options.spares, options.min_hosts, past and past.enough
     )
-    memory = None if is_local(named) else place.memory_of(options.hostfile)
-    past = past or place.of_earlier_jobs(memory, named)
+    resolve_all([host.name for host in named.hosts])
+    memory = None if _is_local(named) else place.memory_of(options.hostfile)
+    past = past or (place.of_earlier_jobs(memory, named) if memory else Past())
     # The first attempt may wait for hosts; a restart has pauses of its own.
     wait_s = options.wait_s if is_first and options.wait_s else 0.0
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
@@ -91,7 +92,8 @@ def make_plan(
         place.remember(memory, failed={host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
     infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
-    is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
+    names_hosts = options.names_hosts
+    is_default = options.host_list == "localhost" or not (names_hosts or named.scheduler)
     with_counts = place.with_slots(
         chosen,
         infos,
@@ -100,7 +102,7 @@ def make_plan(
         by_number=is_default and (options.n, options.npernode) != (None, None),
         dry_run=options.dry_run,
     )
-    if not options.names_hosts:
+    if not names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     placed = place.place(
         with_counts,
@@ -134,7 +136,7 @@ def make_plan(
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
         mpi_args=options.mpi_args,
-        is_command=options.is_command,
+        is_command=options.job[0] == "--",
     )
     return Plan(starter, request, named, chosen, memory)
 
@@ -152,7 +154,9 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
-    excluded = {name.strip().lower() for name in (options.exclude or "").split(",")} - {""}
+    if options.exclude is None:
+        return hosts
+    excluded = {name.strip().lower() for name in options.exclude.split(",")}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         known = listed([host.name for host in hosts.hosts])
@@ -165,9 +169,8 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     return replace(hosts, hosts=left)
 
 
-def is_local(named: Hosts) -> bool:
+def _is_local(named: Hosts) -> bool:
     """Whether this machine alone takes ranks."""
-    resolve_all([host.name for host in named.hosts])
     return all(is_this_host(host.name) for host in named.usable)
 
 
@@ -183,8 +186,8 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    program = options.command[0] if options.is_command else None
-    is_alone = is_local(named)
+    program = options.job[1] if options.job[0] == "--" else None
+    is_alone = _is_local(named)
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
     if is_alone or starter.kind.has_scheduler or options.dry_run or not options.check:

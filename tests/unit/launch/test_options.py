@@ -116,16 +116,16 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
 
 
 @pytest.mark.parametrize(
-    ("job", "command", "is_command"),
+    ("job", "command"),
     [
-        (JOB, ("train", "--lr", "1"), False),
-        (("--", "ls", "-v"), ("ls", "-v"), True),
-        ((__file__, "--", "-m"), (__file__, "--", "-m"), False),
+        (JOB, ("train", "--lr", "1")),
+        (("--", "ls", "-v"), ("ls", "-v")),
+        ((__file__, "--", "-m"), (__file__, "--", "-m")),
     ],
 )
-def test_the_job(job, command, is_command):
+def test_the_job(job, command):
     found = parse_options([*job])
-    assert (found.job, found.command, found.is_command) == (job, command, is_command)
+    assert (found.job, found.command) == (job, command)
 
 
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
