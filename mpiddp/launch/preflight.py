@@ -86,9 +86,13 @@ def preflight(
     answers: dict[Host, Answer] = {}
     waiting, said = [*hosts], list[Host]()
     while True:
-        limits = {"timeout_s": LOGIN_S, "work_s": facts.LONGEST_S}
         answers |= run_on_hosts(
-            waiting, needs.python, probe_program(needs), **limits, transport=transport
+            waiting,
+            needs.python,
+            probe_program(needs),
+            timeout_s=LOGIN_S,
+            work_s=facts.LONGEST_S,
+            transport=transport,
         )
         silent = [host for host in hosts if not _has_answered(answers[host])]
         # Only people change a host's key.
