@@ -41,15 +41,13 @@ def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
 
 
 def encode_value(value: object) -> bytes:
-    """The JSON of a value."""
     return json.dumps(value).encode()
 
 
 def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
     """The facts of a message, with its type, and its value, b"" if it has none.
 
-    Raises:
-        ValueError, RecursionError: it is not a message.
+    Raises ValueError or RecursionError if it is not a message.
     """
     head, _, value = line.partition(_TAB)
     if len(head) > LINE_LIMIT:
@@ -74,8 +72,7 @@ def introduction(
 def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, str]:
     """The role of the member that introduces itself so, and the proof that the server owes it.
 
-    Raises:
-        ValueError, LookupError, TypeError: it does not belong to the job.
+    Raises ValueError, LookupError or TypeError if it does not belong to the job.
     """
     role = facts.get("role", RANK) if facts["type"] == "hello" else RANK
     if role not in (RANK, SCRIPT):
@@ -136,11 +133,7 @@ class Lines:
         self._open = bytearray()  # the line that has not ended yet
 
     def split(self, chunk: bytes) -> list[bytes]:
-        """The lines that end in this chunk.
-
-        Raises:
-            ValueError: a line is too long.
-        """
+        """The lines that end in this chunk. Raises ValueError if a line is too long."""
         *lines, rest = chunk.split(_LINE_END)
         if lines and self._open:
             lines[0] = bytes(self._open) + lines[0]

@@ -11,12 +11,12 @@ import contextlib
 import os
 import selectors
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpiddp.protocol.channel import RANK, VALUE_LIMIT, Lines, encode, listed
-from mpiddp.protocol.messages import LINE_LIMIT, UNPROVED_LINE_LIMIT, notice_silence
+from mpiddp.protocol.messages import UNPROVED_LINE_LIMIT
 
 KINDS = frozenset({"gather", "claim", "fail"})  # the messages that `Group.receive` takes
 _NEVER = float("inf")
@@ -26,9 +26,9 @@ _NEVER = float("inf")
 class Peer:
     """A connection, which the selector reports with this object as its data. Nothing here waits for it.
 
-    `rank` is None until it has proved that it belongs to the job, see `admit`. `group` is the number of its
-    group. One that does not read waits for few answers, so it never has twice the `limit` to read.
-    `may_view`: it is of this user, and need prove nothing to ask for one of VIEWS.
+    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group. One
+    that does not read waits for few answers, so it never has twice the `limit` to read. `may_view`: it
+    is of this user, and need prove nothing to ask for one of VIEWS.
     """
 
     connection: socket.socket
@@ -44,18 +44,6 @@ class Peer:
     is_open: bool = True
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
     _is_written: bool = False  # the selector reports when the connection takes more
-
-    def begin(self) -> None:
-        """Send the challenge. The selector reports what arrives from now on."""
-        self.connection.setblocking(False)
-        notice_silence(self.connection)
-        self.selector.register(self.connection, selectors.EVENT_READ, self)
-        self.send(encode("challenge", challenge=self.challenge))
-
-    def admit(self, rank: int, role: str, group: int, limit: int) -> None:
-        """It has proved who it is, and may send values from now on."""
-        self.rank, self.role, self.group, self.limit = rank, role, group, limit
-        self.lines.limit = limit + LINE_LIMIT
 
     def send(self, line: bytes) -> None:
         """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
@@ -86,12 +74,6 @@ class Peer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
             self.selector.modify(self.connection, events, self)
 
-    def release(self) -> socket.socket:
-        """Serve this connection no longer, and return it."""
-        self.is_open = False
-        self.selector.unregister(self.connection)
-        return self.connection
-
 
 @dataclass
 class _Gather:
@@ -111,30 +93,35 @@ class Group:
         self._claimed: dict[str, bytes] = {}
         self._failed = b""
         self._gathers: dict[str, _Gather] = {}
-        self._late: dict[str, list[int]] = {}  # gathers that are over: the ranks that were missing
+        self._late: dict[str, bytes] = {}  # what those hear who come to a gather that is over
         self._gone: set[int] = set()  # members whose connection has ended
 
     def receive(
         self, rank: int, kind: str, facts: dict[str, Any], value: bytes, now: float
     ) -> None:
         """Take a message of a member. Raises ValueError if it violates the protocol."""
+        everyone = range(self.world_size)
         if kind == "gather":
             self._gather(rank, facts, value, now)
         elif kind == "claim":
-            self._claim(rank, facts["key"])
-        else:
-            self._fail(rank, facts["code"])
+            # The first member that claims to have failed first is told so, and all others learn of it.
+            is_first = facts["key"] not in self._claimed
+            claimed = encode("claimed", rank=rank, key=facts["key"])
+            line = self._claimed.setdefault(facts["key"], claimed)
+            self._tell(everyone if is_first else [rank], line)
+        elif not self._failed:
+            # End the other members with the exit code of the first that asks.
+            self._failed = encode("failed", code=facts["code"])
+            self._tell([each for each in everyone if each != rank], self._failed)
 
     def enter(self, rank: int) -> None:
         """A member that enters late learns at once of failures, and of the gathers that call it."""
         self._gone.discard(rank)
         called = [encode("called", key=key) for key, each in self._gathers.items() if each.calls]
-        for line in (*self._claimed.values(), self._failed, *called):
-            if line:
-                self._tell([rank], line)
+        for line in filter(None, (*self._claimed.values(), self._failed, *called)):
+            self._tell([rank], line)
 
     def lose(self, rank: int) -> None:
-        """A member's connection has ended."""
         self._gone.add(rank)
         for key in [key for key, each in self._gathers.items() if each.or_gone]:
             self._gathers[key].values.setdefault(rank, b"null")
@@ -149,8 +136,9 @@ class Group:
         """Answer the members whose wait has lasted too long, with the ranks that are missing."""
         for key in [key for key, each in self._gathers.items() if each.deadline <= now]:
             values = self._gathers.pop(key).values
-            self._late[key] = [rank for rank in range(self.world_size) if rank not in values]
-            self._tell(values, _no_answer(key, self._late[key]))
+            missing = [rank for rank in range(self.world_size) if rank not in values]
+            self._late[key] = encode("no_answer", key=key, missing=missing)
+            self._tell(values, self._late[key])
 
     def _tell(self, ranks: Iterable[int], line: bytes) -> None:
         """Send members a line, which is encoded once. Those that are gone get none."""
@@ -158,12 +146,11 @@ class Group:
             if (member := self.members.get(rank)) is not None:
                 member.send(line)
 
-    # --- gathers: every member gives a value, and gets those of all ---
-
     def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
+        """Every member gives a value, and gets those of all."""
         key, timeout_s = facts["key"], facts["timeout_s"]
         if key in self._late:
-            self._tell([rank], _no_answer(key, self._late[key]))
+            self._tell([rank], self._late[key])
             return
         gather = self._gathers.setdefault(key, _Gather())
         if rank in gather.values:
@@ -185,21 +172,3 @@ class Group:
         if len(values) == self.world_size:
             del self._gathers[key]
             self._tell(range(self.world_size), encode("gathered", listed(values), key=key))
-
-    # --- failures ---
-
-    def _claim(self, rank: int, key: str) -> None:
-        """The first member that claims to have failed first is told so, and all others learn of it."""
-        is_first = key not in self._claimed
-        line = self._claimed.setdefault(key, encode("claimed", rank=rank, key=key))
-        self._tell(range(self.world_size) if is_first else [rank], line)
-
-    def _fail(self, rank: int, code: int) -> None:
-        """End the other members with the exit code of the first that asks."""
-        if not self._failed:
-            self._failed = encode("failed", code=code)
-            self._tell([each for each in range(self.world_size) if each != rank], self._failed)
-
-
-def _no_answer(key: str, missing: Sequence[int]) -> bytes:
-    return encode("no_answer", key=key, missing=missing)

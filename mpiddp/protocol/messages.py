@@ -56,42 +56,35 @@ UNIX = "unix:"  # prefix of an address that is a path
 # The phases of a step of `mpiddp train`, in this order.
 PHASES = ("data", "forward", "backward", "waiting", "optimizer")
 
+_NUMBER, _MAYBE = (int, float), (int, type(None))
 # The messages that a rank may send, with their required fields and types. The first four are those of every
 # job channel.
-MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
-    "gather": {"key": (str,), "timeout_s": (int, float, type(None))},
-    "claim": {"key": (str,)},
-    "fail": {"code": (int,)},
+MESSAGES: dict[str, dict[str, Any]] = {
+    "gather": {"key": str, "timeout_s": (int, float, type(None))},
+    "claim": {"key": str},
+    "fail": {"code": int},
     "leave": {},
-    "started": {"host": (str,), "pid": (int,)},
-    "joining": {"timeout_s": (int, float)},
-    "mpi_init": {"active": (bool,)},  # begins, or has succeeded
-    "log": {"path": (str,)},  # of the file that will contain a traceback
-    "announce": {
-        "resume_args": (list,),
-        "global_batch_size": (int, type(None)),
-        "max_ranks": (int, type(None)),
-    },
-    "run_dir": {"path": (str,)},  # a restart waits until it is there
+    "started": {"host": str, "pid": int},
+    "joining": {"timeout_s": _NUMBER},
+    "mpi_init": {"active": bool},  # begins, or has succeeded
+    "log": {"path": str},  # of the file that will contain a traceback
+    "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
+    "run_dir": {"path": str},  # a restart waits until it is there
     "supports_stop": {},
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
     # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
     # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
-    "progress": {"step": (int,), "own_s": (int, float), "cpu_s": (int, float), "memory": (int,)},
-    "saving": {"active": (bool,)},  # begins, or has ended
+    "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
+    "saving": {"active": bool},  # begins, or has ended
     # `state` of the main thread, as in /proc.
-    "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float), "state": (str,)},
+    "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
     "stopped": {},
-    "failed": {
-        "code": (int,),
-        "error": (str,),
-        "traceback": (str,),
-        "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
-        # With `signal`, the number of the signal that killed it, 0 for none; and, if the kernel has killed
-        # for lack of memory, `oom_kills`, how often, and `memory_limit`: in bytes, or None.
-    },
+    # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the
+    # number of the signal that killed it; and, if the kernel has killed for lack of memory, `oom_kills`, how
+    # often, and `memory_limit`: in bytes, or None.
+    "failed": {"code": int, "error": str, "traceback": str, "is_verdict": bool},
     "function": {},  # it asks for that of `mpiddp.spawn`
-    "answer": {"is_result": (bool,), "mac": (str,)},  # and its pickle as the value
+    "answer": {"is_result": bool, "mac": str},  # and its pickle as the value
     "exited": {},  # with code 0, but without leaving the job
     "done": {},
 }
@@ -108,11 +101,9 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
 
 def is_short(name: str, value: object) -> bool:
     """Whether this is a number or a short text, with a short name."""
-    if len(name) > LONGEST_SHOWN:
-        return False
-    if type(value) is int:
-        return abs(value) <= LARGEST_WHOLE
-    return type(value) is float or (type(value) is str and len(value) <= LONGEST_SHOWN)
+    is_number = type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE)
+    is_text = type(value) is str and len(value) <= LONGEST_SHOWN
+    return len(name) <= LONGEST_SHOWN and (is_number or is_text)
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
@@ -132,9 +123,8 @@ def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -
     The protocol has no heartbeat: a rank that imports torch, or computes, could not send one. Both ends of
     a Unix socket are on one host.
 
-    Args:
-        is_read_slowly: the other end may read nothing for long, which is no silence. TCP_USER_TIMEOUT takes
-            it for one.
+    is_read_slowly: the other end may read nothing for long, which is no silence. TCP_USER_TIMEOUT takes it
+    for one.
     """
     if connection.family == socket.AF_UNIX:
         return

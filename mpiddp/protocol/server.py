@@ -23,7 +23,14 @@ from mpiddp.protocol.channel import (
     encode,
 )
 from mpiddp.protocol.group import KINDS, Group, Peer
-from mpiddp.protocol.messages import HANDED_OVER, STREAMS, VIEWS, is_valid
+from mpiddp.protocol.messages import (
+    HANDED_OVER,
+    LINE_LIMIT,
+    STREAMS,
+    VIEWS,
+    is_valid,
+    notice_silence,
+)
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -67,16 +74,10 @@ class ChannelServer:
     value_limit = VALUE_LIMIT
 
     def __init__(
-        self,
-        listener: socket.socket,
-        key: str,
-        world_size: int,
-        selector: selectors.BaseSelector,
+        self, listener: socket.socket, key: str, world_size: int, selector: selectors.BaseSelector
     ) -> None:
-        self.world_size = world_size
-        self.key = key
-        self._listener = listener
-        self._selector = selector
+        self.world_size, self.key = world_size, key
+        self._listener, self._selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
         self._groups = [Group(world_size)]  # that of the ranks, and those of their n-th scripts
         self._ranks = self._groups[0].members
@@ -93,12 +94,10 @@ class ChannelServer:
 
     @property
     def connected(self) -> set[int]:
-        """The ranks that are connected."""
         return set(self._ranks)
 
     @property
     def has_ranks(self) -> bool:
-        """Whether any rank is connected."""
         return bool(self._ranks)
 
     @property
@@ -125,7 +124,6 @@ class ChannelServer:
             peer.send(line)
 
     def send_all(self, kind: str, **facts: object) -> None:
-        """Send a message to all ranks and their scripts."""
         line = encode(kind, b"", **facts)
         for peer in [*self._scripts.values(), *self._ranks.values()]:
             peer.send(line)
@@ -167,7 +165,8 @@ class ChannelServer:
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        return [_message(peer, "lost", {"silent": silent}, time.monotonic())]
+        now, is_script = time.monotonic(), peer.role == SCRIPT
+        return [Message(peer.rank, "lost", {"silent": silent}, now, is_script)]
 
     # --- connections ---
 
@@ -183,29 +182,27 @@ class ChannelServer:
                 self._selector.modify(listener, selectors.EVENT_WRITE, listener)
                 full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
                 return [] if may_view else [full]
-            self._make_room()
-            peer = Peer(connection, self._selector, time.monotonic(), may_view)
+            now = time.monotonic()
+            # Strangers that are late or too many make room, the oldest first. A rank answers at once, so the
+            # oldest is none. A rank that is dropped all the same comes again.
+            while oldest := next(iter(self._strangers), None):
+                is_late = now - oldest.since > PROOF_TIMEOUT_S
+                if not is_late and len(self._strangers) < PER_RANK * self.world_size + STRANGERS:
+                    break
+                self._drop(oldest)
+            peer = Peer(connection, self._selector, now, may_view)
             self._strangers[peer] = None
-            peer.begin()
+            connection.setblocking(False)
+            notice_silence(connection)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            peer.send(encode("challenge", challenge=peer.challenge))
         return []
-
-    def _make_room(self) -> None:
-        """Drop strangers that are late or too many, the oldest first."""
-        now = time.monotonic()
-        while self._strangers:
-            oldest = next(iter(self._strangers))
-            is_late = now - oldest.since > PROOF_TIMEOUT_S
-            # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
-            most = PER_RANK * self.world_size + STRANGERS
-            if not is_late and len(self._strangers) < most:
-                return
-            self._drop(oldest)
 
     def _take(self, peer: Peer, line: bytes, now: float) -> Message | None:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         facts, value = decode(line)
         if peer.rank is None:
-            return self._introduce(peer, facts)
+            return self._introduce(peer, facts, now)
         kind = facts.pop("type")
         if not is_valid(kind, facts):
             raise ValueError(kind)
@@ -215,19 +212,20 @@ class ChannelServer:
             raise ValueError(kind)
         if kind in KINDS:
             self._groups[peer.group].receive(peer.rank, kind, facts, value, now)
-            return _message(peer, kind, {}, now) if kind == "claim" else None
-        return _message(peer, kind, facts, now)
+            if kind != "claim":
+                return None
+            facts = {}
+        return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
 
-    def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
+    def _introduce(self, peer: Peer, facts: dict[str, Any], now: float) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
         kind = facts["type"]
         if kind in VIEWS and peer.may_view:
-            return Message(-1, kind, {"viewer": peer}, time.monotonic())
+            return Message(-1, kind, {"viewer": peer}, now)
         rank = facts["rank"]
-        if type(rank) is not int or not 0 <= rank < self.world_size:
+        is_rank = type(rank) is int and 0 <= rank < self.world_size
+        if not is_rank or kind not in ("hello", *HANDED_OVER):
             raise ValueError(rank)
-        if kind not in ("hello", *HANDED_OVER):
-            raise ValueError(kind)
         role, proof = check_introduction(self.key, peer.challenge, facts)
         if kind != "hello":
             handed = {}
@@ -237,18 +235,10 @@ class ChannelServer:
                     raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
-            connection = self._forget(peer)
-            return Message(rank, kind, {**handed, "connection": connection}, time.monotonic())
-        self._admit(peer, rank, role)
-        peer.send(encode("received", proof=proof, group=peer.group))
-        self._groups[peer.group].enter(rank)
-        return None
-
-    def _admit(self, peer: Peer, rank: int, role: str) -> None:
-        """Let it into its group: that of the ranks, or that of all ranks' n-th scripts."""
+            return Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)
         if (rank in self._ranks) is (role == RANK):  # a second rank, or a script without its rank
             raise ValueError(rank)
-        number = 0
+        number = 0  # of its group: that of the ranks, or that of all ranks' n-th scripts
         if role == SCRIPT:
             if rank in self._scripts:
                 peer.send(encode("taken"))
@@ -259,8 +249,12 @@ class ChannelServer:
         if number == len(self._groups):
             self._groups.append(Group(self.world_size))
         self._groups[number].members[rank] = peer
-        peer.admit(rank, role, number, self.value_limit)
+        peer.rank, peer.role, peer.group, peer.limit = rank, role, number, self.value_limit
+        peer.lines.limit = self.value_limit + LINE_LIMIT
         del self._strangers[peer]
+        peer.send(encode("received", proof=proof, group=number))
+        self._groups[number].enter(rank)
+        return None
 
     def _drop(self, peer: Peer) -> None:
         self._forget(peer).close()
@@ -271,9 +265,6 @@ class ChannelServer:
             if peer.role == SCRIPT:
                 del self._scripts[peer.rank]
             del self._groups[peer.group].members[peer.rank]
-        return peer.release()
-
-
-def _message(peer: Peer, kind: str, facts: dict[str, Any], now: float) -> Message:
-    assert peer.rank is not None
-    return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
+        peer.is_open = False
+        self._selector.unregister(peer.connection)
+        return peer.connection

@@ -58,16 +58,11 @@ class Console:
     @property
     def facts(self) -> dict[str, Any]:
         """What a viewer is told of the job itself."""
-        return {
-            "pid": os.getpid(),
-            "name": self._name,
-            "age_s": time.time() - self._began_at,
-            "attempt": self.attempts,
-        }
+        age_s = time.time() - self._began_at
+        return {"pid": os.getpid(), "name": self._name, "age_s": age_s, "attempt": self.attempts}
 
 
 def open_console(name: str) -> Console:
-    """The console of the job with this name."""
     console = Console(name)
     for parent in _parents():
         if console.listener is None:
@@ -77,28 +72,24 @@ def open_console(name: str) -> Console:
 
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user, and those that dead ones have left."""
-    folders = [each for parent in _parents() for each in parent.glob(f"{_prefix()}*")]
-    return [folder / _SOCKET for folder in folders if _is_private(folder)]
+    found = []
+    for folder in (each for parent in _parents() for each in parent.glob(f"{_prefix()}*")):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            # Another user may make a folder of any name in /tmp.
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+            if is_private and stat.S_ISDIR(status.st_mode):
+                found.append(folder / _SOCKET)
+    return found
 
 
 def _parents() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    session = [Path(runtime)] if runtime.startswith("/") else []
-    return [*session, Path("/tmp")]
+    return [*([Path(runtime)] if runtime.startswith("/") else []), Path("/tmp")]
 
 
 def _prefix() -> str:
     return f"mpiddp-job-{os.getuid()}-"
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user that nobody else may enter."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    is_own = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return is_own and stat.S_ISDIR(found.st_mode)
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
