@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -29,12 +29,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # coreutils' timeout signals its child and then the child's process group, systemd and a closing terminal
 # do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
-_REPEAT_S = {signal.SIGINT: 0.3}
+_REPEAT_S: dict[int, float] = {signal.SIGINT: 0.3}
 _DEFAULT_REPEAT_S = 1.0
 
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
-
-Handler = Callable[[int, FrameType | None], object]
+_LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
 
 class TimedSelector(selectors.DefaultSelector):
@@ -56,14 +55,22 @@ class TimedSelector(selectors.DefaultSelector):
     def cancel(self, *events: object) -> None:
         self._timers = [timer for timer in self._timers if timer[1] not in events]
 
+    def cancel_all(self, but: object) -> None:
+        self._timers = [timer for timer in self._timers if timer[1] == but]
+
     @property
     def next_at(self) -> float:
         """The time of the next timer, infinity without one."""
         return self._timers[0][0] if self._timers else float("inf")
 
+    def ready(self, until: float) -> list[Any]:
+        """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
+        wait_s = min(until, self.next_at) - time.monotonic()
+        return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
+
     def due(self) -> Iterator[Any]:
         """The events of the timers that are over."""
-        while self._timers and self._timers[0][0] <= time.monotonic():
+        while self.next_at <= time.monotonic():
             yield self._timers.pop(0)[1]
 
 
@@ -75,10 +82,9 @@ class SignalQueue:
     """
 
     def __init__(self) -> None:
-        self._receiver, self.sender = os.pipe()
-        for file in (self._receiver, self.sender):
-            os.set_blocking(file, False)
+        self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._first_at: dict[int, float] = {}
+        self._interrupts = False
 
     def fileno(self) -> int:
         return self._receiver
@@ -87,6 +93,20 @@ class SignalQueue:
         os.close(self._receiver)
         os.close(self.sender)
 
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, whose number is in the queue already."""
+        if self._interrupts and number in STOP_SIGNALS:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within the body, a stop signal raises KeyboardInterrupt: it may block, as logins to hosts do."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
     def receive(self) -> list[int]:
         """The signals that are new. A stop signal that only repeats an equal one is left out."""
         with suppress(BlockingIOError):
@@ -94,11 +114,9 @@ class SignalQueue:
         return []
 
     def _is_new(self, number: int) -> bool:
-        if number not in STOP_SIGNALS:
-            return True
         now = time.monotonic()
         since = now - self._first_at.get(number, float("-inf"))
-        if since < _REPEAT_S.get(signal.Signals(number), _DEFAULT_REPEAT_S):
+        if number in STOP_SIGNALS and since < _REPEAT_S.get(number, _DEFAULT_REPEAT_S):
             return False
         self._first_at[number] = now
         return True
@@ -106,13 +124,12 @@ class SignalQueue:
     def has_stop(self, within_s: float) -> bool:
         """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
         deadline = time.monotonic() + within_s
-        while True:
-            if any(number in STOP_SIGNALS for number in self.receive()):
-                return True
+        while not any(number in STOP_SIGNALS for number in self.receive()):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
             select.select([self], [], [], left_s)
+        return True
 
 
 @contextmanager
@@ -124,39 +141,14 @@ def queued_signals() -> Iterator[SignalQueue]:
     queue = SignalQueue()
     numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     wakeup = signal.set_wakeup_fd(queue.sender, warn_on_full_buffer=False)
-    with _handled_by(_queue, [*numbers, signal.SIGCHLD]):
-        try:
-            yield queue
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            queue.close()
-
-
-def _queue(number: int, frame: FrameType | None) -> None:
-    """Handle a signal, whose number is in the queue."""
-
-
-@contextmanager
-def interrupting() -> Iterator[None]:
-    """Within the body, a stop signal raises KeyboardInterrupt: what it does may block, as logins to hosts."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _handled_by(
-        interrupt, [each for each in STOP_SIGNALS if signal.getsignal(each) == _queue]
-    ):
-        yield
-
-
-@contextmanager
-def _handled_by(handler: Handler, numbers: Sequence[int]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {each: signal.signal(each, queue.handle) for each in (*numbers, signal.SIGCHLD)}
     try:
-        yield
+        yield queue
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        queue.close()
 
 
 class ControlServer(ChannelServer):
@@ -168,7 +160,6 @@ class ControlServer(ChannelServer):
 
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
         self.selector = selector
-        secret = os.urandom(16).hex()
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         self._is_local = isinstance(where, Path)
         try:
@@ -182,12 +173,12 @@ class ControlServer(ChannelServer):
                 self._socket = socket.create_server((where, 0), family=family, backlog=1024)
                 shown = "{}:{}".format(*self._socket.getsockname()[:2])
         except OSError as error:
-            of, hint = "", ""
-            if not self._is_local:
-                of, hint = " of this machine", " Name another interface: --interface NAME"
-            raise cause_of(error)(
-                f"cannot listen on {where}{of} ({error.strerror}).{hint}"
-            ) from None
+            of, hint = " of this machine", " Name another interface: --interface NAME"
+            if self._is_local:
+                of = hint = ""
+            sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
+            raise cause_of(error)(sentence) from None
+        secret = os.urandom(16).hex()
         super().__init__(self._socket, secret, world_size, selector)
         self.settings = {ADDRESS: shown, SECRET: secret}  # the variables that the ranks need
 
@@ -201,13 +192,12 @@ class ControlServer(ChannelServer):
             self.send(rank, "stacks", to_script=rank in self._scripts)
         return self.connected
 
-    def request_stop(self, rank: int) -> None:
-        """Request a stop of the rank, if it is connected."""
-        if rank in self._scripts:
-            self.send(rank, "stop", to_script=True)
-            self.send(rank, "stopping")
-        else:
-            self.send(rank, "stop")
+    def request_stop(self, *ranks: int) -> None:
+        """Request a stop of these ranks, as far as they are connected."""
+        for rank in ranks:
+            if rank in self._scripts:
+                self.send(rank, "stop", to_script=True)
+            self.send(rank, "stopping" if rank in self._scripts else "stop")
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""

@@ -3,8 +3,8 @@
     caller -> launcher   call, with the function        rank -> launcher   function, answer
     launcher -> caller   answer, outcome                launcher -> rank   function, answer
 
-All are lines of the job channel. A rank waits until its answer is answered, so the launcher has it before the
-rank reports its end. The launcher never unpickles anything. Whoever does checks the MAC first.
+A rank waits until its answer is answered, so the launcher has it before the rank reports its end. The
+launcher never unpickles anything. Whoever does checks the MAC first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ _NO_LIMIT = 1 << 62  # between the caller and its own launcher
 
 
 class Exchange:
-    """The exchange of one job.
+    """The exchange of one job, whose function is as `mpiddp.spawning.pickled.pickled_call` makes it.
 
-    Args:
-        function: as `mpiddp.spawning.pickled.pickled_call` makes it; b"" for the job of a script.
-        limit: the most bytes of a pickled result.
-
-    Attributes:
-        results: of the ranks in the latest attempt, by rank: pickles in base64.
-        errors: the same, of what has ended the function.
+    limit: the most bytes of a pickled result.
     """
 
     def __init__(self, function: bytes = b"", limit: int = 0) -> None:
@@ -36,6 +30,7 @@ class Exchange:
         self._value_limit = max(VALUE_LIMIT, len(function), 2 * limit)  # base64 takes 4/3
         self._line = b""  # of the function
         self.world_size = 0
+        # In the latest attempt, by rank: pickles in base64.
         self.results: dict[int, bytes] = {}
         self.errors: dict[int, bytes] = {}
 
@@ -61,8 +56,7 @@ class Exchange:
 def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:
     """The messages between a caller and its launcher, each with its value, until the connection ends.
 
-    Raises:
-        OSError: it has ended.
+    Raises OSError if it has ended.
     """
     lines = Lines(_NO_LIMIT)
     while chunk := connection.recv(1 << 20):

@@ -19,13 +19,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import (
-    ControlServer,
-    SignalQueue,
-    TimedSelector,
-    interrupting,
-    queued_signals,
-)
+from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector, queued_signals
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
@@ -91,13 +85,14 @@ class Job:
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def run(self) -> Outcome:
-        outcome = self._attempt()
-        while planned := self.plan_next(outcome):
+        planned: Plan | Outcome | None = self.plan
+        while planned is not None:
             outcome = planned if isinstance(planned, Outcome) else self._attempt()
+            planned = self.plan_next(outcome)
         return outcome._replace(announcement=self.known)
 
     def _attempt(self) -> Outcome:
-        """Run the latest plan, and learn from it."""
+        """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
         try:
             outcome = self._run_mpirun()
         except (UserError, JobFailed) as error:
@@ -109,79 +104,9 @@ class Job:
         saved = self.grown_from is not None and self.may_grow and not outcome.made_steps
         if saved and outcome.code == INTERRUPTED:
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
-        self.learn_from(outcome)
         if outcome.made_steps:
             self.grown_from = None
-        return outcome
-
-    def _run_mpirun(self) -> Outcome:
-        """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
-        (starter, request, *_), options, job = self.plan, self.options, os.urandom(8).hex()
-        others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
-        has_scheduler = starter.kind.has_scheduler
-        ranks = Ranks(request.names_of_ranks)
-        world_size = ranks.world_size
-        search = partial(search_hosts, options, self.plan, self.past.doubts)
-        with ExitStack() as stack:
-            folder = stack.enter_context(private_folder(os.environ))
-            selector = stack.enter_context(TimedSelector())
-            # A container may have a /tmp of its own, without this launcher's socket.
-            has_path = not (others or has_scheduler or request.is_command)
-            where = folder / "control" if has_path else request.network.control_address
-            server = stack.enter_context(closing(ControlServer(where, world_size, selector)))
-            self.console.attempts += 1
-            if self.exchange is not None:
-                self.exchange.begin(server)
-            own = {JOB: job, **server.settings, OUTPUT: options.log_ranks}
-            settings, arguments = {**self._settings(), **own}, self.known.resume_args
-            command = starter.compose(request, arguments, settings, str(folder))
-            has_prefix = options.has_prefix(world_size)
-            output = JobOutput(world_size, has_prefix=has_prefix, shows_end=options.verbose)
-            mpirun = MpirunProcess(starter, command, output)
-            attempt = Attempt(
-                options,
-                ranks,
-                server,
-                mpirun,
-                output,
-                self.signals,
-                self.console,
-                stop_at=self.stop_at,
-                exchange=self.exchange,
-                search=search if self.may_grow else None,
-            )
-            is_all_shown = attempt.run()
-            printed = output.last_errors if is_all_shown else {}
-            elsewhere = {host.name for host in others}
-            beside = [rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere]
-            outcome = verdict(
-                ranks, mpirun.end, attempt.history, beside_mpirun=beside, printed=printed
-            )
-            if is_all_shown:
-                output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
-        if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
-            left = [host for host in others if host.name not in ranks.silent_hosts]
-            kill_orphans(left, job, request.job[0], request.hosts.transport)
-        return outcome
-
-    def _settings(self) -> dict[str, str]:
-        """The variables that tell the ranks which attempt this is, and what those before have announced."""
-        known = self.known
-        settings = {
-            RUN_ID: self.run_id,
-            RESTART_COUNT: str(self.restarts),
-            MAX_RESTARTS: str(self.options.max_restarts),
-        }
-        if known.global_batch_size is not None:
-            of_batch = ("global_batch_size", "world_size")
-            settings[ANNOUNCED] = json.dumps({name: getattr(known, name) for name in of_batch})
-        if known.run_dir:
-            settings[RUN_DIR] = known.run_dir
-        return settings
-
-    def learn_from(self, outcome: Outcome) -> None:
-        """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
-        plan, named = self.plan, self.plan.named
+        plan, named, doubts = self.plan, self.plan.named, dict(self.past.doubts)
         at_fault = key_of(outcome.host_at_fault, named) if outcome.host_at_fault else ""
         # Else its user or its input ended it.
         if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
@@ -190,11 +115,68 @@ class Job:
                 used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
                 failed={at_fault: outcome.sentence} if at_fault else {},
             )
-        doubts = dict(self.past.doubts)
         if at_fault and at_fault == self.at_fault:
             doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
         self.past = Past(doubts, self.past.enough, self.known.max_ranks)
+        return outcome
+
+    def _run_mpirun(self) -> Outcome:
+        """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
+        (starter, request, *_), options, known = self.plan, self.options, self.known
+        others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
+        has_scheduler, job = starter.kind.has_scheduler, os.urandom(8).hex()
+        ranks = Ranks(request.names_of_ranks)
+        search = partial(search_hosts, options, self.plan, self.past.doubts)
+        settings = {
+            JOB: job,
+            OUTPUT: options.log_ranks,
+            RUN_ID: self.run_id,
+            RESTART_COUNT: str(self.restarts),
+            MAX_RESTARTS: str(options.max_restarts),
+        }
+        if known.global_batch_size is not None:
+            of_batch = ("global_batch_size", "world_size")
+            settings[ANNOUNCED] = json.dumps({name: getattr(known, name) for name in of_batch})
+        if known.run_dir:
+            settings[RUN_DIR] = known.run_dir
+        with ExitStack() as stack:
+            folder = stack.enter_context(private_folder(os.environ))
+            selector = stack.enter_context(TimedSelector())
+            # A container may have a /tmp of its own, without this launcher's socket.
+            has_path = not (others or has_scheduler or request.is_command)
+            where = folder / "control" if has_path else request.network.control_address
+            server = ControlServer(where, ranks.world_size, selector)
+            stack.enter_context(closing(server))
+            self.console.attempts += 1
+            if self.exchange is not None:
+                self.exchange.begin(server)
+            settings |= server.settings
+            command = starter.compose(request, known.resume_args, settings, str(folder))
+            has_prefix = options.has_prefix(ranks.world_size)
+            output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
+            mpirun = MpirunProcess(starter, command, output)
+            own = (self.signals, self.console, self.stop_at, self.exchange)
+            attempt = Attempt(
+                options, ranks, server, mpirun, output, *own, search if self.may_grow else None
+            )
+            is_all_shown = attempt.run()
+            elsewhere = {host.name for host in others}
+            outcome = verdict(
+                ranks,
+                mpirun.end,
+                attempt.history,
+                beside_mpirun=[
+                    rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere
+                ],
+                printed=output.last_errors if is_all_shown else {},
+            )
+            if is_all_shown:
+                output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
+        if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
+            left = [host for host in others if host.name not in ranks.silent_hosts]
+            kill_orphans(left, job, request.job[0], request.hosts.transport)
+        return outcome
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -247,19 +229,20 @@ class Job:
         """
         if self._must_stop(pause_s):
             return interrupted
+        planned: Plan | Outcome
         try:
-            with interrupting():
+            with self.signals.interrupting():
                 forget_addresses()
                 try:
                     self.named = read_hosts(self.options, os.environ, is_first=False)
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
-                plan = make_plan(self.options, os.environ, self.named, self.past)
+                planned = make_plan(self.options, os.environ, self.named, self.past)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:
-            return interrupted if self._must_stop() else Outcome(FAILED, str(error))
-        return interrupted if self._must_stop() else plan
+            planned = Outcome(FAILED, str(error))
+        return interrupted if self._must_stop() else planned
 
     def _begin_again(self, plan: Plan, count: str = "") -> Plan:
         """Let the next attempt run this plan, and say so."""

@@ -1,7 +1,7 @@
 """Start and stop mpirun and all that it starts, and leave nothing behind, here and on the other hosts.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
-mpirun's orphans, so that none of them outlives the job.
+mpirun's orphans, so that none of them outlives the job. Those that have ended stay defunct until it ends.
 """
 
 from __future__ import annotations
@@ -11,20 +11,14 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.processes import (
-    adopt_orphans,
-    descendants,
-    end_all,
-    signal_all,
-    signal_at_parents_end,
-)
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
 from mpiddp.hosts.remote import program_with
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import Transport
@@ -72,7 +66,7 @@ class MpirunProcess:
             self._process = subprocess.Popen(
                 command.argv,
                 env={**with_own_folder(starter.program, os.environ), **command.settings},
-                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.stdin`
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `output`
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -91,23 +85,8 @@ class MpirunProcess:
 
     @property
     def end(self) -> MpirunEnd:
-        """How it ended, once it has."""
         kind, code = self.starter.kind, self._process.returncode
         return MpirunEnd(self.starter.program.name, code, kind.proves_signals, self._was_ended)
-
-    def reap_adopted(self) -> None:
-        """Collect the adopted orphans that have ended.
-
-        These are in mpirun's session or in one of their own. In this process's session are the programs that
-        it has started itself, as `--grow` does, and waits for elsewhere.
-        """
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with suppress(ChildProcessError, ProcessLookupError):
-            while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != self._process.pid:
-                is_own = os.getsid(ended.si_pid) == os.getsid(0)
-                if is_own and ended.si_pid not in self._strangers:
-                    return
-                os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
@@ -124,28 +103,17 @@ class MpirunProcess:
         The ranks' agents end by themselves, once they have sent what the ranks wrote.
         """
         self._was_ended = True
-        signal_all(self._left, signal.SIGKILL)
+        signal_all(self.left, signal.SIGKILL)
 
-    def end_orphans(self, grace_s: float) -> Collection[int]:
-        """End the job's remaining processes on this host: SIGTERM, and SIGKILL after `grace_s`.
-
-        Returns the processes that cannot be killed.
-        """
-        return end_all(self._left, grace_s=grace_s)
+    def left(self) -> list[int]:
+        """The job's processes on this host, without the ranks' agents."""
+        found = descendants(os.getpid(), but=self._strangers)
+        return [pid for pid, name in found.items() if name != OUTPUT_PROCESS]
 
     def agents(self) -> list[int]:
-        """The ranks' agents that still run on this host."""
-        return [pid for pid, name in self._found().items() if name == OUTPUT_PROCESS]
-
-    def kill_agents(self) -> None:
-        signal_all(self.agents, signal.SIGKILL)
-
-    def _left(self) -> list[int]:
-        """The job's processes on this host, without the ranks' agents, which may have output to send."""
-        return [pid for pid, name in self._found().items() if name != OUTPUT_PROCESS]
-
-    def _found(self) -> dict[int, str]:
-        return descendants(os.getpid(), but=self._strangers)
+        """The ranks' agents that still run on this host. They may have output to send."""
+        found = descendants(os.getpid(), but=self._strangers)
+        return [pid for pid, name in found.items() if name == OUTPUT_PROCESS]
 
 
 @contextmanager
@@ -188,9 +156,9 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
     """
     if not transport.is_installed:
         return
-    answers = run_on_hosts(
-        hosts, python, remote_program(job), timeout_s=ORPHANS_S, transport=transport
-    )
+    mark = f"{JOB}={job}".encode()
+    program = program_with((processes,), _KILL.format(module=processes.__name__, mark=mark))
+    answers = run_on_hosts(hosts, python, program, timeout_s=ORPHANS_S, transport=transport)
     for host, answer in answers.items():
         if answer.exit_code != 0:
             log.info(
@@ -199,9 +167,3 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
             )
         elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
             log.info(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
-
-
-def remote_program(job: str) -> str:
-    """The program that kills the processes of `job` on its host, and prints their pids."""
-    mark = f"{JOB}={job}".encode()
-    return program_with((processes,), _KILL.format(module=processes.__name__, mark=mark))

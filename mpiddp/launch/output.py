@@ -6,11 +6,14 @@ reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee l
 
 One thread reads all of it and writes everything, the launcher's own sentences too. So a slow reader slows the
 ranks, and never the event loop, which has to stop the job in time.
+
+Another thread sends stdin to rank 0, over a connection of its own, to its end. mpirun gets none of it: Open
+MPI 5 never passes its end on, Open MPI forgets it once a rank's own stdout and stderr have ended, and Slurm
+gives it to every rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -18,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -25,14 +29,13 @@ from typing import IO
 from mpiddp.launch import log
 from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.screen import Screen, Source
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS
+from mpiddp.protocol.messages import FRAME, GO, LONGEST_LINE, STREAMS, notice_silence
 from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
-_TICK_S = 0.25
-_HELD_S = 1.0  # for which mpirun's text waits, in case that it is about the end of a rank
 _TAIL = 1 << 16  # bytes of stderr that are kept, of all ranks
 _LATEST = 256  # bytes that are kept of what each rank has written last
+_BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
 
 def open_closed_streams() -> None:
@@ -42,18 +45,17 @@ def open_closed_streams() -> None:
     os.close(descriptor)
 
 
-@dataclass(eq=False)
-class _Stream:
+@dataclass(eq=False, kw_only=True)
+class _Stream(Source):
     """A stream of a rank, which comes in frames, or what mpirun itself writes (MPIRUN).
 
-    `buffer`: the beginning of a frame that is not complete, or what mpirun has written since `since`.
+    `buffer`: the beginning of a frame that is not complete, or what mpirun has written since the job began to
+    end.
     """
 
     file: socket.socket | IO[bytes]
     number: int
-    source: Source
     buffer: bytearray = field(default_factory=bytearray)
-    since: float = 0.0
 
 
 class JobOutput:
@@ -67,10 +69,13 @@ class JobOutput:
         self, world_size: int, *, has_prefix: bool = False, shows_end: bool = False
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
-        self._screens = _screens(world_size)
+        stdout, stderr = (Screen(each, STREAMS[each], is_shared=world_size > 1) for each in (1, 2))
+        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
+        self._screens = {1: stdout, 2: stdout if is_one else stderr}
         self._of_mpirun: list[_Stream] = []
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
-        self._sentences: deque[str] = deque()  # that are not shown yet
+        self._said: dict[str, str] = {}  # the sentences of the launcher, by what they are about
+        self._sentences: deque[str] = deque()  # of these, that are not shown yet
         self._status: Sequence[str] = []
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
@@ -78,6 +83,7 @@ class JobOutput:
         self._has_begun_to_end = self._is_ending = False
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
+        self._input: socket.socket | None = None  # of rank 0, which another thread writes
         self._thread = threading.Thread(target=self._copy, daemon=True)
 
     def begin(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
@@ -86,7 +92,7 @@ class JobOutput:
         self._poll.register(self._wake, select.EPOLLIN)
         for number, file in ((1, stdout), (2, stderr)):
             os.set_blocking(file.fileno(), False)
-            self._of_mpirun.append(_Stream(file, number, Source(MPIRUN)))
+            self._of_mpirun.append(_Stream(rank=MPIRUN, file=file, number=number))
             self._register(self._of_mpirun[-1])
         self._thread.start()
 
@@ -96,17 +102,27 @@ class JobOutput:
             connection.close()
             return
         connection.setblocking(False)
-        prefix = f"[rank {rank} {escaped(host)}] ".encode(errors="backslashreplace")
-        source = Source(rank, prefix if self._has_prefix else b"")
-        self._register(_Stream(connection, stream, source))
+        text = f"[rank {rank} {escaped(host)}] " if self._has_prefix else ""
+        prefix = text.encode(errors="backslashreplace")
+        self._register(_Stream(rank=rank, prefix=prefix, file=connection, number=stream))
+
+    def send_stdin(self, connection: socket.socket) -> None:
+        """Send stdin to rank 0, which reads this connection. A later attempt goes on where this one stops."""
+        self._input = connection
+        threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
 
     def _register(self, stream: _Stream) -> None:
         self._streams[stream.file.fileno()] = stream
         self._poll.register(stream.file, select.EPOLLIN)
 
-    def log(self, sentence: str, *, is_error: bool = False) -> None:
-        """Print a sentence of the launcher on stderr, on a line of its own. `--quiet` leaves errors alone."""
-        if is_error or not log.is_quiet:
+    def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
+        """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`.
+
+        `--quiet` leaves errors alone.
+        """
+        is_new = (about or sentence) not in self._said
+        self._said.setdefault(about or sentence, sentence)
+        if is_new and (is_error or not log.is_quiet):
             self._sentences.append(sentence)
             os.eventfd_write(self._wake, 1)
 
@@ -136,12 +152,12 @@ class JobOutput:
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
     def _of_ranks(self) -> list[_Stream]:
-        return [each for each in list(self._streams.values()) if each.source.rank >= 0]
+        return [each for each in list(self._streams.values()) if each.rank >= 0]
 
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
-        return sorted({each.source.rank for each in self._of_ranks()})
+        return sorted({each.rank for each in self._of_ranks()})
 
     @property
     def idle_s(self) -> float:
@@ -162,17 +178,21 @@ class JobOutput:
     def give_up(self) -> None:
         """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
         for each in self._of_ranks():
-            with contextlib.suppress(OSError):  # it has ended
+            with suppress(OSError):  # it has ended
                 assert isinstance(each.file, socket.socket)
                 each.file.shutdown(socket.SHUT_RDWR)
 
-    def finish(self) -> None:
-        """No process of the job is left: end after what mpirun's pipes still hold. Does not wait."""
+    def finish(self, within_s: float) -> bool:
+        """No process of the job is left: end after what mpirun's pipes still hold.
+
+        Returns:
+            Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it.
+        """
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
-
-    def is_finished(self, within_s: float) -> bool:
-        """Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it."""
+        if self._input is not None:
+            with suppress(OSError):  # it has ended
+                self._input.shutdown(socket.SHUT_RDWR)
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -183,40 +203,38 @@ class JobOutput:
         """
         left_out = b""
         for stream in self._of_mpirun:
-            if is_said and self._has_begun_to_end and not self._shows_end:
+            if is_said and not self._shows_end:
                 left_out += stream.buffer
             elif stream.buffer.strip():
-                self._show_mpirun(stream)
+                self._screens[stream.number].show(stream, bytes(stream.buffer))
         for screen in set(self._screens.values()):
             screen.close()
         self._poll.close()
         os.close(self._wake)
-        if not left_out or log_dir is None:
-            return
-        path = Path(log_dir, "mpirun.log")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(left_out)
-        except OSError as error:
-            log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
+        if left_out and log_dir is not None:
+            path = Path(log_dir, "mpirun.log")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(left_out)
+            except OSError as error:
+                log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
 
     # --- the thread ---
 
     def _copy(self) -> None:
         while not self._is_ending:
             self._busy_since = None
-            holds_text = any(each.buffer for each in self._of_mpirun) and not self._has_begun_to_end
-            ready = self._poll.poll(_TICK_S if holds_text else None)
+            ready = self._poll.poll()
             self._busy_since = time.monotonic()
             for file, _ in ready:
                 if file == self._wake:
                     os.eventfd_read(file)
-                elif not self._take(self._streams[file]):
+                    continue
+                if not self._take(self._streams[file]):
                     self._end(self._streams.pop(file))
-            self._say()
-            if any(file != self._wake for file, _ in ready):
                 self._copied_at = time.monotonic()
+            self._say()
         for stream in self._of_mpirun:
             while self._take(stream, is_last=True):
                 pass
@@ -227,11 +245,6 @@ class JobOutput:
         self._say()
 
     def _say(self) -> None:
-        """Show what the launcher itself says, and what mpirun has written a while ago."""
-        for stream in self._of_mpirun:
-            is_old = time.monotonic() - stream.since >= _HELD_S
-            if stream.buffer and is_old and not self._has_begun_to_end:
-                self._show_mpirun(stream)
         screen = self._screens[2]
         while self._sentences:
             screen.show_lines(log.line(self._sentences.popleft()))
@@ -247,39 +260,35 @@ class JobOutput:
             return False
         if not chunk:
             return False
-        stream.since = stream.since if stream.buffer else time.monotonic()
         stream.buffer += chunk
-        if stream.source.rank >= 0:
-            return self._show_frames(stream)
-        self._note(stream, chunk)
-        if len(stream.buffer) > _TAIL:
-            self._show_mpirun(stream)
+        if stream.rank < 0:
+            self._note(stream, chunk)
+            if not self._has_begun_to_end or len(stream.buffer) > _TAIL:
+                self._screens[stream.number].show(stream, bytes(stream.buffer))
+                stream.buffer.clear()
+            return True
+        begin = FRAME.size
+        while len(stream.buffer) >= begin:
+            end = begin + FRAME.unpack_from(stream.buffer)[0]
+            if end > LONGEST_LINE + 2 * _CHUNK:
+                return False
+            if len(stream.buffer) < end:
+                break
+            text = bytes(stream.buffer[begin:end])
+            self._note(stream, text)
+            self._screens[stream.number].show(stream, text)
+            del stream.buffer[:end]
         return True
 
     def _end(self, stream: _Stream) -> None:
         self._poll.unregister(stream.file)
-        if stream.source.rank >= 0:
+        if stream.rank >= 0:
             stream.file.close()
-            self._screens[stream.number].end(stream.source)
-
-    def _show_frames(self, stream: _Stream) -> bool:
-        """Show the frames that are complete. Whether the connection follows the protocol."""
-        buffer, begin = stream.buffer, FRAME.size
-        while len(buffer) >= begin:
-            end = begin + FRAME.unpack_from(buffer)[0]
-            if end > LONGEST_LINE + 2 * _CHUNK:
-                return False
-            if len(buffer) < end:
-                break
-            text = bytes(buffer[begin:end])
-            self._note(stream, text)
-            self._screens[stream.number].show(stream.source, text)
-            del buffer[:end]
-        return True
+            self._screens[stream.number].end(stream)
 
     def _note(self, stream: _Stream, text: bytes) -> None:
         """Keep the end of what is printed."""
-        rank = stream.source.rank
+        rank = stream.rank
         if rank == MPIRUN and self._has_begun_to_end:
             rank = MPIRUN_AT_END
         self.latest[rank] = text[-_LATEST:]
@@ -289,14 +298,28 @@ class JobOutput:
             while self._tail_size > _TAIL:
                 self._tail_size -= len(self._tail.popleft()[1])
 
-    def _show_mpirun(self, stream: _Stream) -> None:
-        self._screens[stream.number].show(stream.source, bytes(stream.buffer))
-        stream.buffer.clear()
+
+def _send_stdin(connection: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(0, select.POLLIN)
+    with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
+        connection.setblocking(True)
+        notice_silence(connection, is_read_slowly=True)
+        if connection.recv(len(GO)) != GO:
+            return
+        while connection.fileno() not in dict(poll.poll()):
+            if _is_in_background():
+                time.sleep(_BACKGROUND_S)
+            elif chunk := os.read(0, _CHUNK):
+                connection.sendall(chunk)
+            else:
+                return
 
 
-def _screens(world_size: int) -> dict[int, Screen]:
-    """Where each stream is shown. They share a screen if stdout and stderr lead to one place."""
-    first, second = os.fstat(1), os.fstat(2)
-    is_one = (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
-    stdout, is_shared = Screen(1, STREAMS[1], is_shared=world_size > 1), world_size > 1
-    return {1: stdout, 2: stdout if is_one else Screen(2, STREAMS[2], is_shared=is_shared)}
+def _is_in_background() -> bool:
+    """Whether a shell runs this process by `&`. A process that reads its terminal's input then is stopped."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no terminal
+        return False

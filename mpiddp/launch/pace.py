@@ -46,7 +46,7 @@ class Pace:
     def __init__(self) -> None:
         self.memory = 0  # of the process, in bytes
         self._samples: deque[_Sample] = deque()
-        self._phases: Mapping[str, float] = {}  # totals of the latest report of them
+        self._phases = (0.0, 0.0)  # steps and own time by the latest report of phases
         self._own_s: float | None = None  # of a step, by the latest two reports of phases
 
     def add(self, at: float, facts: Mapping[str, Any]) -> None:
@@ -60,10 +60,11 @@ class Pace:
             samples.popleft()
         phases = facts.get("phases", {})
         if phases.get("waiting"):
-            before, self._phases = self._phases, phases
-            if (steps := phases["steps"] - before.get("steps", 0)) > 0:
-                own = phases.keys() - {"waiting", "steps"}
-                self._own_s = sum(phases[name] - before.get(name, 0.0) for name in own) / steps
+            own_s = sum(phases[name] for name in phases.keys() - {"waiting", "steps"})
+            steps_before, own_before = self._phases
+            if (steps := phases["steps"] - steps_before) > 0:
+                self._own_s = (own_s - own_before) / steps
+            self._phases = phases["steps"], own_s
 
     @property
     def step_time(self) -> StepTime | None:

@@ -45,6 +45,7 @@ class Ranks:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts
+        self.world_size = len(hosts)
         self.started: dict[int, dict[str, Any]] = {}
         self.joining: set[int] = set()
         self.in_mpi_init: set[int] = set()
@@ -67,42 +68,46 @@ class Ranks:
         self.announcement = NOTHING_ANNOUNCED
 
     def note(self, message: Message) -> None:
-        rank, facts = message.rank, message.facts
-        if message.from_script and message.kind in ("done", "failed", "lost"):
-            self._note_end_of_script(message)
+        rank, kind, facts, at, is_of_script = message
+        # Only the rank knows whether its command succeeds: it may start the script again.
+        if is_of_script and kind in ("done", "failed", "lost"):
+            self._note_saving(message, is_saving=False)
+            if kind == "failed":
+                self.script_failures[rank] = message
+            elif kind == "done":
+                self.script_failures.pop(rank, None)
             return
-        match message.kind:
+        is_stop = kind == "failed" and facts["code"] == STOPPED and rank in self.stopped
+        if is_stop or kind in ("done", "exited"):
+            self.done[rank] = at
+            self._note_saving(message, is_saving=False)
+        match kind:
             case "started":
                 self.started[rank] = facts
-            case "joining":
-                self.joining.add(rank)
+            case "joining" | "supports_stop" | "exited":
+                getattr(self, kind).add(rank)
             case "mpi_init" if facts["active"]:
                 self.in_mpi_init.add(rank)
             case "mpi_init":
                 self.in_mpi_init.discard(rank)
-            case "supports_stop":
-                self.supports_stop.add(rank)
             case "progress":
                 if self.steps.get(rank, (-1, 0.0))[0] != facts["step"]:  # it may begin anew
-                    self.steps[rank] = (facts["step"], message.at)
-                self.paces.setdefault(rank, Pace()).add(message.at, facts)
+                    self.steps[rank] = (facts["step"], at)
+                self.paces.setdefault(rank, Pace()).add(at, facts)
                 if rank == 0:
                     self.shown.update(facts.get("shown", {}))
             case "stacks":
                 self.stacks[rank] = facts
-                if message.from_script or rank not in self.steps:
-                    self.held.discard(rank)
-                else:
-                    self.held.add(rank)
+                is_held = not is_of_script and rank in self.steps
+                (self.held.add if is_held else self.held.discard)(rank)
             case "log":
                 self.logs[rank] = facts["path"]
             case "announce":
-                self.announcement = Announcement(
-                    tuple(facts["resume_args"]),
-                    facts["global_batch_size"],
-                    facts["max_ranks"],
-                    self.announcement.run_dir,
-                    self.world_size,
+                self.announcement = self.announcement._replace(
+                    resume_args=tuple(facts["resume_args"]),
+                    global_batch_size=facts["global_batch_size"],
+                    max_ranks=facts["max_ranks"],
+                    world_size=self.world_size,
                 )
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
@@ -112,35 +117,14 @@ class Ranks:
                 self.stopped.add(rank)
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "claim":
-                self.claimed_at[rank] = message.at
-            case "done" | "exited":
-                self._note_done(message)
-                if message.kind == "exited":
-                    self.exited.add(rank)
-            case "failed" if facts["code"] == STOPPED and rank in self.stopped:
-                self._note_done(message)
+                self.claimed_at[rank] = at
             case "failed" | "lost" if rank not in self.done:
-                self.failures.setdefault(rank, self._explained(message))
+                reason = self.script_failures.get(rank)
+                if reason and kind == "failed":
+                    explained = {**reason.facts, "code": facts["code"]}
+                    message = message._replace(facts=explained, at=reason.at)
+                self.failures.setdefault(rank, message)
                 self._note_saving(message, is_saving=False)
-
-    def _note_done(self, message: Message) -> None:
-        self.done[message.rank] = message.at
-        self._note_saving(message, is_saving=False)
-
-    def _note_end_of_script(self, message: Message) -> None:
-        """Only its rank knows whether the command succeeds: it may start the script again."""
-        self._note_saving(message, is_saving=False)
-        if message.kind == "failed":
-            self.script_failures[message.rank] = message
-        elif message.kind == "done":
-            self.script_failures.pop(message.rank, None)
-
-    def _explained(self, message: Message) -> Message:
-        """A rank's report with the reason of its script, if that has failed."""
-        reason = self.script_failures.get(message.rank)
-        if reason is None or message.kind != "failed":
-            return message
-        return message._replace(facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
 
     def _note_saving(self, message: Message, *, is_saving: bool) -> None:
         if is_saving:
@@ -148,10 +132,6 @@ class Ranks:
         elif message.rank in self.saving:
             self.saving.remove(message.rank)
             self.last_saved_at = message.at
-
-    @property
-    def world_size(self) -> int:
-        return len(self.hosts)
 
     @property
     def missing(self) -> list[int]:
@@ -172,6 +152,12 @@ class Ranks:
     @property
     def all_done(self) -> bool:
         return len(self.done) == self.world_size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the job can use no more ranks."""
+        most = self.announcement.max_ranks
+        return most is not None and self.world_size >= most
 
     @property
     def why_not_resumable(self) -> str:

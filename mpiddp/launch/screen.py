@@ -1,8 +1,8 @@
 """Where the launcher's stdout or stderr leads to: a terminal, a file or a pipe, which many sources share.
 
-The bytes of a job of one rank pass as they come, with its prefix at the beginning of each line. Of several
-ranks, only whole lines pass, and a line that is still open is shown below all others on a terminal. A
-line that a rank has drawn over and over, with "\\r", is shown as it looks in the end.
+The bytes of a job of one rank pass as they come. Of several ranks, and behind a prefix, only whole lines
+pass, and a line that is still open is shown below all others on a terminal. A line that a rank has drawn over
+and over, with "\\r", is shown as it looks in the end.
 
 A terminal also has a status below all lines, while no other line is open there.
 """
@@ -10,7 +10,6 @@ A terminal also has a status below all lines, while no other line is open there.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +21,6 @@ _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
-_REDRAWN = re.compile(rb"\r(?!\n)")
 
 
 @dataclass(eq=False)
@@ -47,22 +45,35 @@ class Screen:
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._is_gone = self._has_complained = False
-        self._at: Source | None = None  # whose open line the cursor is in, unless it is shared
-        self._open: set[Source] = set()  # with an open line, if it is shared
+        self._at: Source | None = None  # whose open line the cursor is in
+        self._open: set[Source] = set()  # with an open line that waits for its end
         self._status: list[bytes] = []
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
 
     def show(self, source: Source, text: bytes) -> None:
-        """Show what a source has written."""
-        if self._is_shared:
-            self._show_lines(source, text)
-        else:
-            self._pass_on(source, text)
+        if not self._is_shared and not source.prefix:
+            # The two streams of a single rank mix as they would without a launcher.
+            is_other = self._at is not None and self._at.rank != source.rank
+            self._at = None if text.endswith(b"\n") else source
+            self._draw((b"\n" if is_other else b"") + text)
+            return
+        source.line += text
+        end = source.line.rfind(b"\n") + 1
+        if not end and len(source.line) >= LONGEST_LINE:
+            source.line += b"\n"
+            end = len(source.line)
+        lines = bytes(source.line[:end])
+        del source.line[:end]
+        (self._open.add if source.line else self._open.discard)(source)
+        if b"\r" in lines:
+            lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
+        prefix = source.prefix
+        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
     def end(self, source: Source) -> None:
         """A source has ended. Its open line is shown as it is."""
         if source in self._open:
-            self._show_lines(source, b"\n")
+            self.show(source, b"\n")
 
     def show_lines(self, lines: bytes) -> None:
         """Show whole lines above the open line that is drawn, or below the one that the cursor is in."""
@@ -83,35 +94,6 @@ class Screen:
             self.end(source)
         if self.is_terminal:
             self.show_lines(b"")
-
-    def _pass_on(self, source: Source, text: bytes) -> None:
-        begin = b""
-        if self._at is not source:
-            # The two streams of a single rank mix as they would without a launcher.
-            is_other = self._at is not None and (source.prefix or self._at.rank != source.rank)
-            begin = (b"\n" if is_other else b"") + source.prefix
-        self._at = None if text.endswith(b"\n") else source
-        if source.prefix:
-            text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
-            text = _REDRAWN.sub(b"\r" + source.prefix, text)
-        self._draw(begin + text)
-
-    def _show_lines(self, source: Source, text: bytes) -> None:
-        source.line += text
-        end = source.line.rfind(b"\n") + 1
-        if not end and len(source.line) >= LONGEST_LINE:
-            source.line += b"\n"
-            end = len(source.line)
-        lines = bytes(source.line[:end])
-        del source.line[:end]
-        if source.line:
-            self._open.add(source)
-        else:
-            self._open.discard(source)
-        if b"\r" in lines:
-            lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
-        prefix = source.prefix
-        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
     def _draw(self, text: bytes) -> None:
         """Write text, and draw the open line of the lowest rank and the status below it on a terminal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mpiddp.launch.ranks import Ranks
@@ -21,40 +21,30 @@ def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list
     """
     if not ranks.steps:
         return []
-    return [_training(ranks), _machines(ranks, attempt, straggler, now)]
-
-
-def _training(ranks: Ranks) -> str:
     step, shown = ranks.newest_step, dict(ranks.shown)
     total = shown.pop("total", None)
     has_total = type(total) is int and total >= max(step, 1)
-    parts = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
+    training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
     times = [time.step_s for pace in ranks.paces.values() if (time := pace.step_time)]
     if times:
-        step_s = max(times)
-        parts.append(f"{1 / step_s:.3g} steps/s")
+        training.append(f"{1 / max(times):.3g} steps/s")
         if has_total and step < total:
-            parts.append(f"{duration((total - step) * step_s)} left")
-    names = sorted(shown, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    for name in names:
+            training.append(f"{duration((total - step) * max(times))} left")
+    for name in sorted(shown, key=lambda name: [*_FIRST, name].index(name)):
         value = shown[name]
-        parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
-    return escaped("  ".join(parts))
-
-
-def _machines(ranks: Ranks, attempt: int, straggler: str, now: float) -> str:
-    hosts = len(set(ranks.hosts))
-    parts = [f"{counted(ranks.world_size, 'rank')} on {counted(hosts, 'host')}"]
+        training.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    hosts = counted(len(set(ranks.hosts)), "host")
+    machines = [f"{counted(ranks.world_size, 'rank')} on {hosts}"]
     if attempt > 1:
-        parts.append(f"attempt {attempt}")
-    parts.append(f"{size_text(max(pace.memory for pace in ranks.paces.values()))} a rank")
+        machines.append(f"attempt {attempt}")
+    machines.append(f"{size_text(max(pace.memory for pace in ranks.paces.values()))} a rank")
     if straggler:
-        parts.append(straggler.partition(":")[0])
+        machines.append(straggler.partition(":")[0])
     if ranks.saving:
-        parts.append("saving")
+        machines.append("saving")
     elif ranks.last_saved_at:
-        parts.append(f"saved {duration(now - ranks.last_saved_at)} ago")
-    return escaped("  ".join(parts))
+        machines.append(f"saved {duration(now - ranks.last_saved_at)} ago")
+    return [escaped("  ".join(training)), escaped("  ".join(machines))]
 
 
 def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
@@ -62,9 +52,9 @@ def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str
 
     `latest` is the end of what each rank has written.
     """
-    table = []
-    for rank in range(ranks.world_size):
-        table.append({**_rank_facts(ranks, rank, now), "line": _last_line(latest.get(rank, b""))})
+    table = [
+        _rank_facts(ranks, rank, latest.get(rank, b""), now) for rank in range(ranks.world_size)
+    ]
     return {
         "ranks": table,
         "step": ranks.newest_step if ranks.steps else None,
@@ -72,12 +62,23 @@ def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str
     }
 
 
-def _rank_facts(ranks: Ranks, rank: int, now: float) -> dict[str, Any]:
+def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str, Any]:
+    states: dict[str, Collection[int]] = {
+        "failed": ranks.failures,
+        "done": ranks.done,
+        "saving": ranks.saving,
+        "running": ranks.joining,
+        "joining": ranks.started,
+    }
+    # Of the last line that is not empty, what a terminal shows.
+    lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
+    line = next((line for line in reversed(lines) if line.strip()), "")
     facts = {
         "rank": rank,
         "host": ranks.host_of(rank),
         "pid": ranks.started.get(rank, {}).get("pid"),
-        "state": _state(ranks, rank),
+        "state": next((state for state, of in states.items() if rank in of), "starting"),
+        "line": escaped(line[-_LONGEST_LINE:]),
     }
     if rank in ranks.steps:
         step, since = ranks.steps[rank]
@@ -89,22 +90,3 @@ def _rank_facts(ranks: Ranks, rank: int, now: float) -> dict[str, Any]:
             facts |= {"rate": 1 / step_s, "own_s": own_s, "wait_s": max(0.0, step_s - own_s)}
             facts["cores"] = cpu_s / step_s
     return facts
-
-
-def _state(ranks: Ranks, rank: int) -> str:
-    for state, members in (
-        ("failed", ranks.failures),
-        ("done", ranks.done),
-        ("saving", ranks.saving),
-        ("running", ranks.joining),
-        ("joining", ranks.started),
-    ):
-        if rank in members:
-            return state
-    return "starting"
-
-
-def _last_line(text: bytes) -> str:
-    """The last line that is not empty, as a terminal shows it."""
-    lines = text.decode(errors="replace").replace("\r", "\n").split("\n")
-    return escaped(next((line for line in reversed(lines) if line.strip()), "")[-_LONGEST_LINE:])

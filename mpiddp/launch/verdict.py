@@ -13,7 +13,6 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,10 +105,8 @@ class Outcome(NamedTuple):
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
-        say = log.info if self.code in (DONE, STOPPED) else log.error
-        for sentence in (self.sentence, self.known_cause):
-            if sentence:
-                say(sentence)
+        for sentence in filter(None, (self.sentence, self.known_cause)):
+            (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)
 
     @property
     def resumes(self) -> bool:
@@ -131,7 +128,7 @@ def verdict(
     beside_mpirun: the ranks on mpirun's own host. printed: the last lines on stderr of each rank, MPIRUN and
     MPIRUN_AT_END.
     """
-    first = min(ranks.failures.values(), key=partial(_began, ranks), default=None)
+    first = min(ranks.failures.values(), key=lambda each: _began(ranks, each), default=None)
     found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
         stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.steps)
     )
@@ -163,7 +160,8 @@ def _judge(
 ) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     # Some ranks may have had less to do than others, and finished before the request.
-    if ranks.all_done and ranks.stopped:
+    all_done = ranks.all_done
+    if all_done and ranks.stopped:
         return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
@@ -174,25 +172,27 @@ def _judge(
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
         if has_reason and first.rank in ranks.supports_stop:
             return _of_failure(ranks, mpirun, first)
-    if history.is_requested and not (ranks.all_done and ranks.supports_stop):
+    if history.is_requested and not (all_done and ranks.supports_stop):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
-    if ranks.all_done:
+    if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
+    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
+    if mpirun.code < 0:
+        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    elif mpirun.rank_signal:
+        cause = f"a rank was killed by {mpirun.rank_signal}"
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
-    if mpirun.code < 0 and not mpirun.was_ended and not has_said_why:
-        return _by_mpirun(mpirun)
-    if first is not None:
+    if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
         if name := _signal_of_mpirun(ranks, mpirun, beside_mpirun):
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
-    if mpirun.code == DONE and not ranks.started:
-        sentence = "the job failed: mpirun ended, but no rank ever reported."
-        return Outcome(FAILED, sentence, is_complete=False)
-    # Ranks that refuse may not report.
-    if mpirun.code in (BAD_INPUT, STOPPED) and not ranks.started:
-        return Outcome(mpirun.code, is_complete=False)
-    return _by_mpirun(mpirun)
+    if not ranks.started:
+        if mpirun.code == DONE:
+            cause = "mpirun ended, but no rank ever reported"
+        if mpirun.code in (BAD_INPUT, STOPPED):  # ranks that refuse may not report
+            return Outcome(mpirun.code, is_complete=False)
+    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
 def _began(ranks: Ranks, message: Message) -> float:
@@ -209,19 +209,6 @@ def _began(ranks: Ranks, message: Message) -> float:
     return began + _CONSEQUENCE_S if is_consequence else began
 
 
-# --- by mpirun ---
-
-
-def _by_mpirun(mpirun: MpirunEnd) -> Outcome:
-    """The verdict if mpirun's end is all that is known."""
-    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
-    if mpirun.code < 0:
-        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
-    elif mpirun.rank_signal:
-        cause = f"a rank was killed by {mpirun.rank_signal}"
-    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
-
-
 def _is_by_mpirun(failure: Message) -> bool:
     """Whether a rank has ended as those do that an mpirun ends."""
     if failure.kind == "lost":
@@ -235,56 +222,72 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection
 
     Open MPI does not tell whether it was SIGINT or SIGHUP; it is shielded from SIGTERM.
     """
-    has_all_failed = len(ranks.failures) == ranks.world_size
-    if mpirun.was_ended or ranks.done or ranks.in_mpi_init or not has_all_failed:
-        return ""
     failures = ranks.failures.values()
     times = [message.at for message in failures]
-    is_at_once = max(times) - min(times) < _BY_MPIRUN_S
-    if not is_at_once or not all(_is_by_mpirun(each) for each in failures):
+    has_others = mpirun.was_ended or ranks.done or ranks.in_mpi_init
+    if has_others or len(times) < ranks.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
         return ""
     # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
     # mpirun, and a rank that sees its end before its signal reports nothing either.
     lost = {each.rank for each in failures if each.kind == "lost"}
-    if lost and not (mpirun.proves_signals and lost <= set(beside_mpirun)):
+    is_of_daemon = lost and not (mpirun.proves_signals and lost <= set(beside_mpirun))
+    if is_of_daemon or not all(map(_is_by_mpirun, failures)):
         return ""
     if mpirun.proves_signals:
         return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"
     return signal_name(mpirun.code - 128) if mpirun.code - 128 in _BY_MPIRUN else ""
 
 
-# --- by a rank ---
-
-
 def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
-    error = str(first.facts.get("error", ""))
+    """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
+    facts, name, by = first.facts, ranks.name(first.rank), mpirun.rank_signal
+    error = str(facts.get("error", ""))
     # Such an error may name another rank.
-    names_culprit = first.facts.get("is_verdict", False)
+    names_culprit = facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
-    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], error, failure)
-    hosts = [] if is_silent(first) else _hosts_lost_with(ranks, first)
-    if first.kind == "lost" and mpirun.rank_signal == "" and len(hosts) > 1:
-        sentence = (
-            f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
-            "the MPI daemon on one of these hosts is killed."
-        )
-        return Outcome(FAILED, sentence, failure, is_complete=False)
-    is_complete = True
-    if first.kind == "failed":
-        sentence = _of_report(ranks, first)
-    elif is_silent(first):
-        host = ranks.host_of(first.rank)
-        silent = [rank for rank, message in ranks.failures.items() if is_silent(message)]
-        there = sorted(rank for rank in silent if ranks.host_of(rank) == host)
-        names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
-        sentence = f"lost {host} ({names}): the host stopped answering."
-    else:
-        sentence = _of_lost_rank(ranks, mpirun, first)
-        # Else mpirun may know how the rank has ended.
-        is_complete = bool(mpirun.rank_signal) and first.rank not in ranks.in_mpi_init
-    before = "" if is_silent(first) else _left_early(ranks, first.at)
+    if first.kind == "failed" and facts["code"] in (BAD_INPUT, STOPPED):
+        return Outcome(facts["code"], error, failure)
+    # Of the ranks that vanished together with it, in the order of their ranks.
+    gone = [rank for rank, each in sorted(ranks.failures.items()) if _vanished_with(first, each)]
+    hosts = list(dict.fromkeys(map(ranks.host_of, gone)))
+    before, is_complete = _left_early(ranks, first.at), True
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
+    if is_silent(first):
+        silent = [rank for rank, each in sorted(ranks.failures.items()) if is_silent(each)]
+        host, before = ranks.host_of(first.rank), ""
+        there = [str(rank) for rank in silent if ranks.host_of(rank) == host]
+        numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
+        sentence = f"lost {host} ({numbers}): the host stopped answering."
+    elif first.kind == "lost":
+        # Unless a signal is known, mpirun may know how the rank has ended.
+        is_complete = bool(by) and first.rank not in ranks.in_mpi_init
+        if by == "" and len(hosts) > 1:
+            before = others = ""
+            sentence = (
+                f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
+                "the MPI daemon on one of these hosts is killed."
+            )
+        elif first.rank in ranks.in_mpi_init and by in ("", None, "SIGABRT"):
+            sentence = f"MPI_Init failed in {name}. What the MPI has written above says why."
+        elif by:
+            sentence = f"{name} was killed by {by}."
+        else:
+            sentence = (
+                f"{name} ended first, without an error: it was killed, crashed in native code, or "
+                "called os._exit."
+            )
+    elif names_culprit:
+        sentence = error
+    elif number := facts.get("signal"):
+        sentence = f"{name} was killed by {signal_name(number)}."
+    elif facts["traceback"]:
+        file = ranks.logs.get(first.rank)
+        where = f" (its traceback: {escaped(file)})" if file else ""
+        line = error.strip().partition("\n")[0].rstrip(".")
+        sentence = f"{name} failed first: {line}{where}."
+    else:
+        reason = f": {error}" if error else ""
+        sentence = f"{name} ended first, with exit code {facts['code']}{reason}."
     sentence, newline, table = sentence.partition("\n")
     return Outcome(
         FAILED,
@@ -292,51 +295,14 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
         failure,
         is_complete,
         is_silent(first) or bool(before),
-        ranks.hosts[first.rank] if _was_killed(first) and len(hosts) <= 1 else "",
+        ranks.hosts[first.rank] if gone and (is_silent(first) or len(hosts) == 1) else "",
     )
 
 
-def _of_report(ranks: Ranks, first: Message) -> str:
-    """A rank has reported its failure: its error, and where its traceback is."""
-    error, file, name = first.facts["error"], ranks.logs.get(first.rank), ranks.name(first.rank)
-    if first.facts["is_verdict"]:
-        return str(error)
-    if number := first.facts.get("signal"):
-        return f"{name} was killed by {signal_name(number)}."
-    if first.facts["traceback"]:
-        where = f" (its traceback: {escaped(file)})" if file else ""
-        line = error.strip().partition("\n")[0].rstrip(".")
-        return f"{name} failed first: {line}{where}."
-    reason = f": {error}" if error else ""
-    return f"{name} ended first, with exit code {first.facts['code']}{reason}."
-
-
-def _of_lost_rank(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> str:
-    """A rank's agent has ended without a report."""
-    name, rank_signal = ranks.name(first.rank), mpirun.rank_signal
-    if first.rank in ranks.in_mpi_init and rank_signal in ("", None, "SIGABRT"):
-        return f"MPI_Init failed in {name}. What the MPI has written above says why."
-    if rank_signal:
-        return f"{name} was killed by {rank_signal}."
-    return (
-        f"{name} ended first, without an error: it was killed, crashed in native code, or called "
-        "os._exit."
-    )
-
-
-def _hosts_lost_with(ranks: Ranks, first: Message) -> list[str]:
-    """The hosts of the ranks that vanished together with `first`, in the order of their ranks."""
-    lost = [
-        rank
-        for rank, message in sorted(ranks.failures.items())
-        if _was_killed(message) and message.at - first.at < _AT_ONCE_S
-    ]
-    return list(dict.fromkeys(ranks.host_of(rank) for rank in lost))
-
-
-def _was_killed(message: Message) -> bool:
-    """Whether a rank has ended without a word of its own: it, or its script, was killed or has crashed."""
-    return message.kind == "lost" or bool(message.facts.get("signal"))
+def _vanished_with(first: Message, other: Message) -> bool:
+    """Whether both, or their scripts, were killed together: they have ended without a word of their own."""
+    were_killed = all(each.kind == "lost" or each.facts.get("signal") for each in (first, other))
+    return were_killed and other.at - first.at < _AT_ONCE_S
 
 
 def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
@@ -369,24 +335,20 @@ def explained(
 ) -> Explanation | None:
     """The known failure that explains the end of the job; None if no row of the table does.
 
-    The table takes some 50 ms to load.
-
     The words of the rank that failed first count before those of the others. An exception of its own that no
     row knows is its cause: then whatever the others have printed is none.
     """
-    try:
+    try:  # the table takes some 50 ms to load
         from mpiddp.explain.explain import explain
         from mpiddp.explain.failures import Weight
     except (ImportError, OSError):  # no files left, or the installation has changed
         return None
-    is_cause = (Weight.CAUSE, Weight.SYMPTOM)
-    own: list[str] = []
-    if first is not None:
-        own = [*first.error.splitlines(), *printed.get(first.rank, ())]
-        found = explain(own)
-        if found and found.failure.weight is Weight.CAUSE:
-            return found
-        if first.error and (found is None or found.failure.weight is Weight.EXCEPTION):
+    own = [*first.error.splitlines(), *printed.get(first.rank, ())] if first else []
+    found = explain(own)
+    weight = found.failure.weight if found else Weight.EXCEPTION
+    if weight is not Weight.CAUSE:
+        if first and first.error and weight is Weight.EXCEPTION:
             return None
-    found = explain([*own, *(line for lines in printed.values() for line in lines)])
-    return found if found is not None and found.failure.weight in is_cause else None
+        found = explain([*own, *(line for lines in printed.values() for line in lines)])
+    is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
+    return found if is_cause else None

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpiddp.launch.control import ControlServer
 from mpiddp.launch.pace import WINDOW_S, Straggler, find_straggler
 from mpiddp.launch.ranks import Ranks
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import Message, Peer
+from mpiddp.protocol.viewers import Console
 from mpiddp.text import percentile
 
 CHRONIC = 3  # windows in a row that name the same straggler
@@ -24,6 +28,7 @@ _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
 
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, also after an interrupt
 _NAMED = 4  # ranks of one place
 _LONGEST_CODE = 60  # characters
 
@@ -33,13 +38,13 @@ _WAITS = re.compile(r"/torch/distributed/")
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator)/")
 _AGREES = re.compile(r"/mpiddp/runtime/job/")
 _JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
-_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py")
-_FILES = re.compile(r"/torch/serialization\.py$")
+_DATA_OR_FILES = re.compile(
+    r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py|/torch/serialization\.py$"
+)
 _OF_LIBRARIES = re.compile(
     r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
 )
-_FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
-_LINE = re.compile(r"line (\d+), in (.*)")
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.*)(?:\n    (.*))?', re.MULTILINE)
 _WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
 
 
@@ -61,7 +66,7 @@ class Watch:
         self._named: set[int] = set()
         self._window_ends_at = now + WINDOW_S
         self._newest = 0  # the step at the end of the latest window
-        self._windows: deque[set[int]] = deque(maxlen=CHRONIC)  # the stragglers of the latest
+        self._in_a_row: dict[int, int] = {}  # the latest windows in which each rank was a straggler
         self._signs: tuple[object, ...] = ()
         self._quiet_since = self._look_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
@@ -82,20 +87,18 @@ class Watch:
         if now < self._window_ends_at:
             return ""
         self._window_ends_at = now + WINDOW_S
-        newest = self._ranks.newest_step
-        has_moved, self._newest = newest != self._newest, newest
-        self._straggler = find_straggler(self._ranks.paces) if has_moved else None
-        if not has_moved:  # no rank makes steps: nobody is slower than the others
+        before, self._newest = self._newest, self._ranks.newest_step
+        if self._newest == before:  # no rank makes steps: nobody is slower than the others
+            self._straggler = None
             return ""
-        latest = self._straggler.ranks if self._straggler else ()
-        self._windows.append(set(latest))
-        ranks = tuple(rank for rank in latest if all(rank in window for window in self._windows))
-        is_chronic = len(self._windows) == CHRONIC and not set(ranks) <= self._named
-        if self._straggler is None or not is_chronic:
+        self._straggler = found = find_straggler(self._ranks.paces)
+        latest = found.ranks if found else ()
+        self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in latest}
+        ranks = tuple(rank for rank in latest if self._in_a_row[rank] >= CHRONIC)
+        if found is None or self._named >= {*ranks}:
             return ""
-        found = self._straggler._replace(ranks=ranks)
         self._named |= {*ranks}
-        return found.sentence(self._ranks.names(ranks))
+        return found._replace(ranks=ranks).sentence(self._ranks.names(ranks))
 
     def wants_stacks(self, now: float, silent_s: float) -> bool:
         """Whether to ask for the stacks of all ranks. Called about once a second.
@@ -110,20 +113,13 @@ class Watch:
             if 0 < self._step < step:
                 self._step_s.append((at - self._step_at) / (step - self._step))
             self._step, self._step_at = step, at
-        signs = (self._step, len(ranks.done), len(ranks.saving), ranks.last_saved_at)
+        signs = (step, len(ranks.done), len(ranks.saving), ranks.last_saved_at)
         has_printed = silent_s + _CHECK_S < now - self._quiet_since
-        if signs != self._signs or (has_printed and not self._step):
+        if signs != self._signs or (has_printed and not step):
             self._signs, self._first = signs, None
-            self._quiet_since = now if self._step else now - silent_s
+            self._quiet_since = now if step else now - silent_s
             self._look_at = self._quiet_since + self._patience_s
         return now >= self._look_at
-
-    def judge_stacks(self, now: float) -> list[str]:
-        """Sentences about a hang by the stacks, which are there."""
-        if (limit := self._limit_at) is None:
-            return self._find_hang(now)
-        assert self._timeout_s is not None
-        return stuck_sentences(self._ranks, self._timeout_s) if now >= limit else []
 
     @property
     def _limit_at(self) -> float | None:
@@ -133,17 +129,20 @@ class Watch:
 
     @property
     def _patience_s(self) -> float:
-        if self._timeout_s is not None:
-            return self._timeout_s
-        return max(QUIET_S, QUIET_STEPS * percentile(self._step_s, 50)) if self._step_s else QUIET_S
+        steps_s = QUIET_STEPS * percentile(self._step_s, 50) if self._step_s else 0.0
+        return self._timeout_s or max(QUIET_S, steps_s)
 
-    def _find_hang(self, now: float) -> list[str]:
-        places, first = places_of(self._ranks), self._first
-        if first is None:
-            self._first, self._look_at = (now, places), now + BETWEEN_LOOKS_S
+    def judge_stacks(self, now: float) -> list[str]:
+        """Sentences about a hang by the stacks, which are there."""
+        if (limit := self._limit_at) is not None:
+            assert self._timeout_s is not None
+            return stuck_sentences(self._ranks, self._timeout_s) if now >= limit else []
+        places, before = places_of(self._ranks), self._first
+        self._first = None if before else (now, places)
+        if before is None:
+            self._look_at = now + BETWEEN_LOOKS_S
             return []
-        self._first = None
-        if not self._hang(*first, now, places):
+        if not self._hang(*before, now, places):
             self._look_at = now + self._patience_s
             return []
         self._look_at = float("inf")  # until there is a sign of life
@@ -155,21 +154,83 @@ class Watch:
         self, before: float, first: Mapping[int, Place], now: float, last: Mapping[int, Place]
     ) -> bool:
         """Whether no rank has moved, and one that the others may wait for does nothing."""
-        quiet_s, is_saving = now - self._quiet_since, bool(self._ranks.saving)
-        outside = {rank: place for rank, place in last.items() if not place.waits}
         if any(first.get(rank, Place()).frames != place.frames for rank, place in last.items()):
             return False
-        idle_s = _BUSY * (now - before)
         # On a crowded host, a rank that computes has a core for a small part of the time.
+        idle_s = _BUSY * (now - before)
         is_idle = [
             place.state != "R" and place.cpu_s - first[rank].cpu_s < idle_s
-            for rank, place in outside.items()
+            for rank, place in last.items()
+            if not place.waits
         ]
-        if len(outside) == len(last) and not (self._step and any(is_idle)):
+        if len(is_idle) == len(last) and not (self._step and any(is_idle)):
             return False  # nobody waits for another rank: all compute, or a program makes no steps
-        if quiet_s >= BUSY_FACTOR * self._patience_s:
+        if now - self._quiet_since >= BUSY_FACTOR * self._patience_s:
             return True
-        return not is_saving and (any(is_idle) or not is_idle)
+        return not self._ranks.saving and (any(is_idle) or not is_idle)
+
+
+# --- the stacks ---
+
+
+class Stacks:
+    """The collection of all ranks' stacks, one at a time, for viewers and for the launcher itself.
+
+    `on` gets the event that the launcher waits for, `then`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, server: ControlServer, console: Console, on: Callable[[Any], None]
+    ) -> None:
+        self._ranks, self._server, self._console, self._on = ranks, server, console, on
+        self._is_on = self._interrupts = False
+        self._mute: set[int] = set()  # the ranks that have not answered
+        self._viewers: list[Peer] = []  # that wait for the stacks
+        self.then: object = None
+
+    def collect(self, then: object = None, *, interrupts: bool = False) -> None:
+        """Request the stacks, unless they are on their way.
+
+        `interrupts`: scripts that do not answer, for an error line. For a guess, one may only be slow.
+        """
+        if then is not None:
+            self.then, self._interrupts = then, interrupts
+        if not self._is_on:
+            self._is_on = True
+            self._ranks.stacks.clear()
+            self._mute = self._server.request_stacks() - self._ranks.done.keys()
+            limit_s = STACKS_S + INTERRUPTED_S if self._mute else 0.0
+            self._server.selector.after(STACKS_S, self._interrupt)
+            self._server.selector.after(limit_s, self._report)
+
+    def note(self, message: Message) -> None:
+        """Take note of a viewer that wants the stacks, of stacks, and of ranks that end."""
+        if message.kind == "view_stacks":
+            self._viewers.append(message.facts["viewer"])
+            self.collect()
+        # Of a script, only an early exit is the rank's end.
+        ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
+        if message.kind in ends:
+            self._mute.discard(message.rank)
+            if self._is_on and not self._mute:
+                self._report()
+
+    def _interrupt(self) -> None:
+        for rank in self._mute if self.then and self._interrupts else ():
+            self._server.send(rank, "stacks")  # its agent interrupts the script
+
+    def _report(self) -> None:
+        """All stacks are there, or the time is over."""
+        self._server.selector.cancel(self._interrupt, self._report)
+        viewers, then = self._viewers, self.then
+        self._is_on, self._viewers, self.then = False, [], None
+        stacks = {rank: facts["text"] for rank, facts in self._ranks.stacks.items()}
+        sentence = places_sentence(self._ranks)
+        facts = {**self._console.facts, "sentence": sentence, "stacks": stacks}
+        for viewer in viewers:
+            viewer.send(encode("answer", b"", **facts))
+        if then is not None:
+            self._on(then)
 
 
 # --- where the ranks are ---
@@ -178,10 +239,10 @@ class Watch:
 class Place(NamedTuple):
     """Where the main thread of a rank is. Without frames, the rank does not answer.
 
-    A frame is a file, "line 3, in work", and that line's code; the outermost one is the first.
+    A frame is a file, a line, a function and the line's code; the outermost one is the first.
     """
 
-    frames: tuple[tuple[str, str, str], ...] = ()
+    frames: tuple[tuple[str, str, str, str], ...] = ()
     cpu_s: float = 0.0  # that the rank and the processes below it have used
     state: str = ""  # of the main thread, as in /proc: "D" waits for a disk, "R" has a core
 
@@ -189,7 +250,7 @@ class Place(NamedTuple):
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
         files = [frame[0] for frame in self.frames]
-        if any(_DATA.search(file) or _FILES.search(file) for file in files):
+        if any(map(_DATA_OR_FILES.search, files)):
             return False
         if any(map(_MAY_WAIT.search, files[-1:])):
             return self.state != "R"
@@ -202,10 +263,9 @@ class Place(NamedTuple):
             return ""
         own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
         at = own[-1] if own else len(self.frames) - 1
-        file, where, code = self.frames[at]
-        line, function = _line_of(where)
+        file, line, function, code = self.frames[at]
         if self.waits:
-            called = [_line_of(frame[1])[1] for frame in self.frames[at + 1 :]]
+            called = [frame[2] for frame in self.frames[at + 1 :]]
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
         return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
@@ -223,26 +283,20 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
     """
     if stacks is None:
         return Place()
-    text: str = stacks["text"]
-    frames = _main_frames(text)
+    frames = _main_frames(stacks["text"])
     if frames and _JOINS.search(frames[-1][0]):
-        threads = [each for each in text.split("\nthread ") if "MainThread:" not in each[:20]]
-        for others in map(_FRAME.findall, threads):
-            if others and not all(_OF_LIBRARIES.search(file) for file, _, _ in others):
+        threads = stacks["text"].split("\nthread ")
+        for others in map(
+            _FRAME.findall, (each for each in threads if "MainThread:" not in each[:20])
+        ):
+            if not all(_OF_LIBRARIES.search(frame[0]) for frame in others):
                 frames = others
                 break
     return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
 
 
-def _main_frames(text: str) -> list[tuple[str, str, str]]:
-    main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
-    return _FRAME.findall(main)
-
-
-def _line_of(where: str) -> tuple[str, str]:
-    """The number and the function of "line 3, in work"."""
-    found = _LINE.match(where)
-    return (found[1], found[2]) if found else ("?", where)
+def _main_frames(text: str) -> list[tuple[str, str, str, str]]:
+    return _FRAME.findall(text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0])
 
 
 def places_sentence(ranks: Ranks) -> str:
@@ -252,9 +306,8 @@ def places_sentence(ranks: Ranks) -> str:
         key = (not place.waits, bool(place.frames), place.text)
         groups.setdefault(key, []).append(rank)
     clauses = []
-    for (is_outside, answers, text), members in sorted(
-        groups.items(), key=lambda group: (group[0][0], -len(group[1]))
-    ):
+    for key, members in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
+        is_outside, answers, text = key
         if not answers:
             rest = ("does", "do"), " not answer: stopped, or stuck in native code"
         else:
@@ -276,59 +329,50 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     The stuck ranks are those that do not answer; else those that are behind; else those that are outside
     of torch, where the others wait.
     """
-    left = ranks.left
-    steps = {rank: ranks.stacks[rank]["step"] for rank in left if rank in ranks.stacks}
+    left, stacks = ranks.left, ranks.stacks
+    steps = {rank: stacks[rank]["step"] for rank in left if rank in stacks}
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in left if rank not in steps]
     held = sorted(ranks.held & steps.keys())
     behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not place_of(ranks.stacks[rank]).waits]
+    outside = [rank for rank in steps if not place_of(stacks[rank]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
     wait = f"others wait at step {furthest}" if steps and len(left) > 1 else ""
     found = []
     for rank in mute or held or behind or outside or left:
-        why, others = "", f" The {wait}." if wait else ""
-        if rank in mute:
-            why = " and does not answer: it is stopped, or stuck in native code."
-        elif rank in held:
+        rest = f" while the {wait}." if wait else "."
+        if rank in mute or rank in held:
             why = ": native code holds its Python interpreter."
-        else:
-            others = f" while the {wait}." if wait else "."
-        sentence = f"{ranks.name(rank)} has made no step for {timeout_s:g} s{why}{others}"
+            if rank in mute:
+                why = " and does not answer: it is stopped, or stuck in native code."
+            rest = f"{why} The {wait}." if wait else why
+        sentence = f"{ranks.name(rank)} has made no step for {timeout_s:g} s{rest}"
         if rank in steps:
-            text = ranks.stacks[rank]["text"].rstrip()
-            sentence = f"{sentence} Its Python stack follows.\n{text}"
+            sentence = f"{sentence} Its Python stack follows.\n{stacks[rank]['text'].rstrip()}"
         found.append(sentence)
     return found
 
 
 def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
-    """A sentence that names the ranks that did not join, with the last words of the first of them."""
-    missing = ranks.missing
+    """A sentence that names the ranks that did not join, with the line that the first of them executes."""
+    first, *others = missing = ranks.missing
     names = ", ".join(map(ranks.name, missing))
-    owner = "Its last words" if len(missing) == 1 else f"The last words of rank {missing[0]}"
+    owner = f"The last words of rank {first}" if others else "Its last words"
+    stacks = ranks.stacks.get(first)
+    frames = _main_frames(stacks["text"]) if stacks else []
+    own = [frame for frame in frames if not frame[0].startswith("<frozen ")]  # of the import system
+    if first not in ranks.started:
+        words = "none; its Python has not started."
+    elif first in ranks.exited:
+        words = "none; it has ended, with exit code 0."
+    elif stacks is None:
+        pid = ranks.started[first]["pid"]
+        words = f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native code."
+    elif own:
+        words = "in {}, line {}, in {}: {}".format(*own[-1])
+    else:
+        words = "none; its Python stack shows no line of a script."
     return (
         f"only {ranks.world_size - len(missing)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
-        f"Missing: {names}. {owner}: {_last_words(ranks, missing[0])}"
-    )
-
-
-def _last_words(ranks: Ranks, rank: int) -> str:
-    """The line that the rank's Python executes: the innermost one outside of Python's import system."""
-    if rank not in ranks.started:
-        return "none; its Python has not started."
-    if rank in ranks.exited:
-        return "none; it has ended, with exit code 0."
-    if rank not in ranks.stacks:
-        pid = ranks.started[rank]["pid"]
-        return (
-            f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
-            "code."
-        )
-    frames = _main_frames(ranks.stacks[rank]["text"])
-    own = [frame for frame in frames if not frame[0].startswith("<frozen ")]
-    return (
-        "in {}, {}: {}".format(*own[-1])
-        if own
-        else "none; its Python stack shows no line of a script."
+        f"Missing: {names}. {owner}: {words}"
     )

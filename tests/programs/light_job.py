@@ -81,8 +81,7 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
                         outputs.add(rank=message.rank, **message.facts)
                         missing -= 1
         outputs.log(f"codes {[rank.returncode for rank in ranks]}", is_error=True)
-        outputs.finish()
-        assert outputs.is_finished(PATIENCE_S)
+        assert outputs.finish(PATIENCE_S)
         outputs.settle(is_said=False)
         server.close()
 

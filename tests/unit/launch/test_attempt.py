@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import FAILED
-from mpiddp.launch import attempt
+from mpiddp.launch import attempt, watch
 from mpiddp.launch.attempt import Attempt, Event
 from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
@@ -60,7 +60,7 @@ class Job:
     @property
     def said(self) -> str:
         """What the launcher has printed."""
-        return "\n".join(sorted(self.attempt._said))
+        return "\n".join(sorted(self.outputs._said.values()))
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
         self.attempt.on_message(Message(rank, kind, facts, time.monotonic()))
@@ -95,18 +95,18 @@ class Job:
             self.say(rank, "joining", timeout_s=1000)
 
     @property
-    def timers(self) -> list[Event]:
+    def timers(self) -> list[Any]:
         return [event for _, event in self.selector._timers]
 
-    def until(self, event: Event) -> None:
+    def until(self, event: object) -> None:
         """Wait for the timers, until this event is over."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             assert time.monotonic() < deadline
             time.sleep(max(0.0, min(1.0, self.selector.next_at - time.monotonic())))
             for due in self.selector.due():
-                self.attempt.on(due)
-                if due is event:
+                due() if callable(due) else self.attempt.on(due)
+                if due == event:
                     return
 
     @property
@@ -117,8 +117,7 @@ class Job:
     def close(self) -> None:
         self.mpirun.kill_all()
         self.mpirun._process.wait(LIMIT_S)
-        self.outputs.finish()
-        assert self.outputs.is_finished(LIMIT_S)
+        assert self.outputs.finish(LIMIT_S)
         self.outputs.settle(is_said=True)
         for connection in self.connections:
             connection.close()
@@ -152,12 +151,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("soon")
 def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
     job = started(jobs)
-    job.until(Event.START_TIMEOUT)
+    job.until(Event.LATE)
     assert job.attempt.history.ended_because.startswith(
         "no rank has started in 0.01 s: mpirun or one of"
     )
-    assert Event.END_MPIRUN in job.timers
-    job.attempt.on(Event.END_MPIRUN)
+    assert job.attempt._end_mpirun in job.timers
+    job.attempt._end_mpirun()
     assert job.end == -signal.SIGHUP  # Open MPI's stop signal
     assert job.mpirun.end.was_ended
 
@@ -167,18 +166,18 @@ def test_ranks_of_which_none_joins_are_told_and_not_ended(jobs: list[Job]) -> No
     """They may import torch from a slow disk."""
     job = started(jobs)
     job.start(0)
-    job.until(Event.STACKS_OVER)
+    job.until(job.attempt._stacks._report)
     assert job.attempt.history.ended_because == ""
     assert job.mpirun.code is None
     assert "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. " in job.said
 
 
 def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
-    assert Event.START_TIMEOUT in started(jobs).timers
+    assert Event.LATE in started(jobs).timers
     job = started(jobs, starter=srun())
-    assert Event.START_TIMEOUT not in job.timers
+    assert Event.LATE not in job.timers
     job.start(0)
-    assert Event.JOIN_TIMEOUT in job.timers
+    assert Event.LATE in job.timers
 
 
 def srun() -> RankStarter:
@@ -206,10 +205,10 @@ def test_a_failure_has_time_to_reach_the_others(
     job.say(1, "lost", silent=silent)
     now = time.monotonic()
     times = {event: at - now for at, event in job.selector._timers}
-    assert round(times[Event.END_RANKS]) == seconds
-    assert round(times[Event.END_MPIRUN]) == seconds + 1
-    job.attempt.on(Event.END_RANKS)
-    job.attempt.on(Event.END_MPIRUN)
+    assert round(times[job.attempt._end_ranks]) == seconds
+    assert round(times[job.attempt._end_mpirun]) == seconds + 1
+    job.attempt._end_ranks()
+    job.attempt._end_mpirun()
     assert job.end == -signal.SIGHUP
     assert job.attempt.history.ended_because == ""
     assert job.attempt.history.stop == Stop.NONE
@@ -266,13 +265,13 @@ def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "START_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(attempt, "STACKS_S", 0.1)
-    monkeypatch.setattr(attempt, "INTERRUPTED_S", 0.0)
+    monkeypatch.setattr(watch, "STACKS_S", 0.1)
+    monkeypatch.setattr(watch, "INTERRUPTED_S", 0.0)
     job = started(jobs, replace(NO_LIMITS, timeout_s=0.02))
     job.connect(0)  # it never sends its stacks
     job.start(0)
     job.say(0, "mpi_init", active=True)
-    job.until(Event.STACKS_OVER)
+    job.until(job.attempt._stacks._report)
     assert job.attempt.history.ended_because.startswith("only 1 of 2 ranks joined in 0.02 s.")
 
 

@@ -21,20 +21,26 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE
 
-ZERO = b"[rank 0 a] "
 
-
-def test_the_only_rank_passes_its_bytes_on_behind_its_prefix(
-    capfdbinary: pytest.CaptureFixture[bytes],
-) -> None:
-    screen, rank = Screen(1, "stdout", is_shared=False), Source(0, ZERO)
+def test_the_only_rank_passes_its_bytes_on(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    screen, rank = Screen(1, "stdout", is_shared=False), Source(0)
     screen.show(rank, b"a\nb\n\nc")
-    assert capfdbinary.readouterr().out == b"%ba\n%bb\n%b\n%bc" % ((ZERO,) * 4)
+    assert capfdbinary.readouterr().out == b"a\nb\n\nc"
     screen.show(rank, b"d\re\r\n")
-    assert capfdbinary.readouterr().out == b"d\r%be\r\n" % ZERO
+    assert capfdbinary.readouterr().out == b"d\re\r\n"
     screen.show(Source(-1), b"another source\nbegins a line")
     screen.show(rank, b"f")
-    assert capfdbinary.readouterr().out == b"another source\nbegins a line\n%bf" % ZERO
+    assert capfdbinary.readouterr().out == b"another source\nbegins a line\nf"
+
+
+def test_the_only_rank_has_whole_lines_behind_its_prefix(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    screen, rank = Screen(1, "stdout", is_shared=False), Source(0, b"[0] ")
+    screen.show(rank, b"a\nb\rc\n\nd")
+    assert capfdbinary.readouterr().out == b"[0] a\n[0] c\n[0] \n"
+    screen.end(rank)
+    assert capfdbinary.readouterr().out == b"[0] d\n"
 
 
 RULE = b"-" * 60 + b"\n"
@@ -71,9 +77,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     while outputs.open_ranks and time.monotonic() < deadline:
         time.sleep(0.01)
     outputs.log("a sentence.", is_error=True)
-    outputs.finish()
-    while not outputs.is_finished(0.01) and time.monotonic() < deadline:
-        pass
+    assert outputs.finish(60)
     outputs.settle(is_said=True, log_dir=str(tmp_path))
     assert (tmp_path / "mpirun.log").exists() is not shows_end
     seen = capfd.readouterr()
@@ -91,8 +95,7 @@ def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     ours.sendall(FRAME.pack(LONGEST_LINE + (1 << 18)))
     ours.settimeout(60)
     assert ours.recv(1) == b""
-    outputs.finish()
-    assert outputs.is_finished(60)
+    assert outputs.finish(60)
     outputs.settle(is_said=True)
 
 
