@@ -19,7 +19,7 @@ from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped,
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
-_CLEAR = "\x1b[H\x1b[2J"
+_HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
 
 
 def _seconds(value: float) -> str:
@@ -111,8 +111,9 @@ def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
     size = shutil.get_terminal_size()
     wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
     table = [line[: size.columns] for line in rank_lines(ranks)]
-    text = "\n".join([*wrapped, "", *table][: size.lines - 1])
-    print(f"{_CLEAR}{text}", end="", flush=True)
+    # Over what is there: a terminal that is cleared first would flicker.
+    text = "".join(f"{_ERASE_LINE}{line}\n" for line in [*wrapped, "", *table][: size.lines - 1])
+    print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
 
 
 def sorted_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
