@@ -35,8 +35,7 @@ from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of, index_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush, from_here
-from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import Interval

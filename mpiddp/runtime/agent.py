@@ -16,6 +16,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -26,28 +27,28 @@ from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.paths import named_by
-from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, TEXT_LIMIT
+from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.protocol.variables import (
     ADDRESS,
+    CHANNEL,
+    CHANNEL_SECRET,
     ERROR_FILE,
     JOB,
     LOG_DIR,
     OUTPUT,
     SECRET,
-    VERBOSE,
 )
 from mpiddp.runtime.child import PASSED, Child, end_by
 from mpiddp.runtime.gpu import limit_threads, prepare
-from mpiddp.runtime.job.channel import JobChannel, Server, connect_to_server
+from mpiddp.runtime.job.connection import Server, connect_to_server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.job.reporter import usage_of
-from mpiddp.runtime.output import Output
+from mpiddp.runtime.output import Stream
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
-    from mpiddp.runtime.job.coordinator import Coordinator
-    from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult
+    from mpiddp.runtime.rendezvous.result import RankInfo
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
@@ -80,11 +81,11 @@ class Agent:
         self._selection = os.environ.pop(OUTPUT, "") if self._launcher else ""
         if self._launcher is None:
             os.environ.pop(JOB, None)
-        self.channel: JobChannel | None = None
         self.coordinator: Coordinator | None = None
         self.child: Child | None = None
-        self.output = Output(self._selection, self.name)
-        self._stdin: dict[int, int] = {}  # the child's, by its file descriptor
+        self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
+        # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
+        self.files = {stream.number: stream.theirs for stream in self._streams}
         self._parent = os.getppid()
         # Nothing would end this rank without its parent, the daemon of MPI or Slurm.
         self._has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
@@ -104,7 +105,7 @@ class Agent:
             ending = ending_of(error)
             if self._launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            if isinstance(error, (JobFailed, UserError)) and self._launcher and self.channel:
+            if isinstance(error, (JobFailed, UserError)) and self._launcher and self.coordinator:
                 return ending.code  # the launcher prints it
             raise
         finally:
@@ -140,43 +141,50 @@ class Agent:
             self._problem = str(problem)
         allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
         if self.program.kind != COMMAND and not self._problem:
-            self.child = Child.of_script(self.program, self.output.files)
+            self.child = Child.of_script(self.program, self.files)
+            self.files = {}
         if self._launcher is not None:
             self._connect(self._launcher)
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        with meet(self.world, self._own_info, self.channel) as (coordinator, result):
-            self._met(coordinator, result)
+        with meet(self.world, self._own_info, self.coordinator) as met:
+            self._met(*met)
         # The process beside rank 0 that serves the channel, where no launcher does.
         others = set(descendants(os.getpid(), but={self.child.pid} if self.child else ()))
         if self.child is None:
-            with coordinator.all_or_none():
-                files = {**self.output.files, **self._stdin}
-                self.child = Child.of_command(self.program, files)
+            assert self.coordinator is not None
+            with self.coordinator.all_or_none():
+                self.child = Child.of_command(self.program, self.files)
         self.child.others = others
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
-        channel = JobChannel(launcher, world)
-        channel.on_news = self._obey
-        self.channel = channel
+        self.coordinator = Coordinator(world, launcher, has_launcher=True)
+        self.coordinator.on_news = self._obey
         self._send("started", host=world.hostname, pid=os.getpid())
-        self.output.connect(launcher, world)
+        for stream in self._streams:
+            if is_shown(self._selection, world.rank, stream.number):
+                stream.connect(launcher, world)
         if self._selection and (folder := os.environ.get(LOG_DIR)):
             self._log_to(Path(folder).absolute(), "--log-dir")
         if world.rank == 0:
             connection, _ = connect_to_server(launcher, world, INPUT)
             with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
                 connection.sendall(GO)  # what follows is no message
-            self._stdin = {0: connection.detach()}
+            self.files[0] = connection.detach()
         else:
-            self._stdin = {0: os.open(os.devnull, os.O_RDONLY)}
+            self.files[0] = os.open(os.devnull, os.O_RDONLY)
 
     def _log_to(self, folder: Path, option: str = "") -> None:
+        """Write the streams to files of this folder. That of stderr will contain a traceback."""
+        path = folder
         with named_by(option):
-            path = self.output.write_to(folder, self.world.rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in self._streams:
+                path = folder / f"rank_{self.world.rank:05d}.{STREAMS[stream.number][3:]}"
+                stream.write_to(path)
         self._send("log", path=str(path))
 
     def _own_info(self) -> RankInfo:
@@ -199,30 +207,20 @@ class Agent:
         files = self.program.files if is_on_several_hosts and not self._problem else []
         return RankInfo.of_this_process(self.world, self._problem, files)
 
-    def _met(self, coordinator: Coordinator, result: RendezvousResult) -> None:
+    def _met(
+        self, coordinator: Coordinator, env: dict[str, str], store: socket.socket | None
+    ) -> None:
         """The ranks have met: let the script begin."""
-        from mpiddp.runtime.rendezvous.result import table
-
         self._catch_signals()
-        self.coordinator, self.channel = coordinator, coordinator.channel
-        if self.channel is not None:
-            self.channel.on_news = self._obey
-        world = coordinator.world
-        env = result.variables(self.channel)
-        if self.world.local_world_size is None and (threads := limit_threads(world)):
+        self.coordinator = coordinator
+        coordinator.on_news = self._obey
+        if coordinator.connection is not None:
+            env |= {CHANNEL: coordinator.address, CHANNEL_SECRET: coordinator.key}
+        if self.world.local_world_size is None and (threads := limit_threads(coordinator.world)):
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        if world.rank == 0 and os.environ.get(VERBOSE):
-            print(table(result.infos), flush=True)
-        if os.environ.get(VERBOSE):
-            line = f"{self.name} uses {result.interface}\n"
-            if world.rank == 0:
-                where = f"{world.master_addr} port {world.master_port}"
-                line = f"master address {where}: {result.reason}\n{line}"
-            print(line, end="", flush=True)
-        store = result.listener
         if self.child is not None:
-            files = {"stdin": self._stdin[0]} if self._stdin else {}
+            files = {"stdin": self.files[0]} if self.files else {}
             if store is not None:
                 files["store"] = store.detach()
             self.child.go(env, files)
@@ -241,15 +239,16 @@ class Agent:
                 self._end(FAILED)
         while child.status is None:
             self._wait()
-        while child.control is not None and select.select([child.control], [], [], 0.0)[0]:
-            self._hear(child)
+        while self._hear(child):
+            pass
         ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
         if child.left:
             child.end(_END_S)
             if child.left:  # what is left cannot be killed
-                self.output.end()
-        while not self.output.is_done:
+                for stream in self._streams:
+                    stream.end()
+        while not all(stream.is_done for stream in self._streams):
             self._wait()
         return ending
 
@@ -268,24 +267,26 @@ class Agent:
 
     def _wait(self) -> None:
         """Act on what happens next."""
-        child, channel = self.child, self.channel
+        child, channel = self.child, self.coordinator
+        connection = channel.connection if channel is not None else None
         poll = select.poll()
-        self.output.register(poll)
+        for stream in self._streams:
+            stream.register(poll)
         if child is not None and child.control is not None:
             poll.register(child.control, select.POLLIN)
         if self._wakeup is not None:
             poll.register(self._wakeup, select.POLLIN)
-        if channel is not None and not channel.is_lost:
-            poll.register(channel.connection, select.POLLIN)
-        next_at = min(self._ends_at, self.output.flushes_at)
+        if channel is not None and connection is not None and not channel.is_lost:
+            poll.register(connection, select.POLLIN)
+        next_at = min([self._ends_at, *(stream.flushes_at for stream in self._streams)])
         wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
-        self.output.act(ready)
+        for stream in self._streams:
+            stream.act(ready)
         if child is not None:
-            if child.control is not None and child.control.fileno() in ready:
-                self._hear(child)
+            self._hear(child)
             child.reap()
-        if channel is not None and channel.connection.fileno() in ready:
+        if channel is not None and connection is not None and connection.fileno() in ready:
             for facts in channel.receive():
                 self._obey(facts)
         if self._wakeup is not None and self._wakeup in ready:
@@ -293,11 +294,12 @@ class Agent:
                 self._on_signal(number)
         self._see_failure()
 
-    def _hear(self, child: Child) -> None:
-        """Take what the script says next."""
-        child.hear()
+    def _hear(self, child: Child) -> bool:
+        """Take what the script says next. False if it has said nothing."""
+        has_said = child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
+        return has_said
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""
@@ -311,19 +313,16 @@ class Agent:
             case {"type": "stopping"}:
                 self._is_stopping = True
             case {"type": "stacks"}:
-                self._send_stack()
+                from mpiddp.runtime.job.session import usage_of
 
-    def _send_stack(self) -> None:
-        """Send the main thread's stack, unless the script does not answer."""
-        text, pid = (
-            ("", os.getpid()) if self.child is None else (self.child.stack(), self.child.pid)
-        )
-        if text is not None:
-            self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid))
+                child = self.child
+                text, pid = ("", os.getpid()) if child is None else (child.stack(), child.pid)
+                if text is not None:  # the script answers
+                    self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid))
 
     def _see_failure(self) -> None:
         """Another rank has failed, or the server of the job is gone."""
-        channel = self.channel
+        channel = self.coordinator
         if channel is None or self._code is not None:
             return
         if channel.code_of_failure:  # also if the server has ended since
@@ -380,8 +379,8 @@ class Agent:
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        if self.channel is not None:
-            self.channel.fail(ending.code)
+        if self.coordinator is not None:
+            self.coordinator.fail(ending.code)
 
     def _is_requested(self, ending: Ending, said: Mapping[str, Any]) -> bool:
         """Whether the script ends as a stop has requested.
@@ -395,5 +394,5 @@ class Agent:
         return bool(was_asked) and ending.code in ends
 
     def _send(self, kind: str, **facts: object) -> None:
-        if self._launcher is not None and self.channel is not None:
-            self.channel.send(kind, b"", **facts)
+        if self._launcher is not None and self.coordinator is not None:
+            self.coordinator.send(kind, b"", **facts)

@@ -131,14 +131,14 @@ class Child:
         for file in files.values():
             os.close(file)
 
-    def hear(self) -> None:
-        """Take what the script says next."""
+    def hear(self) -> bool:
+        """Take what the script says next. False if it has said nothing, or has closed the connection."""
         if self.control is None:
-            return
+            return False
         try:
             chunk = self.control.recv(1 << 16)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             chunk = b""
         if not chunk:  # it has ended, or has closed all files
@@ -150,6 +150,7 @@ class Child:
                 self.said[facts["type"]] = facts
             else:
                 self._frames.append(line.decode(errors="replace"))
+        return bool(chunk)
 
     def stack(self) -> str | None:
         """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.
@@ -167,7 +168,12 @@ class Child:
             if select.select([self.control], [], [], _WRITTEN_S)[0]:
                 time.sleep(_WRITTEN_S)
                 self.hear()
-        return stack_of(self._frames) or None
+        lines = [
+            f'  File "{file}", line {number}, in {name}\n    {linecache.getline(file, int(number)).strip()}\n'
+            for file, number, name in reversed(_FRAME.findall("\n".join(self._frames)))
+            if file not in _OF_OURS
+        ]
+        return f"thread MainThread:\n{''.join(lines)}" if lines else None
 
     def pass_on(self, number: int) -> None:
         """Send it a signal: to a script alone, whose workers it ends itself, but to all of a command."""
@@ -244,14 +250,3 @@ def end_by(number: int) -> None:
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def stack_of(frames: Sequence[str]) -> str:
-    """The main thread's stack as the traceback module prints it, from what faulthandler writes."""
-    found = _FRAME.findall("\n".join(frames))
-    lines = [
-        f'  File "{file}", line {number}, in {name}\n    {linecache.getline(file, int(number)).strip()}\n'
-        for file, number, name in reversed(found)
-        if file not in _OF_OURS
-    ]
-    return f"thread MainThread:\n{''.join(lines)}" if lines else ""

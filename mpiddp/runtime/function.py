@@ -20,7 +20,7 @@ from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.protocol.channel import value_mac
-from mpiddp.runtime.job.channel import JobChannel
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
@@ -37,18 +37,17 @@ def main() -> None:
             stream.reconfigure(line_buffering=True)
     session = current()
     with join() as coordinator:
-        hostname, channel = coordinator.world.hostname, coordinator.channel
-        assert channel is not None
+        world = coordinator.world
         try:
             with coordinator.all_or_none():
-                facts, body = received_function(channel)
+                facts, body = received_function(coordinator)
                 for file, text in facts["sources"].items():
                     if not Path(file).exists():  # a notebook's cell: tracebacks show its lines
                         lines = text.splitlines(keepends=True)
                         linecache.cache[file] = (len(text), None, lines, file)
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
-                function, args = unpickled(facts, body, hostname)
+                function, args = unpickled(facts, body, world.hostname)
             sys.argv[0] = facts["name"]
             try:
                 result = function(*args)
@@ -58,30 +57,30 @@ def main() -> None:
                 result = None
             # A result that is refused ends the other ranks, which may still save.
             session.finish()
-            body = pickled_result(result, facts, f"rank {channel.rank} on {hostname}")
-            answer(channel, body, is_result=True)
+            body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
+            answer(coordinator, body, is_result=True)
         except (UserError, JobFailed, SystemExit):
             raise  # the launcher itself learns of them
         except BaseException as error:  # asyncio.CancelledError is no Exception
             with contextlib.suppress(JobFailed):  # the agent notices it as well
-                answer(channel, pickled_error(error), is_result=False)
+                answer(coordinator, pickled_error(error), is_result=False)
             raise
 
 
-def received_function(channel: JobChannel) -> tuple[dict[str, Any], bytes]:
+def received_function(coordinator: Coordinator) -> tuple[dict[str, Any], bytes]:
     """The facts about the function, and its pickle. Raises JobFailed if a stranger has sent it."""
-    facts, value = channel.ask("function")
-    if facts["mac"] != value_mac(channel.server.key, "function", value):
-        raise channel.lost()
+    facts, value = coordinator.ask("function")
+    if facts["mac"] != value_mac(coordinator.key, "function", value):
+        raise coordinator.lost()
     found, body = json.loads(value)
     return found, b64decode(body)
 
 
-def answer(channel: JobChannel, body: bytes, *, is_result: bool) -> None:
+def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
     """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
-    mac = value_mac(channel.server.key, f"answer {channel.rank}", value)
-    channel.ask("answer", value, is_result=is_result, mac=mac)
+    mac = value_mac(coordinator.key, f"answer {coordinator.world.rank}", value)
+    coordinator.ask("answer", value, is_result=is_result, mac=mac)
 
 
 def unpickled(

@@ -32,7 +32,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 from mpiddp.errors import FAILED, JobFailed, UserError, print_error
@@ -46,7 +45,6 @@ from mpiddp.protocol.variables import (
     RUN_ID,
 )
 from mpiddp.runtime.gpu import limit_threads
-from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
@@ -124,9 +122,10 @@ def _as_script(world: World, session: Session) -> Coordinator:
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(address, port, world.hostname)
             session.torch_store = serve_store(env, listener.detach())
+    coordinator = session.channel or Coordinator(world, None)
+    coordinator.world = world
     # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
-    reports = session.has_launcher and session.control is not None
-    coordinator = Coordinator(world, session.channel, has_launcher=reports)
+    coordinator.has_launcher = session.has_launcher and session.control is not None
     names = coordinator.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
     coordinator.hostnames = tuple(names)
     return coordinator
@@ -141,11 +140,12 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
 
     import_torch()
     own = partial(RankInfo.of_this_process, world)
-    with meet(world, own, keep_mpi=keep_mpi) as (coordinator, result):
-        os.environ.update(result.variables(None))
-        if result.listener is not None:
-            session.torch_store = serve_store(os.environ, result.listener.detach())
-    session.channel = coordinator.channel
+    with meet(world, own, keep_mpi=keep_mpi) as (coordinator, env, listener):
+        os.environ.update(env)
+        if listener is not None:
+            session.torch_store = serve_store(os.environ, listener.detach())
+    if coordinator.connection is not None:
+        session.channel = coordinator
     if world.local_world_size is None:  # the local ranks have just been counted
         threads, torch = limit_threads(coordinator.world), sys.modules.get("torch")
         if threads and torch:
@@ -166,16 +166,15 @@ class _Membership:
 
     def __init__(self, session: Session, coordinator: Coordinator) -> None:
         self._session, self._coordinator = session, coordinator
-        self._channel = channel = coordinator.channel
         self._name = coordinator.name(coordinator.world.rank)
-        self._is_by_hand = session.control is None and not (channel and channel.group)
+        self._is_by_hand = session.control is None and not coordinator.group
         self._is_over = threading.Event()
         session.stop.enter_group()
         stop_on(session.stop, signal.SIGUSR1)
-        if channel is not None and session.control is None:
-            channel.begin_session()
-        if channel is not None and self._is_by_hand and channel.world_size > 1:
-            channel.listen(lambda facts: None, partial(self._look, channel))
+        if session.control is None:
+            coordinator.begin_session()
+        if self._is_by_hand and coordinator.world.world_size > 1:
+            coordinator.listen(lambda facts: None, self._look)
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
@@ -200,22 +199,23 @@ class _Membership:
                 session.finish()
             except (JobFailed, OSError) as failure:
                 self.end(JobFailed(str(failure)))
-            if self._channel is not None:
-                session.stop.propose_step(self._channel, 0)
+            session.stop.propose_step(coordinator, 0)
             if session.stop.has_stopped:
-                session.stop_is_saved()
+                session.count_saves(0)
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             coordinator.leave(waits=session.stop.has_stopped or coordinator.world.rank == 0)
             self._is_over.set()
-        elif not ending.traceback:
-            coordinator.claim_first_failure()
-            session.report(ending)
-            self._fail(ending)
-            if not isinstance(error, SystemExit):
-                raise SystemExit(ending.code) from None
-        elif session.control is None:  # else `mpiddp.runtime.script` reports it
-            coordinator.claim_first_failure()
+            return
+        if ending.traceback and session.control is not None:
+            return  # `mpiddp.runtime.script` reports it
+        coordinator.claim_first_failure()
+        if ending.traceback:
             atexit.register(self._fail_at_exit)  # unless the script catches it
+            return
+        session.report(ending)
+        self._fail(ending)
+        if not isinstance(error, SystemExit):
+            raise SystemExit(ending.code) from None
 
     def _fail(self, ending: Ending) -> None:
         """This rank has failed: say so, and end the others.
@@ -224,11 +224,11 @@ class _Membership:
         """
         if self._coordinator.claim_first_failure():
             self._print_once(ending)
-        elif self._is_by_hand and (ending.is_verdict or ending.is_refusal) and self._channel:
+        elif self._is_by_hand and (ending.is_verdict or ending.is_refusal):
             self._is_over.wait(2 * GRACE_S)
         self._is_over.set()
-        if self._is_by_hand and self._channel is not None:
-            self._channel.fail(ending.code)
+        if self._is_by_hand:
+            self._coordinator.fail(ending.code)
 
     def _fail_at_exit(self) -> None:
         """Python has printed the error that ended the script."""
@@ -244,8 +244,9 @@ class _Membership:
             self._session.has_printed = True
             print_error(line)
 
-    def _look(self, channel: JobChannel) -> None:
+    def _look(self) -> None:
         """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
+        channel = self._coordinator
         if self._is_over.is_set():
             return
         if not (channel.code_of_failure or channel.is_lost):
@@ -253,12 +254,10 @@ class _Membership:
             return
         if self._is_over.wait(GRACE_S):
             return
-        if not channel.code_of_failure and self._coordinator.world.local_rank == 0:
+        if not channel.code_of_failure and channel.world.local_rank == 0:
             lost = f"{self._name} lost the connection to rank 0; exiting"
             self._print_once(Ending(FAILED, lost, is_verdict=True))
-        with contextlib.suppress(Exception):  # a script may replace stdout by anything
-            sys.stdout.flush()
-        os._exit(channel.code_of_failure or FAILED)
+        exit_now(channel.code_of_failure or FAILED)
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -269,7 +268,13 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         outermost = outermost.f_back
 
     def leave() -> None:
-        error = _ending_error(outermost)
+        session = current()
+        error: BaseException | None = session.error
+        if session.control is None:
+            error = getattr(sys, "last_value", None)
+            last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
+            if error is None and not last_instruction.startswith("RETURN"):
+                error = ExitUnknown()
         try:
             context.__exit__(type(error) if error else None, error, None)
         except SystemExit as end:
@@ -291,15 +296,3 @@ def exit_now(code: object) -> NoReturn:
         with contextlib.suppress(Exception):  # a script may replace them by anything
             stream.flush()
     os._exit(code if isinstance(code, int) else 1)
-
-
-def _ending_error(outermost: FrameType) -> BaseException | None:
-    """The exception that has ended the script with this frame, None if it ran to its end."""
-    session = current()
-    if session.control is not None:
-        return session.error
-    error: BaseException | None = getattr(sys, "last_value", None)
-    last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
-    if error is None and not last_instruction.startswith("RETURN"):
-        return ExitUnknown()
-    return error

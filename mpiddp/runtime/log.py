@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import sys
-from typing import TextIO
 
 from mpiddp.errors import print_line
 
@@ -23,18 +22,15 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         try:
-            print_line(_encodable(self.format(record), stream), stream)
+            # A path may be any bytes, which the stream cannot encode.
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
+            print_line(text, stream)
         except BrokenPipeError:  # the reader is gone
             with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (OSError, ValueError, AttributeError):
             pass  # the terminal is gone, the disk is full, or the script has closed or replaced the stream
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """The text without characters that the stream cannot encode: a path may be any bytes."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def log_to_console(rank: int) -> None:

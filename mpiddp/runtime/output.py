@@ -17,8 +17,8 @@ import tty
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, is_shown, notice_silence
-from mpiddp.runtime.job.channel import Server, connect_to_server
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, notice_silence
+from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -27,75 +27,6 @@ _MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
 # A script that prints many short lines would wake the agent for each.
 _SHORT, _PAUSE_S = 2048, 0.005
 _MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
-
-
-class Output:
-    """The streams of a rank's child, if the launcher has requested them. Else they are those of the MPI.
-
-    Args:
-        selection: whose streams the launcher shows, "" without a launcher.
-        rank: this rank and its host.
-
-    Attributes:
-        files: the child's ends of its streams, by its file descriptors.
-    """
-
-    def __init__(self, selection: str, rank: str) -> None:
-        self._selection = selection
-        self.files: dict[int, int] = {}
-        self._streams: list[_Stream] = []
-        for number in STREAMS if selection else ():
-            reader, self.files[number] = _new_stream(number)
-            self._streams.append(_Stream(number, reader, rank))
-
-    def connect(self, launcher: Server, world: World) -> None:
-        """Show the streams that the launcher has selected."""
-        for stream in self._streams:
-            if is_shown(self._selection, world.rank, stream.number):
-                connection, _ = connect_to_server(
-                    launcher, world, "output", stream=stream.number, host=world.hostname
-                )
-                notice_silence(connection, is_read_slowly=True)
-                connection.setblocking(False)
-                stream.connection = connection
-
-    def write_to(self, folder: Path, rank: int) -> Path:
-        """Write the streams to files of `folder`, beginning with what was read so far.
-
-        They grow at a restart. Returns the path of stderr's, which will contain a traceback.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        paths = [folder / f"rank_{rank:05d}.{end}" for end in ("out", "err")]
-        for stream, path in zip(self._streams, paths, strict=False):
-            stream.write_to(os.open(path, flags, 0o666))
-        return paths[-1]
-
-    @property
-    def flushes_at(self) -> float:
-        """When an open line is sent, in time.monotonic()'s seconds."""
-        return min((stream.flushes_at for stream in self._streams), default=float("inf"))
-
-    def register(self, poll: select.poll) -> None:
-        """Let `poll` report what `act` needs."""
-        for stream in self._streams:
-            stream.register(poll)
-
-    def act(self, ready: Mapping[int, int]) -> None:
-        """Read and send what the events of poll(2) allow."""
-        longest = max((stream.act(ready) for stream in self._streams), default=0)
-        if 0 < longest < _SHORT:
-            time.sleep(_PAUSE_S)
-
-    def end(self) -> None:
-        """Read no more."""
-        for stream in self._streams:
-            stream.end()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the streams are at their end, and all has been sent."""
-        return all(stream.is_done for stream in self._streams)
 
 
 def _new_stream(number: int) -> tuple[int, int]:
@@ -110,18 +41,21 @@ def _new_stream(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
-class _Stream:
-    """A stream of the script: its file descriptor there, and the reading end.
+class Stream:
+    """A stream of a rank's child: both its ends are made here. `rank` is this rank and its host.
 
     Attributes:
-        source: None after its end.
+        number: its file descriptor in the child.
+        theirs: the child's end, which the child closes here.
+        source: the reading end; None after the end of the stream.
         connection: to the launcher; None if it does not show this stream.
     """
 
-    def __init__(self, number: int, source: int, rank: str) -> None:
-        os.set_blocking(source, False)
+    def __init__(self, number: int, rank: str) -> None:
         self.number, self._rank = number, rank
-        self.source: int | None = source
+        self.source: int | None
+        self.source, self.theirs = _new_stream(number)
+        os.set_blocking(self.source, False)
         self.connection: socket.socket | None = None
         self._file: int | None = None
         self._unfiled = bytearray()  # until there is a file
@@ -131,13 +65,22 @@ class _Stream:
         self._unsent = bytearray()
         self._has_complained = False
 
+    def connect(self, launcher: Server, world: World) -> None:
+        """Let the launcher show this stream."""
+        self.connection, _ = connect_to_server(
+            launcher, world, "output", stream=self.number, host=world.hostname
+        )
+        notice_silence(self.connection, is_read_slowly=True)
+        self.connection.setblocking(False)
+
     @property
     def is_done(self) -> bool:
+        """Whether it is at its end, and all has been sent."""
         return self.source is None and not self._unsent
 
     @property
     def flushes_at(self) -> float:
-        """When the open line is sent, in time.monotonic()'s seconds."""
+        """When an open line is sent, in time.monotonic()'s seconds."""
         return self._line_since + OPEN_S if self._line else float("inf")
 
     def register(self, poll: select.poll) -> None:
@@ -147,8 +90,8 @@ class _Stream:
         if self.connection is not None:
             poll.register(self.connection, select.POLLOUT if self._unsent else 0)
 
-    def act(self, ready: Mapping[int, int]) -> int:
-        """Read and send what the events of poll(2) allow, and return the number of bytes read."""
+    def act(self, ready: Mapping[int, int]) -> None:
+        """Read and send what the events of poll(2) allow."""
         chunk = b""
         if self.source is not None and self.source in ready:
             try:
@@ -170,7 +113,8 @@ class _Stream:
                 self._send()
         if time.monotonic() >= self.flushes_at:
             self._flush()
-        return len(chunk)
+        if 0 < len(chunk) < _SHORT:
+            time.sleep(_PAUSE_S)
 
     def end(self) -> None:
         """Read no more."""
@@ -203,8 +147,9 @@ class _Stream:
         self._unsent.clear()
         self._line.clear()
 
-    def write_to(self, file: int) -> None:
-        """Write to this file, beginning with what was read so far."""
+    def write_to(self, path: Path) -> None:
+        """Write to this file, beginning with what was read so far. It grows at a restart."""
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         if self._file is not None:
             os.close(self._file)
         self._file = file

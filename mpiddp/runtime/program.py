@@ -81,7 +81,12 @@ class Program(NamedTuple):
                 with suppress(OSError):  # python will say why, if the script ever imports it
                     text = path.read_bytes()
                     found[name] = sha256(text).hexdigest()
-                    todo += _imported(text, folder)
+                    names = b",".join(_IMPORT.findall(text)).decode().split(",")
+                    for first in {each.strip().partition(".")[0] for each in names} - {""}:
+                        if (module := folder / f"{first}.py").is_file():
+                            todo.append(module)
+                        elif (folder / first).is_dir():  # a package counts as a whole
+                            todo += (folder / first).rglob("*.py")
         return sorted(found.items())
 
 
@@ -112,17 +117,4 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
     left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
-    return found
-
-
-def _imported(text: bytes, folder: Path) -> list[Path]:
-    """The files in `folder` of the modules that a file's text imports. A package counts as a whole."""
-    found = []
-    for names in _IMPORT.findall(text):
-        for name in names.decode().split(","):
-            first = name.strip().partition(".")[0]
-            if (module := folder / f"{first}.py").is_file():
-                found.append(module)
-            elif first and (folder / first).is_dir():
-                found += (folder / first).rglob("*.py")
     return found

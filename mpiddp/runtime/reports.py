@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.job.reporter import BY_SCRIPT
 from mpiddp.runtime.job.session import script_session
+from mpiddp.runtime.job.stop import BY_SCRIPT
 from mpiddp.text import shown
 
 

@@ -31,9 +31,8 @@ from weakref import WeakKeyDictionary
 from mpiddp.errors import INTERRUPTED, STOPPED, print_error
 from mpiddp.protocol.variables import CHANNEL, OBSERVER
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.reporter import BY_OPTIMIZER
 from mpiddp.runtime.job.session import Session, current, script_session
-from mpiddp.runtime.job.stop import leave_sigterm_to_rank, stop_on
+from mpiddp.runtime.job.stop import BY_OPTIMIZER, leave_sigterm_to_rank, stop_on
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -54,14 +53,25 @@ _OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
 def main() -> None:
     """Be the script of a rank. It ends as python would end it."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    session = _prepare(number)
-    _set_first_path(kind, name)
+    os.set_inheritable(number, False)
+    session = current()
+    session.control = socket.socket(fileno=number)
+    faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+    # The agent sends this signal to see where the main thread is, also while native code holds the GIL. Only
+    # that thread writes its stack: another one's may change while it is read, and the rank would crash.
+    faulthandler.register(signal.SIGURG, file=number, all_threads=False)
+    keep_freed_memory(os.environ)
+    atexit.register(await_gloo)
+    if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
+        # What python puts there, in the place of this program's own folder.
+        is_script = kind == "script"
+        sys.path[0] = str(Path(name).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
     with contextlib.suppress(ImportError):  # a script need not use it
         import_torch()
     session.tell_agent("ready")
     sys.argv = sys.argv[3:]
     try:
-        _begin(session, *_wait_for_go(session))
+        _begin(session)
         _run(kind, name)
         _leave(session)
     except SystemExit as error:
@@ -77,20 +87,6 @@ def main() -> None:
         raise SystemExit(_fail(session, error)) from None
 
 
-def _prepare(number: int) -> Session:
-    """Print the stack of a crash, and keep the memory of a step."""
-    os.set_inheritable(number, False)
-    session = current()
-    session.control = socket.socket(fileno=number)
-    faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
-    # The agent sends this signal to see where the main thread is, also while native code holds the GIL. Only
-    # that thread writes its stack: another one's may change while it is read, and the rank would crash.
-    faulthandler.register(signal.SIGURG, file=number, all_threads=False)
-    keep_freed_memory(os.environ)
-    atexit.register(await_gloo)
-    return session
-
-
 def await_gloo() -> None:
     """Let gloo's threads free the tensors of the last collective, for which they need Python's lock.
 
@@ -99,31 +95,18 @@ def await_gloo() -> None:
     called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
-    while idle < _IDLE and (states := _states_of_gloo()) and time.monotonic() < deadline:
+    while idle < _IDLE and time.monotonic() < deadline:
+        states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                # "tid (name) state …"
+                name, _, rest = (thread / "stat").read_text().rpartition(") ")
+                if name.endswith(f"({_GLOO}"):
+                    states.append(rest[0])
+        if not states:
+            return
         idle = 0 if "R" in states else idle + 1
         time.sleep(_GLOO_POLL_S)
-
-
-def _states_of_gloo() -> list[str]:
-    """What each thread of gloo in this process does: "R" runs or waits for a core, "S" sleeps."""
-    found = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            # "tid (name) state …"
-            name, _, rest = (thread / "stat").read_text().rpartition(") ")
-            if name.endswith(f"({_GLOO}"):
-                found.append(rest[0])
-    return found
-
-
-def _set_first_path(kind: str, name: str) -> None:
-    """Put what python puts in front of sys.path in the place of this program's own folder."""
-    if getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
-        return
-    if kind == "script":
-        sys.path[0] = str(Path(name).resolve().parent)
-    elif kind == "module":
-        sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:
@@ -162,27 +145,24 @@ def import_torch() -> None:
             gc.enable()
 
 
-def _wait_for_go(session: Session) -> tuple[dict[str, str], dict[str, int]]:
-    """Wait until the ranks have met. Without them, this process ends with its agent.
+def _begin(session: Session) -> None:
+    """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    Returns the variables to set, and open files: "store", where rank 0 serves torch's store, and "stdin".
+    The agent sends the variables to set, and open files: "store", where rank 0 serves torch's store, and
+    "stdin".
     """
     assert session.control is not None
     line = b""
-    files: list[int] = []
+    numbers: list[int] = []
     while not line.endswith(b"\n"):
         chunk, found, _, _ = socket.recv_fds(session.control, 1 << 16, _MOST_FILES)
         if not chunk:
             os._exit(1)
-        line, files = line + chunk, files + found
+        line, numbers = line + chunk, numbers + found
     go = json.loads(line)
-    for number in files:
+    for number in numbers:
         os.set_inheritable(number, False)
-    return go["env"], dict(zip(go["files"], files, strict=True))
-
-
-def _begin(session: Session, env: Mapping[str, str], files: Mapping[str, int]) -> None:
-    """Become the script of a rank that has met the others."""
+    env, files = go["env"], dict(zip(go["files"], numbers, strict=True))
     os.environ.update(env)
     if (stdin := files.get("stdin")) is not None:
         os.dup2(stdin, 0)
@@ -259,12 +239,9 @@ def _leave(session: Session) -> None:
     """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
     session.tell_agent("left")
     channel = session.channel
-    if channel is None or session.watch is not None or channel.world_size == 1:
-        return
-    from mpiddp.runtime.job.coordinator import Coordinator
-
-    session.stop.propose_step(channel, 0)
-    Coordinator(World.from_env(), channel).leave()
+    if channel is not None and session.watch is None and channel.world.world_size > 1:
+        session.stop.propose_step(channel, 0)
+        channel.leave()
 
 
 def _fail(session: Session, error: BaseException) -> int:

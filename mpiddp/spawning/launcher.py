@@ -55,8 +55,8 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
                 [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())],
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=_target(streams[1], 1),
-                stderr=_target(streams[2], 2),
+                stdout=None if _is_own(streams[1], 1) else subprocess.PIPE,
+                stderr=None if _is_own(streams[2], 2) else subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C reaches it once, from here
             )
@@ -80,14 +80,12 @@ def run_launcher(call: bytes, cwd: str | None) -> Report:
     return report
 
 
-def _target(stream: TextIO | None, number: int) -> int | None:
-    """None if a text stream writes to this file descriptor, so that the launcher can use it itself."""
-    with suppress(
-        OSError, ValueError, AttributeError
-    ):  # that of a cell, of a test, of a closed file
-        if stream is not None and stream.fileno() == number:
-            return None
-    return subprocess.PIPE
+def _is_own(stream: TextIO | None, number: int) -> bool:
+    """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
+    try:
+        return stream is not None and stream.fileno() == number
+    except (OSError, ValueError, AttributeError):  # that of a cell, of a test, of a closed file
+        return False
 
 
 @contextmanager
@@ -114,9 +112,8 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
     # With newline="", a progress bar keeps its carriage returns.
     with io.TextIOWrapper(pipe, "utf-8", "backslashreplace", newline="") as lines:
         for line in lines:
-            with suppress(
-                OSError, ValueError, AttributeError
-            ):  # its reader went away: the output is lost
+            # Its reader went away: the output is lost.
+            with suppress(OSError, ValueError, AttributeError):
                 encoding = getattr(stream, "encoding", None) or "utf-8"
                 stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
                 stream.flush()

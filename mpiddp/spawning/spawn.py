@@ -99,10 +99,18 @@ def spawn(
         "npernode": ranks_per_host,
     }
     arguments = [] if ranks is None else ["-n", str(ranks)]
+    for keyword, value in options.items():  # the launcher's parser checks their names and values
+        option = f"--{keyword.replace('_', '-')}"
+        if value is True:
+            arguments.append(option)
+        elif isinstance(value, (str, int, float)) and value is not False:
+            arguments.append(f"{option}={value}")
+        elif value:
+            arguments += [f"{option}={each}" for each in value]
     call = encode(
         "call",
         pickled_call(function, args, max_result_bytes),
-        options=[*arguments, *launch_options(options)],
+        options=arguments,
         env=dict(env or {}),
         max_result_bytes=max_result_bytes,
     )
@@ -145,20 +153,6 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
             "with python."
         )
-
-
-def launch_options(options: Mapping[str, Value]) -> list[str]:
-    """The arguments of `mpiddp launch` for these keywords. Its parser checks their names and values."""
-    arguments = []
-    for keyword, value in options.items():
-        option = f"--{keyword.replace('_', '-')}"
-        if value is True:
-            arguments.append(option)
-        elif isinstance(value, (str, int, float)) and value is not False:
-            arguments.append(f"{option}={value}")
-        elif value:
-            arguments += [f"{option}={each}" for each in value]
-    return arguments
 
 
 def _raise_failure(report: Report) -> None:

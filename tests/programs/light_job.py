@@ -38,7 +38,7 @@ class Alone(Agent):
         script = FIRST.format(number=control[1].fileno(), rank=rank) + sys.argv[3]
         os.environ["RANK"] = str(rank)
         command = [sys.executable, "-c", script]
-        self.child = Child(command, os.environ, {**self.output.files, **self._stdin}, control)
+        self.child = Child(command, os.environ, self.files, control)
 
 FIRST = '''
 import os, signal, socket, subprocess, sys, time

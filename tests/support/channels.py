@@ -13,7 +13,8 @@ from pathlib import Path
 
 from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer
-from mpiddp.runtime.job.channel import JobChannel, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 
 
@@ -27,7 +28,7 @@ def stacks(text: str, **facts: object) -> dict[str, object]:
     return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", **facts}
 
 
-def member(server: Server, rank: int, world_size: int) -> JobChannel:
+def member(server: Server, rank: int, world_size: int) -> Coordinator:
     """A rank, whose messages a thread reads."""
     world = World(rank, world_size, rank, world_size)
     channel = connect(server, world)
@@ -35,9 +36,15 @@ def member(server: Server, rank: int, world_size: int) -> JobChannel:
     return channel
 
 
-def connect(server: Server, world: World, role: str = RANK) -> JobChannel:
+def connect(server: Server, world: World, role: str = RANK) -> Coordinator:
     """A member that has connected. Nobody reads its messages yet."""
-    return JobChannel(server, world, role)
+    return Coordinator(world, server, role)
+
+
+def cut(rank: Coordinator) -> None:
+    """End the connection of a member."""
+    assert rank.connection is not None
+    rank.connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -1,5 +1,12 @@
 """The ranks of a job share one channel: they exchange values, refuse together and leave together.
 
+    coordinator = Coordinator(world, server)  # `mpiddp.protocol.channel` has the messages
+    coordinator.listen(act_on)                # in a thread; a rank's agent calls `receive` in its own loop
+    hosts = coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
+
+Any thread may ask: it waits until its answer has been received. The server alone decides that a wait has
+lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
+
 mpirun kills every rank as soon as one exits with an error, even in the middle of a save or before rank 0
 has printed its sentence. So a rank that cannot continue first informs all others, then rank 0 prints the
 sentence, and then all ranks exit.
@@ -9,11 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
-from mpiddp.runtime.job.channel import ChannelLost, JobChannel, Silent
+from mpiddp.protocol.channel import CHUNK, RANK, VALUE_LIMIT, Lines, decode, encode, unlisted
+from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.world import World
 
@@ -23,60 +35,149 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
+_LONGEST = 16 * VALUE_LIMIT  # bytes of an answer, which has a value of every rank
+_ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
+
+
+class ChannelLost(JobFailed):
+    """The connection to the server has ended."""
+
+
+class AnotherFailed(Exception):
+    """A rank has failed, which ends the job, so no answer may come."""
 
 
 class Coordinator:
-    """The ranks of `world`, and the channel over which they agree.
+    """The ranks of `world`, as one process sees them, and its connection to the server of their job.
 
     Args:
-        channel: None for a single rank without a launcher.
+        server: None for a single rank without a launcher, which has no connection.
+        role: of a rank, or of its script. It and `answer_in_s` are those of `connect_to_server`.
         hostnames: [world_size], for sentences; empty until the ranks have met.
         has_launcher: whether a launcher prints why a job failed.
+
+    Attributes:
+        address, key: of the server, "" without one.
+        group: of the ranks, 0, or of their n-th scripts, n.
+        code_of_failure: the exit code of the rank whose failure ends this one, 0 if none has failed.
+        is_lost: the server has ended, or has lost rank 0.
+        on_news: gets the messages that nobody waits for.
     """
 
     def __init__(
         self,
         world: World,
-        channel: JobChannel | None,
+        server: Server | None,
+        role: str = RANK,
         *,
         hostnames: tuple[str, ...] = (),
         has_launcher: bool = False,
+        answer_in_s: float | None = None,
     ) -> None:
         self.world = world
-        self.channel = channel
+        self.address, self.key = server or Server("", "")
         self.hostnames = hostnames
         self.has_launcher = has_launcher
+        self.connection: socket.socket | None = None
+        self.group = 0
+        self.code_of_failure = 0
+        self.is_lost = self._has_ended = False
+        self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
+        self._look: Callable[[], object] = lambda: None
+        self._thread: threading.Thread | None = None
         self._round = 0
+        self._lines = Lines(_LONGEST)
+        self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
+        self._changed = threading.Condition()  # of what follows
+        # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
+        self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
+        self._called: set[str] = set()  # keys of gathers that this process is called to
+        self._claim_key = "first failure"
+        if server is not None:
+            self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self.connection, self.group = connect_to_server(
+                server, world, "hello", role=role, answer_in_s=answer_in_s
+            )
+            # It would hide this one's end.
+            os.register_at_fork(after_in_child=self.connection.close)
+
+    def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
+        """Send a message. A lost connection is left to whoever receives."""
+        with contextlib.suppress(OSError):
+            self._send(encode(kind, value, **facts))
+
+    def _send(self, line: bytes) -> None:
+        if self.connection is not None:
+            with self._send_lock:
+                self.connection.sendall(line)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the connection takes a short message without a wait."""
+        poll = select.poll()
+        if self.connection is not None:
+            poll.register(self.connection, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    # --- what the ranks agree on ---
 
     def all_gather_json(
-        self, value: Value, *, timeout_s: float, key: str = "", unless_failed: bool = False
+        self,
+        value: Value,
+        *,
+        timeout_s: float,
+        key: str = "",
+        unless_failed: bool = False,
+        or_gone: bool = False,
     ) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
         Args:
             key: of a gather that goes on beside others, in a thread.
+            or_gone: the value of a rank whose connection has ended is None.
 
         Raises:
             NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names it.
-            AnotherFailed: with `unless_failed`, a rank has failed.
+            AnotherFailed, ChannelLost: see `ask`.
         """
-        if self.channel is None or self.world.world_size == 1:
+        size = self.world.world_size
+        if size == 1:
             return [json.loads(json.dumps(value))]
-        key = key or self.unique_prefix("exchange")
-        try:
-            return self.channel.gather(key, value, timeout_s=timeout_s, unless_failed=unless_failed)
-        except Silent as silent:
-            [ranks], size = silent.args, self.world.world_size
-            names = ", ".join(map(self.name, ranks))
-            if self.hostnames:  # they have joined
-                raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.") from None
-            joined = f"only {size - len(ranks)} of {size} ranks joined in {timeout_s:g} s."
-            raise NoAnswer(f"{joined} Missing: {names}.") from None
+        facts, values = self.ask(
+            "gather",
+            json.dumps(value).encode(),
+            key=key or self.unique_prefix("exchange"),
+            unless_failed=unless_failed,
+            timeout_s=timeout_s,
+            or_gone=or_gone,
+        )
+        if facts["type"] != "no_answer":
+            return unlisted(values, size)
+        names, met = ", ".join(map(self.name, facts["missing"])), size - len(facts["missing"])
+        if self.hostnames:  # they have joined
+            raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
+        raise NoAnswer(f"only {met} of {size} ranks joined in {timeout_s:g} s. Missing: {names}.")
 
     def unique_prefix(self, name: str) -> str:
         """A new prefix for keys, the same on every rank. All ranks must call this."""
         self._round += 1
         return f"{name}/{self._round}"
+
+    def give(self, key: str, value: object, *, calls: bool = False) -> None:
+        """Give this rank's value to a gather without a time limit, and do not wait, see `given`.
+
+        With `calls`, `is_called` becomes true on the other ranks.
+        """
+        self.send("gather", json.dumps(value).encode(), key=key, timeout_s=None, calls=calls)
+
+    def given(self, key: str) -> list[Any] | None:
+        """The values of all ranks under this key, None until all have given theirs."""
+        answer = self._arrived.get(key)
+        return None if answer is None else unlisted(answer[1], self.world.world_size)
+
+    def is_called(self, key: str) -> bool:
+        """Whether another rank calls all ranks to give a value under this key."""
+        return key in self._called
 
     @contextlib.contextmanager
     def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
@@ -112,30 +213,6 @@ class Coordinator:
         self.leave()
         raise Refused(code, "\n".join(sentences), is_printed=not self.has_launcher)
 
-    def claim_first_failure(self) -> bool:
-        """See `JobChannel.claim_first_failure`."""
-        return self.channel is None or self.channel.claim_first_failure()
-
-    def leave(self, *, waits: bool | None = None) -> None:
-        """Leave the job. All ranks must call this.
-
-        With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
-        """
-        if self.channel is None:
-            return
-        if self.world.rank == 0 if waits is None else waits:
-            self._wait_for_all("left", LEAVE_TIMEOUT_S)
-        else:
-            self.channel.give(self.unique_prefix("left"), None)
-        self.channel.leave()
-
-    def _wait_for_all(self, point: str, timeout_s: float) -> None:
-        """Wait until all ranks are at this point or gone, or the timeout has passed."""
-        if self.channel is not None:
-            with contextlib.suppress(Silent, ChannelLost):
-                key = self.unique_prefix(point)
-                self.channel.gather(key, None, timeout_s=timeout_s, or_gone=True)
-
     def name(self, rank: int) -> str:
         """The rank and its host, for sentences."""
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
@@ -146,3 +223,163 @@ class Coordinator:
             return problems[:1]
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self.name(rank)}: {problem}" for problem, rank in first_rank.items()]
+
+    # --- the end ---
+
+    def claim_first_failure(self) -> bool:
+        """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
+
+        Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
+        fail as well.
+        """
+        key, rank = self._claim_key, self.world.rank
+        if self.connection is None:
+            return True
+        if key not in self._arrived:
+            try:
+                self.ask("claim", key=key)
+            except ChannelLost:
+                return rank == 0
+        return bool(self._arrived[key][0]["rank"] == rank)
+
+    def begin_session(self) -> None:
+        """The ranks form another process group: the script has caught the error that ended the last one."""
+        self._claim_key += "+"
+
+    def fail(self, code: int) -> None:
+        """End the other ranks with this exit code, unless another one has. Does not wait."""
+        self.send("fail", code=code)
+
+    def leave(self, *, waits: bool | None = None) -> None:
+        """Leave the job, so that the end of the connection is no failure. All ranks must call this.
+
+        With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
+        """
+        if self.world.rank == 0 if waits is None else waits:
+            self._wait_for_all("left", LEAVE_TIMEOUT_S)
+        else:
+            self.give(self.unique_prefix("left"), None)
+        if self.group == 0:  # the end of a script's connection never is a failure
+            self.send("leave")
+
+    def _wait_for_all(self, point: str, timeout_s: float) -> None:
+        """Wait until all ranks are at this point or gone, or the timeout has passed."""
+        with contextlib.suppress(NoAnswer, ChannelLost):
+            key = self.unique_prefix(point)
+            self.all_gather_json(None, timeout_s=timeout_s, key=key, or_gone=True)
+
+    # --- what arrives ---
+
+    def ask(
+        self,
+        kind: str,
+        value: bytes = b"",
+        *,
+        key: str = "",
+        unless_failed: bool = False,
+        **facts: object,
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a message, and return its answer, which has its key, or else its type.
+
+        Raises:
+            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
+            ChannelLost: the server has ended.
+        """
+        self._check(self.is_lost, unless_failed)
+        if key:
+            facts["key"] = key
+        try:
+            self._send(encode(kind, value, **facts))
+        except OSError:
+            raise self.lost() from None
+        key = key or kind
+        with self._changed:
+            while key not in self._arrived:
+                self._check(self._has_ended, unless_failed)
+                if self._thread is not None:
+                    self._changed.wait()
+                else:
+                    for news in self.receive():
+                        self.on_news(news)
+            # Two threads may claim at once, and wait for one answer.
+            return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
+
+    def _check(self, is_lost: bool, unless_failed: bool) -> None:
+        if is_lost:
+            raise self.lost()
+        if unless_failed and self._claim_key in self._arrived:
+            raise AnotherFailed
+
+    def lost(self) -> ChannelLost:
+        return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
+
+    def listen(
+        self,
+        on_news: Callable[[dict[str, Any]], object],
+        look: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
+        self.on_news, self._look = on_news, look
+        if self._thread is None:  # else a process group follows another one
+            self._thread = threading.Thread(target=self._listen, name="mpiddp", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Let the listening thread look. A handler of a signal may call this."""
+        with contextlib.suppress(OSError):  # it is full, or the script has closed it
+            os.write(self._waker, b"\n")
+
+    def _listen(self) -> None:
+        assert self.connection is not None
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        file = self.connection.fileno()
+        while True:
+            self._look()
+            if self._has_ended:
+                return
+            ready = dict(poll.poll())
+            if self._wake in ready:
+                with contextlib.suppress(OSError):
+                    os.read(self._wake, 4096)
+            if file in ready:
+                for facts in self.receive():
+                    self.on_news(facts)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Receive what arrives next: note what the ranks agree on, and return the other messages."""
+        assert self.connection is not None
+        news = []
+        has_ended = False
+        try:
+            chunk = self.connection.recv(CHUNK)
+            has_ended = not chunk
+            for line in self._lines.split(chunk):
+                facts, value = decode(line)
+                if not self._take(facts, value):
+                    news.append(facts)
+        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
+            has_ended = True
+        if has_ended:
+            with self._changed:
+                self.is_lost = self._has_ended = True
+                self._changed.notify_all()
+        return news
+
+    def _take(self, facts: dict[str, Any], value: bytes) -> bool:
+        """Note what the other ranks have done, and the answers to those who wait. False for other news."""
+        kind = facts["type"]
+        with self._changed:
+            if kind in _ANSWERS:
+                self._arrived[facts.get("key", kind)] = facts, value
+            elif kind == "called":
+                self._called.add(facts["key"])
+            elif kind == "failed":
+                self.code_of_failure = facts["code"]
+            elif kind == "lost":
+                self.is_lost = True
+            else:
+                return False
+            self._changed.notify_all()
+        return True

@@ -10,33 +10,33 @@ proposed step, which no rank has passed.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from mpiddp.runtime.job.channel import JobChannel
-from mpiddp.runtime.job.reporter import BY_CALLS, Reporter
+from mpiddp.runtime.job.coordinator import Coordinator
 
+BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
-_KEY = "stop"
-CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 
 
 class StopRequest:
-    """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
+    """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    Args:
+        session: the Session of this process, whose module imports this one.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
         self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
         self._steps_before = 0  # steps of the run before this process resumed it
-        self._key = _KEY  # of the gather of the proposals
+        self._key = "stop"  # of the gather of the proposals
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
@@ -48,8 +48,8 @@ class StopRequest:
     @property
     def _is_alone(self) -> bool:
         """Whether there is no other rank to agree with."""
-        channel = self._reporter.channel
-        return channel is None or channel.world_size == 1
+        channel = self._session.channel
+        return channel is None or channel.world.world_size == 1
 
     def enter_group(self) -> None:
         """The ranks meet again. What they proposed when they left the last group counts no longer."""
@@ -61,8 +61,8 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._reporter.send("supports_stop")
-            if self._reporter.has_launcher:
+            self._session.send("supports_stop")
+            if self._session.has_launcher:
                 stop_on(self, signal.SIGTERM)
 
     def count_from(self, step: int) -> None:
@@ -79,15 +79,15 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        if self._reporter.channel is not None:
-            self._reporter.channel.wake()
+        if self._session.channel is not None:
+            self._session.channel.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._lock:
             self._calls += 1
-        self._reporter.count(self._steps_before + self._calls, BY_CALLS)
+        self._session.count(self._steps_before + self._calls, BY_CALLS)
         stops = self._stops_at(self._calls)
         if stops:
             self.stopped()
@@ -120,10 +120,10 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._reporter.send("stopped")
-            self._reporter.tell_agent("stopped")
+            self._session.send("stopped")
+            self._session.tell_agent("stopped")
 
-    def agree(self, channel: JobChannel) -> None:
+    def agree(self, channel: Coordinator) -> None:
         """Advance the agreement, without waiting. The channel's thread calls this after all news."""
         is_called = self.is_requested or channel.is_called(self._key)
         if self._is_alone or self._step is not None or not is_called:
@@ -135,7 +135,7 @@ class StopRequest:
             with self._lock:
                 self._decide(max(steps))
 
-    def propose_step(self, channel: JobChannel, ahead: int) -> None:
+    def propose_step(self, channel: Coordinator, ahead: int) -> None:
         """Propose the step `ahead` of the present one, once, and do not pass it before the decision.
 
         A rank that leaves proposes its present step, with `ahead` 0.
@@ -191,50 +191,22 @@ def leave_sigterm_to_rank() -> None:
     the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
     """
-    from multiprocessing import util  # its handler of atexit comes after those registered later
+    from multiprocessing import util
 
     util.register_after_fork(_obey_parent, _obey_parent)
-    atexit.register(_end_children)
-
-
-def _end_children() -> None:
-    """End the daemons of this process, by SIGKILL after some time.
-
-    multiprocessing sends SIGTERM once and then waits for ever, and the kernel drops it where a stranger's has
-    just arrived.
-    """
-    import multiprocessing
-
-    daemons = [child for child in multiprocessing.active_children() if child.daemon]
-    for child in daemons:
-        child.terminate()
-    for child in daemons:
-        child.join(CHILDREN_S)
-        child.kill()
 
 
 def _obey_parent(_: object) -> None:
-    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended.
-
-    A handler that the child itself installs gets every SIGTERM.
-    """
+    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
         threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
 
 
 def _obey(rank: int) -> None:
-    while True:
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-        has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        if has_own_handler or sender == rank or os.getppid() != rank:
-            break
-    if not has_own_handler and sender == rank and _is_loader_worker():
-        os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and os.getppid() == rank:
+        pass
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        os._exit(0)  # as torch's own worker does; its rank would report another end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_loader_worker() -> bool:
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None

@@ -88,8 +88,8 @@ def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
             )
 
 
-def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The addresses on which rank 0 can listen, best first, each with its reason.
+def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
+    """The addresses on which rank 0 can listen, best first.
 
     MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
     networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
@@ -98,43 +98,25 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[tuple[str,
     """
     by_host = ranks_by_host(infos)
     for ranks in by_host.values():
-        _check_local_ranks([infos[rank] for rank in ranks])
+        first, local_ranks = infos[ranks[0]], [infos[rank].local_rank or 0 for rank in ranks]
+        size = first.local_world_size or 0
+        if sorted(local_ranks) != list(range(size)):
+            raise UserError(
+                f"{first.hostname} runs {len(local_ranks)} ranks with local ranks "
+                f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
+                "Is one machine in the hostfile under two names?"
+            )
     if name := env.get("MASTER_ADDR"):
         address = resolve(name)
         if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
-            return [(address, "MASTER_ADDR names it")]
+            return [address]
     elif len(by_host) == 1:
-        return [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
-    shared = _shared([infos[ranks[0]] for ranks in by_host.values()], requested_interface(env))
-    hostname = infos[0].hostname
-    why = _why_not(name, name) if name else _why_not(hostname, f"{hostname}'s own name")
-    return [(each.address, f"{why}it is that of {each.name} on {each.network}") for each in shared]
+        return [LOOPBACK]
+    return _shared([infos[ranks[0]] for ranks in by_host.values()], requested_interface(env))
 
 
-def _why_not(name: str, subject: str) -> str:
-    """The beginning of a reason where a name leads to a loopback, as Debian's own name of a host does."""
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return ""
-    why = f"{subject} resolves to {address}, which no other host can reach; "
-    return why if address.startswith("127.") else ""
-
-
-def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
-    """Raise a UserError unless the ranks of one host have the local ranks from 0 on."""
-    local_ranks = [info.local_rank or 0 for info in infos]
-    size = infos[0].local_world_size or 0
-    if sorted(local_ranks) != list(range(size)):
-        raise UserError(
-            f"{infos[0].hostname} runs {len(local_ranks)} ranks with local ranks "
-            f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
-            "Is one machine in the hostfile under two names?"
-        )
-
-
-def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[Interface]:
-    """Rank 0's interfaces. Networks that all other hosts share come first, then IPv4."""
+def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[str]:
+    """Rank 0's addresses. Networks that all other hosts share come first, then IPv4."""
     master, *others = one_per_host
     if requested:
         check_interface(one_per_host, requested)
@@ -156,7 +138,7 @@ def _shared(one_per_host: Sequence[RankInfo], requested: str) -> list[Interface]
             f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
             "Name one: --master-addr ADDR"
         )
-    return sorted(usable, key=order)
+    return [each.address for each in sorted(usable, key=order)]
 
 
 def unreachable(

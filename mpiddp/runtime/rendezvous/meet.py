@@ -1,6 +1,6 @@
 """The ranks meet: over MPI, or at an address that they know.
 
-    with meet(world, lambda: RankInfo.of_this_process(world)) as (coordinator, result): ...
+    with meet(world, lambda: RankInfo.of_this_process(world)) as (coordinator, variables, listener): ...
 
 A rank's agent comes here, and by hand the rank itself. Both ways have one course: every rank tells the others
 who it is, rank 0 compares them and offers the addresses on which it listens, and all take the same one.
@@ -12,39 +12,35 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, reachable
-from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, RUN_ID, TIMEOUT
-from mpiddp.runtime.job.channel import JobChannel, Server
+from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, RUN_ID, TIMEOUT, VERBOSE
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous.address import (
-    check_interface,
-    choose,
-    find_by_address,
-    requested_interface,
-    unreachable,
-)
+from mpiddp.runtime.rendezvous.address import check_interface, choose, find_by_address, unreachable
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
 from mpiddp.runtime.rendezvous.result import (
-    Place,
     RankInfo,
-    RendezvousResult,
     check_alike,
     gathered,
+    joined,
     ranks_by_host,
-    result_of,
+    requested_interface,
+    table,
+    variables_of,
 )
 from mpiddp.text import parse_duration
 from mpiddp.world import World
 
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
-Met = tuple[Coordinator, RendezvousResult]
+# The ranks; the variables of each; and rank 0's socket for torch's store, bound before it is announced.
+Met = tuple[Coordinator, dict[str, str], socket.socket | None]
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
@@ -52,7 +48,7 @@ Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 def meet(
     world: World,
     own: Callable[[], RankInfo],
-    channel: JobChannel | None = None,
+    launched: Coordinator | None = None,
     *,
     keep_mpi: bool = False,
 ) -> Iterator[Met]:
@@ -60,38 +56,36 @@ def meet(
 
     Args:
         own: what the others learn of this rank. It is called once MPI has begun, and may wait.
-        channel: that of the launcher. Without one, rank 0 serves a channel.
+        launched: connected to the launcher. Without one, rank 0 serves the job channel.
     """
-    has_launcher = channel is not None
-    timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if has_launcher else 0.0)
+    timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if launched is not None else 0.0)
     is_alone = world.world_size == 1
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
     if not world.launcher.speaks_mpi or is_alone or has_address:
-        yield _by_address(world, own, channel, timeout_s)
+        yield _by_address(world, own, launched, timeout_s)
         return
-    with over_mpi(world, own, timeout_s, channel, keep_mpi=keep_mpi) as (info, gather):
-        result = _over_mpi(world, info, gather)
-        if channel is None:
-            server = _from_rank_0(world, gather, partial(_serve, result.world))
-            channel = JobChannel(Server(*server), world, answer_in_s=timeout_s)
+    with over_mpi(world, own, timeout_s, launched, keep_mpi=keep_mpi) as (info, gather):
+        infos, run_id = _compared(world, info, gather)
+        address, port, listener = _place(world, infos, gather)
+        world = joined(world, infos, address, port)
+        if launched is None:
+            server = _from_rank_0(world, gather, partial(_serve, world))
+            coordinator = Coordinator(world, Server(*server), answer_in_s=timeout_s)
         else:
+            coordinator = launched
             gather(None)  # a script that connects to torch's store before would be drained too
-        names = result.hostnames
-        yield Coordinator(result.world, channel, hostnames=names, has_launcher=has_launcher), result
+        yield _met(coordinator, world, infos, run_id, listener)
 
 
 def _by_address(
-    world: World,
-    own: Callable[[], RankInfo],
-    channel: JobChannel | None,
-    timeout_s: float,
+    world: World, own: Callable[[], RankInfo], launched: Coordinator | None, timeout_s: float
 ) -> Met:
-    has_launcher = channel is not None
     world, listener = find_by_address(world, timeout_s)
     address, port = str(world.master_addr), world.master_port or 0
-    if channel is None and world.world_size > 1:
+    server = None
+    if launched is None and world.world_size > 1:
         if os.environ.get(AGENT_STORE) == "True":
             server = _serve_beside_agent(world, timeout_s)
         else:
@@ -103,20 +97,16 @@ def _by_address(
             if listener is not None:
                 serve_beside(listener, key, world.world_size)
                 listener = bind(address, 0, world.hostname)
-        channel = JobChannel(server, world, answer_in_s=timeout_s)
+    coordinator = launched or Coordinator(world, server, answer_in_s=timeout_s)
     info = own()
-    coordinator = Coordinator(world, channel, has_launcher=has_launcher)
     gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
     with coordinator.all_or_none():
         infos, run_id = _compared(world, info, gather)
-        if listener is not None:
-            port = listener.getsockname()[1]
-        place = (address, f"{world.launcher.name} names it", gather(port)[0])
-        result = result_of(world, infos, place, listener, run_id)
+        port = gather(port if listener is None else listener.getsockname()[1])[0]
+        world = joined(world, infos, address, port)
         if (requested := requested_interface(os.environ)) and len(ranks_by_host(infos)) > 1:
             check_interface(infos, requested)
-    coordinator.world, coordinator.hostnames = result.world, result.hostnames
-    return coordinator, result
+    return _met(coordinator, world, infos, run_id, listener)
 
 
 def _compared(world: World, own: RankInfo, gather: Gather) -> tuple[tuple[RankInfo, ...], str]:
@@ -130,34 +120,60 @@ def _compared(world: World, own: RankInfo, gather: Gather) -> tuple[tuple[RankIn
     return infos, _from_rank_0(world, gather, run_id)
 
 
-def _over_mpi(world: World, own: RankInfo, gather: Gather) -> RendezvousResult:
-    """Rank 0 is at the first place that every other host reaches, of which one rank tries them all.
+def _place(
+    world: World, infos: Sequence[RankInfo], gather: Gather
+) -> tuple[str, int, socket.socket | None]:
+    """Where torch's store is: the first address of rank 0 that every other host reaches, and its port.
 
-    Rank 0 listens on every candidate before the ranks hear of it, so that no other program takes its port.
+    One rank of each host tries them all. Rank 0 listens on every candidate before the ranks hear of it, so
+    that no other program takes its port.
     """
-    infos, run_id = _compared(world, own, gather)
-    listeners: dict[Place, socket.socket] = {}
+    listeners: dict[str, socket.socket] = {}
 
-    def listen() -> list[Place]:
-        for address, reason in choose(infos, os.environ):
-            listener = bind(address, port_in(os.environ), world.hostname)
-            listeners[address, reason, listener.getsockname()[1]] = listener
-        return list(listeners)
+    def listen() -> list[tuple[str, int]]:
+        for address in choose(infos, os.environ):
+            listeners[address] = bind(address, port_in(os.environ), world.hostname)
+        return [(address, each.getsockname()[1]) for address, each in listeners.items()]
 
-    places: list[Place] = [(*each,) for each in _from_rank_0(world, gather, listen)]
-    addresses, _, ports = zip(*places, strict=True)
+    ports: dict[str, int] = dict(_from_rank_0(world, gather, listen))
     firsts = [ranks[0] for ranks in ranks_by_host(infos).values()]
     tries = world.rank in firsts[1:]
-    reached = gather(reachable(addresses, ports) if tries else addresses)
-    place = next((each for each in places if all(each[0] in some for some in reached)), None)
-    if place is None:
-        raise JobFailed(unreachable(infos, addresses, reached))
-    listener = listeners.pop(place, None)
+    reached = gather(reachable([*ports], [*ports.values()]) if tries else [*ports])
+    found = next((each for each in ports if all(each in some for some in reached)), None)
+    if found is None:
+        raise JobFailed(unreachable(infos, [*ports], reached))
+    listener = listeners.pop(found, None)
     for other in listeners.values():
         other.close()
     if listener is not None:
         _drain(listener)
-    return result_of(world, infos, place, listener, run_id)
+    return found, ports[found], listener
+
+
+def _met(
+    coordinator: Coordinator,
+    world: World,
+    infos: Sequence[RankInfo],
+    run_id: str,
+    listener: socket.socket | None,
+) -> Met:
+    """What the rank knows now. With `launch -v` it prints where the ranks are."""
+    env = os.environ
+    coordinator.world = world
+    coordinator.hostnames = tuple(info.hostname for info in infos)
+    interface = infos[world.rank].interface_for(str(world.master_addr), requested_interface(env))
+    if env.get(VERBOSE):
+        lines = [f"rank {world.rank} on {world.hostname} uses {interface}\n"]
+        if world.rank == 0:
+            own, why = "", ""
+            with contextlib.suppress(OSError):
+                own = socket.gethostbyname(world.hostname)
+            if own.startswith("127.") and world.num_nodes != 1:  # as Debian's own name of a host
+                why = f": {world.hostname}'s own name resolves to {own}, which no other host can reach"
+            address = f"master address {world.master_addr} port {world.master_port}{why}\n"
+            lines = [f"{table(infos)}\n", address, *lines]
+        print("".join(lines), end="", flush=True)
+    return coordinator, variables_of(world, interface, run_id), listener
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
-from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.runtime.job.channel import JobChannel
+from mpiddp.hosts.interfaces import interfaces
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import FinalizedMPI
 from mpiddp.runtime.rendezvous.result import RankInfo, requested_interface
 from mpiddp.world import World
@@ -33,7 +33,7 @@ def over_mpi(
     world: World,
     own: Callable[[], RankInfo],
     timeout_s: float,
-    launcher: JobChannel | None,
+    launcher: Coordinator | None,
     *,
     keep_mpi: bool,
 ) -> Iterator[tuple[RankInfo, Callable[[Any], list[Any]]]]:
@@ -79,7 +79,9 @@ def over_mpi(
         finally:
             if not keep_mpi:
                 MPI.Finalize()
-                _forbid_mpi4py()
+                sys.modules.pop("mpi4py.MPI", None)
+                vars(sys.modules["mpi4py"]).pop("MPI", None)
+                sys.meta_path.insert(0, FinalizedMPI())
 
 
 @contextlib.contextmanager
@@ -95,16 +97,7 @@ def _watched(timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _forbid_mpi4py() -> None:
-    """Remove mpi4py.MPI from this process, and refuse to import it again."""
-    sys.modules.pop("mpi4py.MPI", None)
-    package = sys.modules.get("mpi4py")
-    if package is not None:
-        vars(package).pop("MPI", None)
-    sys.meta_path.insert(0, FinalizedMPI())
-
-
-def _load_mpi(world: World, launcher: JobChannel | None, *, keep_mpi: bool) -> Any:
+def _load_mpi(world: World, launcher: Coordinator | None, *, keep_mpi: bool) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
@@ -122,8 +115,9 @@ def _load_mpi(world: World, launcher: JobChannel | None, *, keep_mpi: bool) -> A
         expected = world.launcher.vendors
         if vendor not in expected:
             started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
+            library = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())
             raise UserError(
-                f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
+                f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}). "
                 "Set MPI4PY_LIBMPI or reinstall."
             )
         say = launcher.send if launcher is not None else lambda kind, **facts: None
@@ -141,12 +135,6 @@ def _load_mpi(world: World, launcher: JobChannel | None, *, keep_mpi: bool) -> A
     return MPI
 
 
-def _loaded_library() -> str:
-    """The file name of the MPI library in this process: "libmpi.so.12"."""
-    found = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())
-    return found[1] if found else "libmpi"
-
-
 def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
     """MPI's settings, as variables that neither the user nor mpirun has set."""
     name, env = world.launcher.name, os.environ
@@ -161,7 +149,11 @@ def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
             # A rank that polls for a message would take the core from a script that starts.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size != world.world_size:  # or None: it may span several hosts
-        usable = _usable_interfaces(requested_interface(env))
+        # The requested ones, else all except bridges of containers. Such a bridge has the same address on
+        # every host. Open MPI 5 aborts over it, and 4.1 hangs.
+        found, requested = interfaces(), requested_interface(env)
+        usable = [each for each in found if requested and each.matches(requested)]
+        usable = usable or [each for each in found if not (each.is_virtual or each.is_loopback)]
         if usable and name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)
             defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
@@ -181,13 +173,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in values:
             del os.environ[name]
-
-
-def _usable_interfaces(requested: str | None) -> list[Interface]:
-    """The interfaces that MPI may use: the requested ones, else all except bridges of containers.
-
-    Such a bridge has the same address on every host. Open MPI 5 aborts over it, and 4.1 hangs.
-    """
-    found = interfaces()
-    usable = [interface for interface in found if requested and interface.matches(requested)]
-    return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]

@@ -6,6 +6,7 @@ on node1, and ranks 4 and 5 on node2.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import secrets
@@ -19,8 +20,6 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.protocol.variables import (
-    CHANNEL,
-    CHANNEL_SECRET,
     ERROR_FILE,
     INTERFACE,
     MAX_RESTARTS,
@@ -29,13 +28,10 @@ from mpiddp.protocol.variables import (
     RESTART_COUNT,
     RUN_ID,
 )
-from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.text import align_columns, parse_whole, shown
 from mpiddp.world import World
 
 _MOST_RANKS = 999_999  # that a hostfile may have
-# Where rank 0 listens for the clients of torch's store: the address, why this one, and the port.
-Place = tuple[str, str, int]
 
 
 class RankInfo(NamedTuple):
@@ -78,85 +74,17 @@ class RankInfo(NamedTuple):
 
         A requested interface that this host has takes precedence.
         """
-        towards = self._interface_towards(address)
-        is_local = ipaddress.ip_address(address).is_loopback
-        named = [each.name for each in self.interfaces if requested and each.matches(requested)]
-        return towards if is_local or not named or towards in named else named[0]
-
-    def _interface_towards(self, address: str) -> str:
-        target = ipaddress.ip_address(address)
-        for interface in self.interfaces:
-            if target in ipaddress.ip_network(interface.network):
-                return interface.name
-        family = socket.AF_INET6 if target.version == 6 else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as route:
-            try:
-                route.connect((address, 9))  # asks the routing table; sends nothing
-            except OSError:
-                return ""
-            source = route.getsockname()[0]
-        return next((i.name for i in self.interfaces if i.address == source), "")
-
-
-class RendezvousResult(NamedTuple):
-    """The result that all ranks share.
-
-    reason: why rank 0 is at the master address. listener: of rank 0, on which torch's store is served, bound
-    before it is announced. run_id: the same in all attempts of a job.
-    """
-
-    world: World
-    infos: tuple[RankInfo, ...]
-    interface: str
-    reason: str
-    listener: socket.socket | None
-    run_id: str
-
-    @property
-    def hostnames(self) -> tuple[str, ...]:
-        return tuple(info.hostname for info in self.infos)
-
-    def variables(self, channel: JobChannel | None) -> dict[str, str]:
-        """The variables of a rank that has met the others: torchrun's, and the network.
-
-        https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-        TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
-        for a store that nobody serves.
-
-        Args:
-            channel: for a script, which may use it to join.
-        """
-        world, folder = self.world, os.environ.get("TMPDIR") or "/tmp"
-        env = {
-            "RANK": str(world.rank),
-            "LOCAL_RANK": str(world.local_rank),
-            "WORLD_SIZE": str(world.world_size),
-            "LOCAL_WORLD_SIZE": str(world.local_world_size),
-            "GROUP_RANK": str(world.node_rank),
-            "MASTER_ADDR": str(world.master_addr),
-            "MASTER_PORT": str(world.master_port),
-        }
-        if channel is not None:
-            env |= {CHANNEL: channel.server.address, CHANNEL_SECRET: channel.server.key}
-        if world.launcher.name != "torchrun":
-            env |= {
-                RUN_ID: self.run_id,
-                "TORCHELASTIC_RUN_ID": self.run_id,
-                "TORCHELASTIC_RESTART_COUNT": os.environ.get(RESTART_COUNT, "0"),
-                "TORCHELASTIC_MAX_RESTARTS": os.environ.get(MAX_RESTARTS, "0"),
-                "GROUP_WORLD_SIZE": str(world.num_nodes),
-                "ROLE_NAME": "default",
-                "ROLE_RANK": str(world.rank),
-                "ROLE_WORLD_SIZE": str(world.world_size),
-                # No other user of the host can guess the name, and so create the file before.
-                ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
-            }
-        if self.interface:
-            # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
-            # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
-            for name, own in (("GLOO", self.interface), ("NCCL", f"={self.interface}")):
-                env[f"{name}_SOCKET_IFNAME"] = os.environ.get(f"{name}_SOCKET_IFNAME", own)
-        return env
+        target, own = ipaddress.ip_address(address), self.interfaces
+        towards = [i.name for i in own if target in ipaddress.ip_network(i.network)]
+        if not towards:
+            family = socket.AF_INET6 if target.version == 6 else socket.AF_INET
+            # Connecting asks the routing table, and sends nothing.
+            with socket.socket(family, socket.SOCK_DGRAM) as route, contextlib.suppress(OSError):
+                route.connect((address, 9))
+                towards = [i.name for i in own if i.address == route.getsockname()[0]]
+        named = [i.name for i in own if requested and i.matches(requested)]
+        first = (towards or [""])[0]
+        return first if target.is_loopback or not named or first in named else named[0]
 
 
 def gathered(answers: Iterable[Sequence[Any]]) -> tuple[RankInfo, ...]:
@@ -187,17 +115,10 @@ def ranks_by_host(infos: Sequence[RankInfo]) -> dict[tuple[str, str], list[int]]
     return ranks
 
 
-def result_of(
-    world: World,
-    infos: tuple[RankInfo, ...],
-    place: Place,
-    listener: socket.socket | None,
-    run_id: str,
-) -> RendezvousResult:
-    """What the rank of `world` knows, once rank 0 is at `place`."""
+def joined(world: World, infos: Sequence[RankInfo], address: str, port: int) -> World:
+    """The world of a rank that knows all others. torch's store is at `address`."""
     hosts, own = list(ranks_by_host(infos)), infos[world.rank]
-    address, reason, port = place
-    joined = replace(
+    return replace(
         world,
         local_rank=own.local_rank,
         local_world_size=own.local_world_size,
@@ -206,8 +127,44 @@ def result_of(
         master_addr=address,
         master_port=port,
     )
-    interface = own.interface_for(address, requested_interface(os.environ))
-    return RendezvousResult(joined, infos, interface, reason, listener, run_id)
+
+
+def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
+    """The variables of a rank that has met the others: torchrun's, and the network.
+
+    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
+    for a store that nobody serves. `run_id` is the same in all attempts of a job.
+    """
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    env = {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(world.local_rank),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "GROUP_RANK": str(world.node_rank),
+        "MASTER_ADDR": str(world.master_addr),
+        "MASTER_PORT": str(world.master_port),
+    }
+    if world.launcher.name != "torchrun":
+        env |= {
+            RUN_ID: run_id,
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": os.environ.get(RESTART_COUNT, "0"),
+            "TORCHELASTIC_MAX_RESTARTS": os.environ.get(MAX_RESTARTS, "0"),
+            "GROUP_WORLD_SIZE": str(world.num_nodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(world.rank),
+            "ROLE_WORLD_SIZE": str(world.world_size),
+            # No other user of the host can guess the name, and so create the file before.
+            ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
+        }
+    if interface:
+        # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
+        # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
+        for name, own in (("GLOO", interface), ("NCCL", f"={interface}")):
+            env[f"{name}_SOCKET_IFNAME"] = os.environ.get(f"{name}_SOCKET_IFNAME", own)
+    return env
 
 
 def requested_interface(env: Mapping[str, str]) -> str:
@@ -274,20 +231,16 @@ def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
 
 def _is_placed(infos: Sequence[RankInfo], names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
-    hosts = {info.host: info for info in infos}
+    own_names = {
+        info.host: _forms(info.hostname) | {each.address for each in info.interfaces}
+        for info in infos
+    }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
-    known = {name for info in hosts.values() for name in _names(info)}
-    fits = [
-        # Any other name is an alias, by which mpirun has reached the host.
-        _forms(name) & _names(hosts[host]) or not _forms(name) & known
-        for name, host in pairs
-    ]
+    known = {name for each in own_names.values() for name in each}
+    # Any other name is an alias, by which mpirun has reached the host.
+    fits = [_forms(name) & own_names[host] or not _forms(name) & known for name, host in pairs]
     return len(names) == len(infos) and one_to_one and all(fits)
-
-
-def _names(info: RankInfo) -> set[str]:
-    return _forms(info.hostname) | {each.address for each in info.interfaces}
 
 
 def _forms(name: str) -> set[str]:

@@ -37,13 +37,13 @@ def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
     """The store of a new process group of all ranks. All ranks must call this."""
     world = coordinator.world
     name = coordinator.unique_prefix("group")
-    if coordinator.channel is None or world.world_size == 1:
+    if world.world_size == 1:
         return HashStore()
     with no_dns():
         store = connect_to_store(world, timeout_s)
         # Inside the body, because rank 0 looks up the name of every connection that it accepts.
         coordinator.all_gather_json(None, timeout_s=timeout_s)
-    return PrefixStore(f"{prefix_of_attempt()}/{coordinator.channel.group}/{name}", store)
+    return PrefixStore(f"{prefix_of_attempt()}/{coordinator.group}/{name}", store)
 
 
 def connect_to_store(world: World, timeout_s: float) -> Store:

@@ -127,12 +127,6 @@ def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) 
     return f"{names} {verb}{than}, first in {first} ({sum(differs)} of {len(tensors)} tensors)"
 
 
-def bare_names(names: Sequence[str]) -> list[str]:
-    """The names of parameters without what DDP and torch.compile add to them, if they still differ."""
-    bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in names]
-    return bare if len(set(bare)) == len(bare) else list(names)
-
-
 def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group) > 1
@@ -148,9 +142,17 @@ def _compared_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
 ) -> dict[str, Tensor]:
     """The parameters and the optimizer's state, by name, type and shape."""
-    sharded = set() if with_shards else _sharded_parameters(model)
+    sharded: set[int] = set()  # parameters in modules of FSDP, which are plain tensors
+    # Not loaded: the model has no such module.
+    if not with_shards and (fsdp := sys.modules.get("torch.distributed.fsdp")):
+        for module in model.modules():
+            if isinstance(module, fsdp.FullyShardedDataParallel):
+                sharded.update(map(id, module.parameters()))
     parameters = dict(model.named_parameters())
-    names = dict(zip(map(id, parameters.values()), bare_names(list(parameters)), strict=True))
+    # Without what DDP and torch.compile add to the names, if they still differ.
+    bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in parameters]
+    bare = bare if len(set(bare)) == len(bare) else [*parameters]
+    names = dict(zip(map(id, parameters.values()), bare, strict=True))
     found: list[tuple[str, Tensor]] = [
         (names[id(each)], each) for each in parameters.values() if id(each) not in sharded
     ]
@@ -167,15 +169,6 @@ def _compared_tensors(
         for name, each in found
         if with_shards or not hasattr(each, "to_local")
     }
-
-
-def _sharded_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters in modules of FSDP, which are plain tensors."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: the model has no such module
-    if fsdp is None:
-        return set()
-    modules = (each for each in model.modules() if isinstance(each, fsdp.FullyShardedDataParallel))
-    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _of_all_ranks(value: object, group: dist.ProcessGroup | None) -> list[Any]:

@@ -140,8 +140,8 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Laun
 
 
 IMPATIENT = """
-from mpiddp.runtime.job import channel
-channel.CONNECT_TIMEOUT_S = channel._ATTEMPT_S = 0.2
+from mpiddp.runtime.job import connection
+connection.CONNECT_TIMEOUT_S = connection._ATTEMPT_S = 0.2
 """
 
 

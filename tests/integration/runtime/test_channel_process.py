@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.runtime.job.channel import JobChannel, Server
-from tests.support.channels import member
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
+from tests.support.channels import cut, member
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 KEY = "a key of the job"
 RANK_0 = """
 import os, socket, sys, threading, time
-from mpiddp.runtime.job.channel import Server
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from tests.support.channels import member
 listener = socket.create_server(("127.0.0.1", 0))
@@ -43,7 +44,7 @@ sum(range(10**12))
 
 
 @contextmanager
-def job(code: str) -> Iterator[tuple[subprocess.Popen[str], JobChannel]]:
+def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
     with subprocess.Popen(
         [sys.executable, "-c", RANK_0, code],
         env=clean_env(),
@@ -59,15 +60,16 @@ def job(code: str) -> Iterator[tuple[subprocess.Popen[str], JobChannel]]:
             rank_0.kill()
 
 
-def until_lost(rank_1: JobChannel) -> None:
+def until_lost(rank_1: Coordinator) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not rank_1.is_lost:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def server_of(rank_1: JobChannel) -> int:
+def server_of(rank_1: Coordinator) -> int:
     """The process at the other end of the connection of rank 1."""
+    assert rank_1.connection is not None
     host, port = rank_1.connection.getsockname()
     table = Path("/proc/net/tcp").read_text().splitlines()
     own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
@@ -86,7 +88,7 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
         assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == "holds\n"
         since = time.monotonic()
-        assert rank_1.gather("a", 1, timeout_s=60) == [0, 1]
+        assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
         assert rank_1.claim_first_failure()
         assert time.monotonic() - since < 10
         assert rank_0.poll() is None
@@ -102,16 +104,16 @@ def test_the_end_of_rank_0_ends_the_job(holds: str) -> None:
 
 
 def test_rank_0_that_has_left_may_end_before_the_others() -> None:
-    with job("channel.leave(); channel.gather('a', 0, timeout_s=60)") as (
+    with job("channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s=60)") as (
         rank_0,
         rank_1,
     ):
-        assert rank_1.gather("a", 1, timeout_s=60) == [0, 1]
+        assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
         assert rank_0.wait(PATIENCE_S) == 0
-        assert rank_1.gather("b", 5, timeout_s=60, or_gone=True) == [None, 5]
+        assert rank_1.all_gather_json(5, key="b", timeout_s=60, or_gone=True) == [None, 5]
         assert not rank_1.is_lost
         server = server_of(rank_1)
-        rank_1.connection.shutdown(socket.SHUT_RDWR)
+        cut(rank_1)
         deadline = time.monotonic() + PATIENCE_S
         while Path(f"/proc/{server}").exists():
             assert time.monotonic() < deadline

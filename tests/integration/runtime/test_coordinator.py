@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import NoAnswer, UserError
-from mpiddp.runtime.job.channel import Server
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.world import World
 from tests.support.channels import member, serving
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -70,8 +69,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[End]]:
 def _run_rank(rank: int, world_size: int, server: Server, logs: Path, body: Body) -> None:
     os.dup2(os.open(logs / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    channel = member(server, rank, world_size)
-    body(Coordinator(World(rank, world_size, rank, world_size), channel))
+    body(member(server, rank, world_size))
 
 
 # --- all_gather_json ---

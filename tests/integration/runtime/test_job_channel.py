@@ -1,6 +1,6 @@
 """The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
 
-Tests mpiddp/protocol/channel.py, server.py, group.py, mpiddp/runtime/job/channel.py.
+Tests mpiddp/protocol/channel.py, server.py, group.py, mpiddp/runtime/job/connection.py and coordinator.py.
 python -m pytest tests/integration/runtime/test_job_channel.py
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import JobFailed
+from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.protocol.channel import (
     RANK,
     SCRIPT,
@@ -29,16 +29,10 @@ from mpiddp.protocol.channel import (
 )
 from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
-from mpiddp.runtime.job.channel import (
-    AnotherFailed,
-    AnotherScript,
-    ChannelLost,
-    JobChannel,
-    Server,
-    Silent,
-)
+from mpiddp.runtime.job.connection import AnotherScript, Server
+from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.world import World
-from tests.support.channels import connect, progress
+from tests.support.channels import connect, cut, progress
 from tests.support.errors import error
 from tests.support.machine import files_left
 from tests.support.patience import PATIENCE_S
@@ -56,7 +50,7 @@ class Job:
         self.selector = selectors.DefaultSelector()
         self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
         self.messages: list[Message] = []
-        self.news: dict[JobChannel, list[dict[str, Any]]] = {}
+        self.news: dict[Coordinator, list[dict[str, Any]]] = {}
         self._pool = ThreadPoolExecutor(16)
         self._runs = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -78,20 +72,20 @@ class Job:
                 self.messages += self.server.receive(key.data)
             self.server.expire()
 
-    def connect(self, rank: int, role: str = RANK) -> JobChannel:
+    def connect(self, rank: int, role: str = RANK) -> Coordinator:
         server = Server(f"127.0.0.1:{self.port}", KEY)
         channel = connect(server, World(rank, RANKS, rank, RANKS), role)
         heard = self.news[channel] = []
         channel.listen(heard.append)
         return channel
 
-    def all(self) -> list[JobChannel]:
+    def all(self) -> list[Coordinator]:
         return [self.connect(rank) for rank in range(RANKS)]
 
     def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
         return self._pool.submit(function, *args, **options)
 
-    def hears(self, channel: JobChannel, kind: str) -> dict[str, Any]:
+    def hears(self, channel: Coordinator, kind: str) -> dict[str, Any]:
         """The first news of a kind, once it is there."""
         return until(lambda: [each for each in self.news[channel] if each["type"] == kind])[0]
 
@@ -140,7 +134,10 @@ def job() -> Iterator[Job]:
 
 def test_a_gather_gives_all_values_to_all_ranks(job: Job) -> None:
     values: list[Any] = [{"a": [1, None]}, "é! \t\n", 2.5]
-    calls = [job.call(each.gather, "key", values[each.rank], timeout_s=60) for each in job.all()]
+    calls = [
+        job.call(each.all_gather_json, values[each.world.rank], key="key", timeout_s=60)
+        for each in job.all()
+    ]
     assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
 
 
@@ -148,14 +145,14 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
     job: Job,
 ) -> None:
     first, second, late = job.all()
-    calls = [job.call(each.gather, "key", 1, timeout_s=0.2) for each in (first, second)]
+    calls = [
+        job.call(each.all_gather_json, 1, key="key", timeout_s=0.2) for each in (first, second)
+    ]
     for call in calls:
-        with pytest.raises(Silent) as error:
+        with pytest.raises(NoAnswer, match=r" 2 of 3 ranks .* Missing: rank 2\.$"):
             call.result(PATIENCE_S)
-        assert error.value.args == ([2],)
-    with pytest.raises(Silent) as error:
-        late.gather("key", 1, timeout_s=600)
-    assert error.value.args == ([2],)
+    with pytest.raises(NoAnswer, match=r" Missing: rank 2\.$"):
+        late.all_gather_json(1, key="key", timeout_s=600)
 
 
 def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
@@ -173,18 +170,18 @@ def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> No
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
     first, second, third = job.all()
     second.give("left", None)
-    waits = job.call(first.gather, "left", None, timeout_s=600, or_gone=True)
+    waits = job.call(first.all_gather_json, None, key="left", timeout_s=600, or_gone=True)
     until(lambda: job.server.next_deadline < float("inf"))
-    third.connection.shutdown(socket.SHUT_RDWR)
+    cut(third)
     assert waits.result(PATIENCE_S) == [None] * 3
-    again = job.call(second.gather, "left again", 2, timeout_s=600, or_gone=True)
-    assert first.gather("left again", 1, timeout_s=600, or_gone=True) == [1, 2, None]
+    again = job.call(second.all_gather_json, 2, key="again", timeout_s=600, or_gone=True)
+    assert first.all_gather_json(1, key="again", timeout_s=600, or_gone=True) == [1, 2, None]
     assert again.result(PATIENCE_S) == [1, 2, None]
 
 
 def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -> None:
     channels = job.all()
-    never = partial(channels[0].gather, "never", 1, timeout_s=600, unless_failed=True)
+    never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600, unless_failed=True)
     waits = job.call(never)
     until(lambda: job.server.next_deadline < float("inf"))
     claims = [job.call(each.claim_first_failure) for each in channels]
@@ -208,14 +205,16 @@ def test_the_n_th_scripts_are_a_group_of_their_own(job: Job) -> None:
     ranks = job.all()
     scripts = [job.connect(rank, SCRIPT) for rank in range(RANKS)]
     assert [each.group for each in scripts] == [1] * RANKS
-    calls = [job.call(each.gather, "key", each.rank, timeout_s=60) for each in scripts]
+    calls = [
+        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=60) for each in scripts
+    ]
     assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
     assert all(each.claim_first_failure() is (each is scripts[0]) for each in scripts)
     scripts[0].fail(9)
     assert until(lambda: scripts[1].code_of_failure) == 9
     assert not any(each.code_of_failure for each in ranks)
     assert ranks[1].claim_first_failure()
-    scripts[1].connection.shutdown(socket.SHUT_RDWR)
+    cut(scripts[1])
     until(lambda: [each for each in job.messages if each.kind == "lost"])
     assert job.connect(1, SCRIPT).group == 2
 
@@ -238,10 +237,13 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
 def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
     """What has arrived meanwhile counts before the time does."""
     first, second, third = job.all()
-    early = job.call(first.gather, "key", 0, timeout_s=0.5)
+    early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.5)
     until(lambda: job.server.next_deadline < float("inf"))
     job.pause()
-    others = [job.call(each.gather, "key", each.rank, timeout_s=0.5) for each in (second, third)]
+    others = [
+        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=0.5)
+        for each in (second, third)
+    ]
     time.sleep(1)
     job.start()
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
@@ -261,21 +263,21 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     job = Job()
     first, *_ = job.all()
     waits = [
-        job.call(first.gather, "key", 0, timeout_s=600),
-        job.call(first.gather, "another", 0, timeout_s=600),
+        job.call(first.all_gather_json, 0, key="key", timeout_s=600),
+        job.call(first.all_gather_json, 0, key="another", timeout_s=600),
     ]
     until(lambda: job.server.next_deadline < float("inf"))
     job.close()
     assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
     with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
-        first.gather("b", 0, timeout_s=1)
+        first.all_gather_json(0, key="b", timeout_s=1)
     assert first.claim_first_failure()
 
 
 def test_a_rank_that_ends_is_reported(job: Job) -> None:
     rank = job.connect(2)
     rank.leave()
-    rank.connection.shutdown(socket.SHUT_RDWR)
+    cut(rank)
     assert job.receives("leave").facts == {}
     assert job.receives("lost").facts == {"silent": False}
     assert not job.server.has_ranks
@@ -406,7 +408,10 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
             line = encode("gather", b"1", key=str(number), timeout_s=60)
             connection.sendall(line)
             large = "x" * 3_000_000
-            calls = [job.call(each.gather, str(number), large, timeout_s=60) for each in others]
+            calls = [
+                job.call(each.all_gather_json, large, key=str(number), timeout_s=60)
+                for each in others
+            ]
             assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
             if job.messages:
                 break
@@ -423,7 +428,7 @@ def test_a_server_without_files_waits_instead_of_spinning(job: Job) -> None:
                 job.server.receive(key.data)
         assert not job.selector.select(0.05)
     job.start()
-    assert channel.gather is not None
+    assert channel.all_gather_json is not None
 
 
 # --- the lines ---

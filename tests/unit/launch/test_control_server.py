@@ -25,9 +25,10 @@ from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.protocol.channel import RANK, SCRIPT, encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.job.channel import JobChannel, Server, connect_to_server
+from mpiddp.runtime.job.connection import Server, connect_to_server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
-from tests.support.channels import connect, place_to_listen, progress
+from tests.support.channels import connect, cut, place_to_listen, progress
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 
@@ -39,7 +40,7 @@ class Job:
         self.selector = TimedSelector()
         self.server = ControlServer(place_to_listen(address), 3, self.selector)
         self.messages: list[Message] = []
-        self.heard: dict[JobChannel, list[dict[str, Any]]] = {}
+        self.heard: dict[Coordinator, list[dict[str, Any]]] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -53,7 +54,7 @@ class Job:
     def address(self) -> Server:
         return Server(*(self.server.settings[name] for name in (ADDRESS, SECRET)))
 
-    def connect(self, rank: int, role: str = RANK) -> JobChannel:
+    def connect(self, rank: int, role: str = RANK) -> Coordinator:
         channel = connect(self.address, World(rank, 3, rank, 3), role)
         self.heard[channel] = []
         channel.listen(self.heard[channel].append)
@@ -64,7 +65,7 @@ class Job:
         until(lambda: tuple(each.kind for each in self.messages[-len(kinds) :]) == kinds)
         return self.messages[-len(kinds) :]
 
-    def hears(self, channel: JobChannel, *kinds: str) -> None:
+    def hears(self, channel: Coordinator, *kinds: str) -> None:
         until(lambda: tuple(each["type"] for each in self.heard[channel]) == kinds)
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ def test_a_rank_reports_and_is_lost(job: Job) -> None:
     job.receives("progress", "done")
     assert job.server.drop_silent_hosts() == []  # it has acknowledged all
     assert job.server.connected == {1}
-    rank.connection.shutdown(socket.SHUT_RDWR)
+    cut(rank)
     (lost,) = job.receives("lost")
     assert (lost.rank, lost.facts) == (1, {"silent": False})
     assert not job.server.has_ranks
@@ -125,7 +126,7 @@ def test_the_script_of_a_rank_gets_what_concerns_it(job: Job) -> None:
     script.send("progress", b"", **progress(1))
     (step,) = job.receives("progress")
     assert (step.rank, step.from_script) == (1, True)
-    script.connection.shutdown(socket.SHUT_RDWR)
+    cut(script)
     (lost,) = job.receives("lost")
     assert (lost.rank, lost.from_script) == (1, True)
     assert job.server.connected == {1}

@@ -23,10 +23,11 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function
-from mpiddp.runtime.job.channel import JobChannel, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.spawning.pickled import unpickled
 from mpiddp.world import World
-from tests.support.channels import connect, place_to_listen
+from tests.support.channels import connect, cut, place_to_listen
 from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
@@ -35,7 +36,7 @@ FUNCTION = encode_value([{"name": "work"}, b64encode(BODY).decode()])
 
 
 @contextmanager
-def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator[JobChannel]:
+def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator[Coordinator]:
     """The channel of a rank's script, whose launcher a thread runs."""
     with TimedSelector() as selector:
         server = ControlServer(place_to_listen(address), 2, selector)
@@ -55,7 +56,7 @@ def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator
         try:
             rank = connect(where, WORLD)
             yield connect(where, WORLD, SCRIPT)
-            rank.connection.close()
+            cut(rank)
         finally:
             is_over.set()
             thread.join()
@@ -81,12 +82,12 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
     """Whoever has taken over a connection does not have the secret."""
     exchange = Exchange(FUNCTION)
     with script_of(exchange) as channel:
-        own, channel.server = channel.server, Server("", "another")
+        own, channel.key = channel.key, "another"
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
             received_function(channel)
         body = b64encode(b"a pickle")
         channel.send("answer", body, is_result=True, mac=value_mac("x", "answer 1", body))
-        channel.server = own
+        channel.key = own
         assert received_function(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
 

@@ -16,7 +16,7 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.rendezvous.address import choose, unreachable
-from mpiddp.runtime.rendezvous.result import RankInfo, gathered, result_of
+from mpiddp.runtime.rendezvous.result import RankInfo, gathered, joined
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.machine import files_left
@@ -78,7 +78,7 @@ OTHER_NAMES = ((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
 def test_addresses_on_which_rank_0_can_listen(
     hosts: list[Host], env: Mapping[str, str], expected: list[str]
 ) -> None:
-    assert [address for address, _ in choose(ranks_on(*hosts, ranks=2), env)] == expected
+    assert choose(ranks_on(*hosts, ranks=2), env) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,7 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
     """Two machines may have one name."""
     machines = ["b", "a", "b", "a"]
     infos = [RankInfo(rank, rank // 2, 2, "x", machines[rank], ()) for rank in range(4)]
-    place = ("10.0.0.2", "", 1)
-    results = [
-        result_of(World(rank, 4, None, None), (*infos,), place, None, "") for rank in range(4)
-    ]
-    worlds = [each.world for each in results]
+    worlds = [joined(World(rank, 4, None, None), infos, "10.0.0.2", 1) for rank in range(4)]
     assert [(world.node_rank, world.num_nodes) for world in worlds] == [(0, 2), (1, 2)] * 2
 
 
