@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -206,7 +207,12 @@ def _obey_parent(_: object) -> None:
 def _obey(rank: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and os.getppid() == rank:
         pass
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        os._exit(0)  # as torch's own worker does; its rank would report another end
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _is_loader_worker():
+        os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_loader_worker() -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
