@@ -39,13 +39,21 @@ _Parameter = tuple[str, str, object, str]  # its name, its value, whether this j
 def open_mpi_4(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[0] for row in SCHEDULERS if row.followed_by and row.followed_by[0]]
     pins = _pins(request, "rsh", [*followers, "alps"])
-    return _open_mpi(request, variables, scratch, "orte", "--mca", pins)
+    return _open_mpi(request, variables, scratch, "orte", "--mca", pins, "orte_tmpdir_base")
 
 
 def open_mpi_5(request: Request, variables: Collection[str], scratch: str) -> Parts:
     followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
     pins = _pins(request, "ssh", [*followers, "pals"])
-    return _open_mpi(request, variables, scratch, "prte", "--prtemca", pins)
+    # Not prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
+    tmpdir = "prte_remote_tmpdir_base"
+    flags, _, files = _open_mpi(request, variables, scratch, "prte", "--prtemca", pins, tmpdir)
+    if scratch == "." or _chooses_tmpdir(request):
+        return flags, {}, files
+    # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
+    # mpiruns, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and of
+    # 6,300 with a folder each, none.
+    return flags, {"PRTE_MCA_prte_local_tmpdir_base": scratch}, files
 
 
 def _open_mpi(
@@ -55,6 +63,7 @@ def _open_mpi(
     runtime: str,
     option: str,
     pins: Sequence[_Parameter],
+    tmpdir: str,
 ) -> Parts:
     names = request.names_of_ranks
     listed, (ssh, files) = host_file(scratch, names), request.ssh_config(scratch)
@@ -72,16 +81,11 @@ def _open_mpi(
         ("btl_tcp_if_include", include, include, WHY["network"]),
         ("oob_tcp_if_include", include, include, WHY["network"]),
         (f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
-        (f"{runtime}_tmpdir_base", "/tmp", not is_ssh, _SESSIONS),
+        (tmpdir, "/tmp", not is_ssh and not _chooses_tmpdir(request), _SESSIONS),
         ("plm_rsh_agent", *_agent(request)),
         ("plm_rsh_args", ssh, ssh, _SSH_CONFIG),
         ("plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
     ]
-    in_arguments = {
-        name
-        for flag, name in pairwise(request.mpi_args)
-        if flag.startswith("-") and flag.lstrip("-") in _PARAMETER_OPTIONS
-    }
 
     def flags_of(option: str, rows: Sequence[_Parameter], but: Collection[str] = ()) -> list[Flag]:
         """The parameters that this job needs, unless the user's environment or `but` sets them."""
@@ -99,11 +103,25 @@ def _open_mpi(
         Flag((*where, "--map-by", "seq"), _IN_ORDER),
         Flag(("--bind-to", request.bind), WHY[f"bind {request.bind}"]),
         *flags_of(option, pins),
-        *flags_of("--mca", parameters, in_arguments),
+        *flags_of("--mca", parameters, _in_arguments(request)),
         Flag(("--wdir", request.folder), WHY["folder"]),
         *(Flag(("-x", name), _EXPORT) for name in sorted(variables)),
     ]
     return flags, {}, {**files, **listed}
+
+
+def _in_arguments(request: Request) -> set[str]:
+    """The names of the parameters that the user's own arguments for mpirun set."""
+    return {
+        name
+        for flag, name in pairwise(request.mpi_args)
+        if flag.startswith("-") and flag.lstrip("-") in _PARAMETER_OPTIONS
+    }
+
+
+def _chooses_tmpdir(request: Request) -> bool:
+    """Whether the user has chosen a folder for session files."""
+    return any("tmpdir_base" in name for name in (*request.env, *_in_arguments(request)))
 
 
 def _pins(request: Request, plm: str, followers: Sequence[str]) -> list[_Parameter]:

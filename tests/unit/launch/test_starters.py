@@ -103,6 +103,19 @@ def test_a_choice_of_the_user_is_kept() -> None:
     assert not {"plm_rsh_agent", "btl"} & {*argv}
 
 
+def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
+    """Unless the user has chosen one."""
+    name = "PRTE_MCA_prte_local_tmpdir_base"
+    chosen = UNEQUAL._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
+    for mpi, request, scratch, expected in (
+        ("openmpi5", UNEQUAL, "/tmp/x", "/tmp/x"),
+        ("openmpi5", UNEQUAL, ".", None),
+        ("openmpi5", chosen, "/tmp/x", None),
+        ("openmpi4", UNEQUAL, "/tmp/x", None),
+    ):
+        assert MPIS[mpi].compose(request, scratch=scratch).settings.get(name) == expected
+
+
 def test_what_an_attempt_adds() -> None:
     """Variables that mpirun inherits are not set again."""
     env = {**ENV, "SAME": "1"}
