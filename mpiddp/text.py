@@ -20,7 +20,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def escaped(text: str, *, keep: str = "") -> str:
     """The text without effects on a terminal: an escape character becomes "\\x1b", the end of a line "\\n".
 
-    The characters of `keep` stay.
+    The characters of `keep` are not escaped.
     """
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
@@ -76,9 +76,9 @@ def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
         ValueError: any other text. The message is the expectation: "a whole number, 1 or more".
     """
     below = _WHOLE_BELOW if high is None else high
-    # int() refuses more than 4,300 digits, and 20 are too many in any case.
-    digits = (text.lstrip("0") or "0")[:20] if text.isascii() and text.isdigit() else "-1"
-    number = int(digits)
+    # int() refuses more than 4,300 digits. A number with one more than `below` is too large in any case.
+    digits = (text.lstrip("0") or "0")[: len(str(below)) + 1]
+    number = int(digits) if text.isascii() and text.isdigit() else -1
     if not low <= number < below:
         bound = f" and less than {below}" if high is not None or number >= below else ""
         raise ValueError(f"a whole number, {low} or more{bound}")

@@ -40,8 +40,10 @@ def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | No
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     try:
         listener = socket.create_server((own, port), family=family, backlog=512)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
     served = threading.Semaphore(0)
 
     def accept() -> None:

@@ -10,6 +10,7 @@ variables of each scheduler, with their sources.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product, zip_longest
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
@@ -33,7 +33,7 @@ UNLISTED = {
     "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
-_FLUX_TIMEOUT_S = 20.0
+_FLUX_S = 20.0  # for an answer
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
 
 _PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # of names: the commas within brackets are its own
@@ -125,16 +125,24 @@ def grid_engine(env: Mapping[str, str]) -> Hosts | None:
 
 def flux(env: Mapping[str, str]) -> Hosts | None:
     """Flux: the `flux` program knows the hosts of the instance that FLUX_URI names."""
-    path = env.get("PATH", "")
-    said = tool_output("flux", ("getattr", "hostlist"), path, _FLUX_TIMEOUT_S, env) or ""
+    program = "flux getattr hostlist"
     try:
-        names = expand_nodelist(said.strip())
-    except ValueError:
-        prints = f'flux getattr hostlist prints "{shown(said.strip())}"'
-        raise UserError(f"FLUX_URI is set, but {prints}, not hosts. {NAME_THEM}") from None
+        answer = subprocess.run(
+            program.split(),
+            env={**env},
+            capture_output=True,
+            text=True,
+            timeout=_FLUX_S,
+            check=True,
+        )
+        names = expand_nodelist(answer.stdout.strip())
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip()
+        reason = shown(said.rpartition("\n")[2])
+        raise UserError(f"FLUX_URI is set, but {program} fails: {reason}. {NAME_THEM}") from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]
-    return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
+    return replace(granted_hosts(rows, program), source="the Flux instance")
 
 
 def mpijob(env: Mapping[str, str]) -> Hosts | None:
@@ -144,7 +152,8 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
             "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
             "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
         )
-    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), MPIJOB_HOSTFILES[0])
+    any_of_them = " or ".join(MPIJOB_HOSTFILES)
+    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), any_of_them)
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 
@@ -299,7 +308,7 @@ def compress_names(names: Sequence[str]) -> str:
     """node1, node2, node3, login → "node[1-3],login": each name once, in the order of their first name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(names):
-        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 stay as they are.
+        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 are printed in full.
         found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
         key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
         groups.setdefault(key, []).append(number)
@@ -335,8 +344,9 @@ def in_slurm_terminal(env: Mapping[str, str]) -> bool:
     """
     if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
         return False
-    stat = Path("/proc", env.get("SLURM_TASK_PID", "none"), "stat")
-    if not stat.exists():  # in a container, the task has another pid
-        stat = Path("/proc/self/stat")
+    try:
+        stat = Path("/proc", env.get("SLURM_TASK_PID") or "self", "stat").read_bytes()
+    except OSError:  # in a container, the task has another pid
+        stat = Path("/proc/self/stat").read_bytes()
     # "pid (name) state ppid pgrp session tty_nr …". The name may contain any bytes, including parentheses.
-    return stat.read_bytes().rpartition(b")")[2].split()[4] != b"0"
+    return stat.rpartition(b")")[2].split()[4] != b"0"

@@ -153,9 +153,10 @@ def _file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
             return {"hash": sha256(file.read()).hexdigest()[:12], "error": ""}
+    except FileNotFoundError:
+        return {"hash": "", "error": "is missing"}
     except OSError as error:
-        unreadable = f"cannot be read ({error.strerror})"
-        return {"hash": "", "error": unreadable if os.path.exists(path) else "is missing"}
+        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
 
 
 def _gpus(path: str) -> dict[str, Any] | None:

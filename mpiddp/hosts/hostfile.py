@@ -198,6 +198,7 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         name, count = bracketed.groups()
     elif rest.count(":") == 1:
         name, count = rest.split(":")
+    name = _value(where, "host", name, name)
     found: dict[str, Any] = {}
     if at:
         found["user"] = _value(where, "user", user, tokens[0])
@@ -214,7 +215,6 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         if key in found:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         found[key] = _value(where, key, value, token)
-    name = _value(where, "host", name, name)
     host = Host(name, **{"slots": len(found.get("gpus", ())) or None, **found})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(

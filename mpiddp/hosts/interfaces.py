@@ -72,9 +72,11 @@ def interfaces() -> list[Interface]:
 
 def own_addresses() -> tuple[str, ...]:
     """All IPv4 addresses of this host, including the second and later ones of an interface."""
-    table = Path("/proc/net/fib_trie")
-    text = table.read_text() if table.exists() else ""
-    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", text)))
+    try:
+        table = Path("/proc/net/fib_trie").read_text()
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
 
 
 def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:

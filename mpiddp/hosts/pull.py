@@ -58,10 +58,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         unreached = [f"{host.name}: {why}" for host, why in fetched if isinstance(why, str)]
         if len(hosts.hosts) - len(unreached) < least:
             raise UserError("\n".join(unreached))
-        arrived = [_arrived(folder, host) for host in others]
-        if not was_here and not any(any(each.iterdir()) for each in arrived):
-            raise UserError(f"{folder} is on no host, or empty.")
-        if any(map(_is_checkpoint, (folder, *arrived))):
+        if not was_here and all(each is None for _, each in fetched):
+            raise UserError(f"{folder} is on no host.")
+        if any(map(_is_checkpoint, (folder, *(_arrived(folder, host) for host in others)))):
             # Alone it would arrive file by file, and not whole or not at all.
             raise UserError(f"{folder} is a checkpoint. Pull the folder above it: {folder.parent}.")
         has_failed = bool(unreached)
@@ -70,7 +69,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         for host, unread in fetched:
             if not isinstance(unread, str):
                 text, problems = _place(folder, host)
-                problems = [*unread, *problems]
+                problems = [*(unread or []), *problems]
                 has_failed |= bool(problems)
                 for line in problems or [text]:
                     print(f"{host.name}: {line}", flush=True)
@@ -87,8 +86,11 @@ def _arrived(folder: Path, host: Host) -> Path:
     return folder / _PRIVATE / host.name
 
 
-def _fetch(host: Host, folder: Path) -> list[str] | str:
-    """Bring what is not here. Returns a line for each unreadable file, or why the host cannot be reached."""
+def _fetch(host: Host, folder: Path) -> list[str] | str | None:
+    """Bring what is not here. Returns lines about unreadable files, or why the host cannot be reached.
+
+    None if it has no such folder.
+    """
     arrived = _arrived(folder, host)
     arrived.mkdir(parents=True, exist_ok=True)
     done = push.rsync(
@@ -100,7 +102,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str:
     said = [each for each in push.rsync_errors(done) if "unexpectedly closed" not in each]
     if done.returncode == _SSH_FAILED or not said:
         return without_name(host, ssh_complaint(host, done.stderr))
-    return [] if "change_dir" in said[0] and "No such file" in done.stderr else said
+    return None if "change_dir" in said[0] and "No such file" in done.stderr else said
 
 
 def _options(folder: Path) -> list[str]:

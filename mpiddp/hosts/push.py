@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -269,9 +270,12 @@ def rsync_target(host: Host) -> str:
 
 def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
     """Send a folder to a host without rsync. Returns the bytes of its files. Raises JobFailed."""
+    size = 1  # an empty file is sent as well
     tops = [Path(folder, name) for name in names]
-    paths = [path for top in tops for path in (top, *top.rglob("*"))]
-    size = sum(path.lstat().st_size for path in paths if path.is_file())
+    for path in (path for top in tops for path in (top, *top.rglob("*"))):
+        if "__pycache__" not in path.parts and not path.name.endswith(".history.jsonl"):
+            with suppress(OSError):  # tar says what it cannot read
+                size += path.lstat().st_size if path.is_file() else 0
     if dry_run:
         return size
     pack = ["sh", "-c", _PACK, folder, *_EXCLUDED, "--", *names]

@@ -101,13 +101,21 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
-        is_given = bool(os.environ.get("MASTER_PORT"))
-        wrong = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, *([errno.EADDRINUSE] if is_given else [])}
-        where = f"{'MASTER_PORT=' if is_given else 'port '}{port} of {address} on {hostname}"
-        raise (UserError if error.errno in wrong else cause_of(error))(
-            f"rank 0 cannot listen on {where}: {os.strerror(error.errno or 0)}. Unset MASTER_PORT and "
-            "MASTER_ADDR, or set them to a free port and an address of that host."
-        ) from None
+        kind, reason = cause_of(error), error.strerror
+        why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {reason}."
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            kind, why = UserError, f"{address} is not an address of {hostname}, where rank 0 runs. "
+            why += "Unset MASTER_ADDR, or set it to one of that host."
+        elif error.errno == errno.EADDRINUSE and os.environ.get("MASTER_PORT"):
+            kind, why = UserError, f"MASTER_PORT={port} is in use on {hostname} ({address}). "
+            why += "Unset it to let mpiddp choose a free port."
+        elif error.errno == errno.EADDRINUSE:
+            kind, why = (
+                JobFailed,
+                f"port {port}, which follows from the ids of Slurm's job and step, ",
+            )
+            why += f"is in use on {hostname} ({address}). Start it again, or set MASTER_PORT to a free port."
+        raise kind(why) from None
 
 
 def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
@@ -131,16 +139,3 @@ def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
             if addresses[0] in reached:  # the best one: do not wait for a dead network
                 deadline = min(deadline, time.monotonic() + 0.05)
     return reached
-
-
-def wait_for(address: str, port: int, timeout_s: float) -> bool:
-    """Whether the port accepts a connection within `timeout_s`. torch's own attempts log every failure."""
-    deadline = time.monotonic() + timeout_s
-    while (remaining := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((address, port), timeout=remaining).close()
-        except OSError:
-            time.sleep(min(0.1, remaining))
-        else:
-            return True
-    return False

@@ -1,6 +1,6 @@
 """Run one program on many hosts at once over ssh, or another transport, and collect each host's output.
 
-ssh never prompts the user. Its host key checks stay as the user configured them. What ssh itself complains
+ssh never prompts the user. It checks host keys as the user has configured. What ssh itself complains
 about becomes a sentence with the command that fixes it.
 """
 

@@ -1,7 +1,7 @@
 """One attempt at a job, whose mpirun has started: react to events until nothing of it is left.
 
-`Event`, at the end, is the whole state machine. The loop waits for sockets, signals and timers, and uses no
-CPU while idle. `mpiddp.launch.verdict` judges what has happened.
+`Event`, at the end, says what each event does in each phase. The loop waits for sockets, signals and timers,
+and uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # a host to acknowledge a message
 OUTPUT_S = 5.0  # output that neither continues nor ends; the last lines after a request to stop
 AT_ONCE_S = 0.5  # the last lines after a second signal
-CHECK_S = 1.0  # the next look at the ranks' steps, or at their saves
+CHECK_S = 1.0  # the next check of the ranks' steps, or of their saves
 
 
 class Phase(IntEnum):
@@ -138,6 +138,7 @@ class Attempt:
         for event in self._timers.due():
             event() if callable(event) else self.on(event)
         if self._phase > Phase.RUNNING:
+            self._stacks.then = None  # a script that saves is not interrupted
             self.output.begin_end()
 
     def _receive_last_output(self) -> bool:
@@ -375,7 +376,7 @@ __ = None
 class Event(Enum):
     """What the ranks, the user and the clock do, and what follows in each phase; `__` is nothing.
 
-    Timers whose action is the same in all phases have none.
+    Timers whose action does not depend on the phase have none.
     """
 
     # fmt: off

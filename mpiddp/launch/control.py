@@ -136,7 +136,7 @@ class SignalQueue:
 def queued_signals() -> Iterator[SignalQueue]:
     """A queue of STOP_SIGNALS, and of SIGCHLD.
 
-    Signals that were ignored when this process started stay ignored, as SIGHUP under `nohup`.
+    A signal that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
     """
     queue = SignalQueue()
     numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]

@@ -1,7 +1,7 @@
 """Start and stop mpirun and all that it starts, and leave nothing behind, here and on the other hosts.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
-mpirun's orphans, so that none of them outlives the job. Those that have ended stay defunct until it ends.
+mpirun's orphans, so that none of them outlives the job. Those that have ended are zombies until it ends.
 """
 
 from __future__ import annotations

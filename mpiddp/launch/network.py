@@ -29,9 +29,10 @@ def find_network(
 ) -> JobNetwork:
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    routes = [_route(name) for name in others]
-    interface, networks = _shared_network(routes, infos)
-    if requested is not None:  # all hosts have it, maybe in different networks
+    routes = [_route(name) for name in others] if requested is None else []
+    if requested is None:
+        interface, networks = _shared_network(routes, infos)
+    else:  # all hosts have it, maybe in different networks
         interface, networks = _own_interfaces(requested)[0], requested_networks(requested)
     address = "127.0.0.1"
     if others:

@@ -124,7 +124,9 @@ def with_slots(
         if info or (is_here and (slots is None or host.gpus or may_share)):
             gpus = _visible_gpus(host, info, env_on_host(host.name, os.environ, variables))
         if slots is not None:
-            slots = slots if is_gloo else _fitted(hosts, host, slots, gpus, backend)
+            # Without a preflight, this host is judged only if it is the only one.
+            is_known = not is_gloo and (info is not None or len(hosts.hosts) == 1)
+            slots = _fitted(hosts, host, slots, gpus, backend) if is_known else slots
         elif by_number:
             slots = min(most, (0 if is_gloo else gpus) or len(os.sched_getaffinity(0)))
         elif info or is_here:

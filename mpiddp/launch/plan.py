@@ -228,10 +228,10 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def search_hosts(options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> socket.socket:
-    """Look every `--grow` for hosts that can join the job, until the returned socket is closed.
+    """Search every `--grow` for hosts that can join the job, until the returned socket is closed.
 
-    What a look has found is a message on it: "node1 can join". A look reads files, resolves names and logs in
-    to hosts, any of which may hang. So a thread looks, which ends with the process.
+    What a search has found is a message on it: "node1 can join". A search reads files, resolves names and
+    logs in to hosts, any of which may hang. So a thread searches, which ends with the process.
     """
     receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pause_s = min(options.grow_s or 0.0, _LONGEST_PAUSE_S)
@@ -241,18 +241,18 @@ def search_hosts(options: LaunchOptions, plan: Plan, avoided: Collection[str]) -
         is_over.register(sender, select.POLLIN)
         with sender, contextlib.suppress(OSError):
             while not is_over.poll(1000 * pause_s):
-                if found := look(options, plan, avoided):
+                if found := search_once(options, plan, avoided):
                     sender.send(found.encode()[:LONGEST_NEWS])
 
     threading.Thread(target=search, daemon=True).start()
     return receiver
 
 
-def look(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
-    """Look once, for hosts that `plan` could do with, but for those `avoided`: "node1 can join", or "".
+def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
+    """Search once for hosts that `plan` could use, but for those `avoided`: "node1 can join", or "".
 
     It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
-    hosts in error, as while it is edited, and a machine that fails, are for the next look.
+    hosts in error, as while it is edited, and a machine that fails, are for the next search.
     """
     if options.n is not None and plan.request.world_size >= options.n:
         return ""

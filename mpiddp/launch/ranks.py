@@ -135,9 +135,10 @@ class Ranks:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined, or for which the others' MPI waits."""
+        """The ranks that have not joined, or for which the others' MPI waits: all, if it waits in all."""
         here = self.joining or self.in_mpi_init
-        return [rank for rank in range(self.world_size) if rank not in here]
+        left = [rank for rank in range(self.world_size) if rank not in here]
+        return left or [rank for rank in range(self.world_size) if rank not in self.joining]
 
     @property
     def left(self) -> list[int]:

@@ -87,8 +87,19 @@ def is_secret(name: str) -> bool:
 
 
 def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the options -x."""
-    return dict(_variable(each, f"-x {each.partition('=')[0]}", env) for each in exports)
+    """The variables of the options `-x VAR`, whose value is that in `env`, and `-x VAR=VALUE`."""
+    variables = {}
+    for export in exports:
+        name, has_value, value = export.partition("=")
+        if not _NAME.fullmatch(name):
+            shown = f"{name}={LEFT_OUT}" if has_value else name
+            raise UserError(
+                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+            )
+        if not has_value and name not in env:
+            raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
+        variables[name] = value if has_value else env[name]
+    return variables
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -101,31 +112,24 @@ def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The variables in a file's bytes: a line for each, and # comments.
+    """The variables in a file's bytes: lines NAME=VALUE, NAME for the value in `env`, and # comments.
 
-    A value is taken as it is, without the quotes around all of it.
+    A value is taken as it is, without the quotes around all of it. No error shows a part of one.
     """
     for number, line in enumerate(data.decode("utf-8-sig", "replace").split("\n"), start=1):
         text = line.strip()
-        if text and not text.startswith("#"):
-            name, value = _variable(text.removeprefix("export "), f"{source}:{number}", env)
-            is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-            yield name, value[1:-1] if is_quoted and "=" in text else value
-
-
-def _variable(text: str, where: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """The variable of NAME=VALUE, or of NAME alone, whose value is that in `env`.
-
-    No error shows a part of a value.
-    """
-    name, has_value, value = text.partition("=")
-    if not _NAME.fullmatch(name) or "\0" in value or "\ufffd" in value:
-        raise UserError(
-            f"{where}: expected NAME=VALUE, or the NAME of a variable that is set here."
-        )
-    if not has_value and name not in env:
-        raise UserError(f"{where}: {name} is not set here. Set it first: export {name}=…")
-    return name, value if has_value else env[name]
+        if not text or text.startswith("#"):
+            continue
+        name, has_value, value = text.removeprefix("export ").partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value or "\ufffd" in value:
+            raise UserError(
+                f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
+            )
+        if not has_value and name not in env:
+            raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
+        if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
+            value = value[1:-1]
+        yield name, value if has_value else env[name]
 
 
 def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str]:

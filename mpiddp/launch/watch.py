@@ -1,6 +1,6 @@
 """Ranks that hang, and stragglers: when the launcher asks for the stacks of all ranks, and what they show.
 
-A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks at its
+A job that is quiet for long may evaluate, save, or make a slow first step. So there are two samples of its
 stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps
 (`mpiddp.launch.pace`).
 """
@@ -21,9 +21,12 @@ from mpiddp.protocol.viewers import Console
 from mpiddp.text import percentile
 
 CHRONIC = 3  # windows in a row that name the same straggler
-QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
-BETWEEN_LOOKS_S = 10.0
-BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
+QUIET_S, QUIET_STEPS = (
+    60.0,
+    20,
+)  # until the first sample: the longer of these; steps are median ones
+BETWEEN_SAMPLES_S = 10.0
+BUSY_FACTOR = 5  # ranks that compute or save may be in one line for so much longer
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
@@ -56,7 +59,7 @@ class Watch:
     Args:
         now: when the attempt began.
         timeout_s: of --hang-timeout. The job makes no step in so long only if it hangs. None: a guess from
-            the steps, which two looks have to confirm.
+            the steps, which two samples have to confirm.
     """
 
     def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
@@ -68,10 +71,10 @@ class Watch:
         self._newest = 0  # the step at the end of the latest window
         self._in_a_row: dict[int, int] = {}  # the latest windows in which each rank was a straggler
         self._signs: tuple[object, ...] = ()
-        self._quiet_since = self._look_at = now
+        self._quiet_since = self._sample_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
         self._step_s: deque[float] = deque(maxlen=_STEPS)
-        self._first: tuple[float, Mapping[int, Place]] | None = None  # the look before
+        self._first: tuple[float, Mapping[int, Place]] | None = None  # the sample before
 
     @property
     def straggler(self) -> str:
@@ -118,8 +121,8 @@ class Watch:
         if signs != self._signs or (has_printed and not step):
             self._signs, self._first = signs, None
             self._quiet_since = now if step else now - silent_s
-            self._look_at = self._quiet_since + self._patience_s
-        return now >= self._look_at
+            self._sample_at = self._quiet_since + self._patience_s
+        return now >= self._sample_at
 
     @property
     def _limit_at(self) -> float | None:
@@ -140,12 +143,12 @@ class Watch:
         places, before = places_of(self._ranks), self._first
         self._first = None if before else (now, places)
         if before is None:
-            self._look_at = now + BETWEEN_LOOKS_S
+            self._sample_at = now + BETWEEN_SAMPLES_S
             return []
         if not self._hang(*before, now, places):
-            self._look_at = now + self._patience_s
+            self._sample_at = now + self._patience_s
             return []
-        self._look_at = float("inf")  # until there is a sign of life
+        self._sample_at = float("inf")  # until there is a sign of life
         what = "made a step" if self._step else "made a step or printed anything"
         quiet_s = now - self._quiet_since
         return [f"no rank has {what} for {quiet_s:.0f} s: {places_sentence(self._ranks)}"]

@@ -43,7 +43,8 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.output import Stream
+from mpiddp.runtime.job.session import usage_of
+from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
 from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 
@@ -281,8 +282,9 @@ class Agent:
         next_at = min([self._ends_at, *(stream.flushes_at for stream in self._streams)])
         wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
-        for stream in self._streams:
-            stream.act(ready)
+        longest = max((stream.act(ready) for stream in self._streams), default=0)
+        if 0 < longest < SHORT:
+            time.sleep(PAUSE_S)
         if child is not None:
             self._hear(child)
             child.reap()
@@ -313,8 +315,6 @@ class Agent:
             case {"type": "stopping"}:
                 self._is_stopping = True
             case {"type": "stacks"}:
-                from mpiddp.runtime.job.session import usage_of
-
                 child = self.child
                 text, pid = ("", os.getpid()) if child is None else (child.stack(), child.pid)
                 if text is not None:  # the script answers

@@ -25,7 +25,7 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
 _MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
 # A script that prints many short lines would wake the agent for each.
-_SHORT, _PAUSE_S = 2048, 0.005
+SHORT, PAUSE_S = 2048, 0.005
 _MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
 
 
@@ -90,8 +90,8 @@ class Stream:
         if self.connection is not None:
             poll.register(self.connection, select.POLLOUT if self._unsent else 0)
 
-    def act(self, ready: Mapping[int, int]) -> None:
-        """Read and send what the events of poll(2) allow."""
+    def act(self, ready: Mapping[int, int]) -> int:
+        """Read and send what the events of poll(2) allow. Returns the number of bytes that it has read."""
         chunk = b""
         if self.source is not None and self.source in ready:
             try:
@@ -113,8 +113,7 @@ class Stream:
                 self._send()
         if time.monotonic() >= self.flushes_at:
             self._flush()
-        if 0 < len(chunk) < _SHORT:
-            time.sleep(_PAUSE_S)
+        return len(chunk)
 
     def end(self) -> None:
         """Read no more."""

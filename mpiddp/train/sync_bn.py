@@ -16,7 +16,7 @@ _EXCEPT_CHANNELS = (0, 2, 3)  # of [N, C, H, W]
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with BatchNorm over all ranks. Parameters, buffers and their names stay the same."""
+    """The model with BatchNorm over all ranks. Parameters, buffers and their names do not change."""
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted

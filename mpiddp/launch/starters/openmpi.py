@@ -71,7 +71,7 @@ def _open_mpi(
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
     several = len(hosts) > 1
     include = ",".join(request.network.networks) if several else ""
-    dotted = [each for each in hosts if "." in each.name.strip("0123456789.")]
+    dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
     parameters: list[_Parameter] = [
         ("pml", "ob1", True, _NO_SEARCH),
         ("btl", "self,vader,tcp", True, _BTL),

@@ -24,7 +24,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
-from mpiddp.protocol.channel import CHUNK, RANK, VALUE_LIMIT, Lines, decode, encode, unlisted
+from mpiddp.protocol.channel import (
+    CHUNK,
+    RANK,
+    VALUE_LIMIT,
+    Lines,
+    decode,
+    encode,
+    encode_value,
+    unlisted,
+)
 from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.world import World
@@ -94,10 +103,10 @@ class Coordinator:
         self._called: set[str] = set()  # keys of gathers that this process is called to
         self._claim_key = "first failure"
         if server is not None:
-            self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self.connection, self.group = connect_to_server(
                 server, world, "hello", role=role, answer_in_s=answer_in_s
             )
+            self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             # It would hide this one's end.
             os.register_at_fork(after_in_child=self.connection.close)
 
@@ -145,7 +154,7 @@ class Coordinator:
             return [json.loads(json.dumps(value))]
         facts, values = self.ask(
             "gather",
-            json.dumps(value).encode(),
+            encode_value(value),
             key=key or self.unique_prefix("exchange"),
             unless_failed=unless_failed,
             timeout_s=timeout_s,
@@ -168,7 +177,7 @@ class Coordinator:
 
         With `calls`, `is_called` becomes true on the other ranks.
         """
-        self.send("gather", json.dumps(value).encode(), key=key, timeout_s=None, calls=calls)
+        self.send("gather", encode_value(value), key=key, timeout_s=None, calls=calls)
 
     def given(self, key: str) -> list[Any] | None:
         """The values of all ranks under this key, None until all have given theirs."""

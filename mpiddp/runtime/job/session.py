@@ -41,7 +41,7 @@ class Session:
         channel: connected to the server of the job; None until it is.
         control: the connection to the agent that has started this script; None for any other process.
         has_launcher: whether `mpiddp launch` listens.
-        coordinator: the same once the ranks have joined. They join once: MPI cannot be initialized again.
+        coordinator: None until the ranks have joined. They join once: MPI cannot be initialized again.
         watch: set while this process is in the process group of its job.
         run: the `mpiddp.checkpoints.records.RunRecords` of this process's run.
         torch_store: the store that rank 0 serves as long as its process lives.

@@ -10,6 +10,7 @@ proposed step, which no rank has passed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from mpiddp.runtime.job.coordinator import Coordinator
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
+_CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 
 
 class StopRequest:
@@ -192,22 +194,45 @@ def leave_sigterm_to_rank() -> None:
     the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
     that they may execute would inherit the blocked signal.
     """
-    from multiprocessing import util
+    from multiprocessing import util  # its handler of atexit comes after those registered later
 
     util.register_after_fork(_obey_parent, _obey_parent)
+    atexit.register(_end_children)
+
+
+def _end_children() -> None:
+    """End the daemons of this process, by SIGKILL after some time.
+
+    multiprocessing sends SIGTERM once and then waits for ever, and the kernel drops it where a stranger's has
+    just arrived.
+    """
+    import multiprocessing
+
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in daemons:
+        child.terminate()
+    for child in daemons:
+        child.join(_CHILDREN_S)
+        child.kill()
 
 
 def _obey_parent(_: object) -> None:
-    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended."""
+    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended.
+
+    A handler that the child itself installs gets every SIGTERM.
+    """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
         threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
 
 
 def _obey(rank: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and os.getppid() == rank:
-        pass
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _is_loader_worker():
+    while True:
+        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+        has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        if has_own_handler or sender == rank or os.getppid() != rank:
+            break
+    if not has_own_handler and sender == rank and _is_loader_worker():
         os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGTERM)

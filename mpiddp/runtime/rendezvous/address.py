@@ -9,12 +9,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve, resolve_own, wait_for
+from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve, resolve_own
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.rendezvous.result import RankInfo, ranks_by_host, requested_interface
 from mpiddp.text import parse_whole, shown
@@ -153,3 +154,16 @@ def unreachable(
         "a firewall blocks them, or the networks are not connected. "
         "Name a reachable address: --master-addr ADDR"
     )
+
+
+def wait_for(address: str, port: int, timeout_s: float) -> bool:
+    """Whether the port accepts a connection within `timeout_s`. torch's own attempts log every failure."""
+    deadline = time.monotonic() + timeout_s
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=remaining).close()
+        except OSError:
+            time.sleep(min(0.1, remaining))
+        else:
+            return True
+    return False

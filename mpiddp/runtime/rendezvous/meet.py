@@ -165,11 +165,13 @@ def _met(
     if env.get(VERBOSE):
         lines = [f"rank {world.rank} on {world.hostname} uses {interface}\n"]
         if world.rank == 0:
-            own, why = "", ""
+            found, why = "", ""
+            name = env.get("MASTER_ADDR") or f"{world.hostname}'s own name"
             with contextlib.suppress(OSError):
-                own = socket.gethostbyname(world.hostname)
-            if own.startswith("127.") and world.num_nodes != 1:  # as Debian's own name of a host
-                why = f": {world.hostname}'s own name resolves to {own}, which no other host can reach"
+                named = env.get("MASTER_ADDR") or world.hostname
+                found = socket.gethostbyname(named) if world.num_nodes != 1 else ""
+            if found.startswith("127."):  # as Debian's own name of a host
+                why = f": {name} resolves to {found}, which no other host can reach"
             address = f"master address {world.master_addr} port {world.master_port}{why}\n"
             lines = [f"{table(infos)}\n", address, *lines]
         print("".join(lines), end="", flush=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from mpiddp.world import World
 from tests.support.channels import connect, cut, progress
 from tests.support.errors import error
 from tests.support.machine import files_left
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 
 KEY = "a key of the job"
 RANKS = 3
@@ -225,8 +226,10 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
     script.send("progress", **progress(7))
     message = job.receives("progress")
     assert (message.rank, message.facts, message.from_script) == (1, progress(7), True)
+    num_files = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(AnotherScript):
         job.connect(1, SCRIPT)
+    eventually(lambda: len([*Path("/proc/self/fd").iterdir()]) <= num_files)
     job.server.send(1, "stop", to_script=True)
     assert job.hears(script, "stop")
 

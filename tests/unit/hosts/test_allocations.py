@@ -160,7 +160,7 @@ def test_no_allocation(env):
         ({"LSB_MCPU_HOSTS": "n1 4 n2"}, 'LSB_MCPU_HOSTS: "slots=" is not a positive integer'),
         ({"SGE_TASK_ID": "1", "NHOSTS": "2"}, "NHOSTS=2 is set but PE_HOSTFILE is not"),
         ({"K_MPI_JOB_ROLE": "worker"}, "Write mpiddp launch in the command of the Launcher"),
-        ({"K_MPI_JOB_ROLE": "launcher"}, "launcher is set but OMPI_MCA_orte_default_hostfile is not"),
+        ({"K_MPI_JOB_ROLE": "launcher"}, "launcher is set but OMPI_MCA_orte_default_hostfile or I_MPI_"),
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "1"}, "this is node 1 of a SkyPilot task"),
         (TRAIN_JOB, "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of"),
         (AWS_BATCH, "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of"),

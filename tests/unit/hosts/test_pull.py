@@ -174,7 +174,7 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
 
 def test_what_a_host_answers_to_a_pull(there, ssh):
     run = Path("run").absolute()
-    assert pull._fetch(HOST, run) == []
+    assert pull._fetch(HOST, run) is None
     write(there / "run", a="1")
     assert pull._fetch(HOST, run) == []
     assert files_of(run) == {f".mpiddp-pull/{HOST.name}/a": "1"}

@@ -15,6 +15,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
+from mpiddp.runtime.rendezvous.address import wait_for
 from tests.support.errors import error
 
 
@@ -59,18 +60,18 @@ def test_one_process_listens_on_a_port(monkeypatch):
     with sockets.bind("127.0.0.1", 0, "a") as listener:
         port = listener.getsockname()[1]
         monkeypatch.delenv("MASTER_PORT", raising=False)
-        in_use = error("in use", f"port {port} of 127.0.0.1 on a", "MASTER_PORT")
+        in_use = error("Start it", f"port {port}, ", " a (", "MASTER_PORT")
         with pytest.raises(JobFailed, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        in_use = error("in use", f"MASTER_PORT={port} of 127.0.0.1 on a", "Unset MASTER_PORT")
+        in_use = error("let mpiddp", f"MASTER_PORT={port} ", " a (")
         with pytest.raises(UserError, match=in_use):
             sockets.bind("127.0.0.1", port, "a")
-        foreign = error("Cannot assign", " of 192.0.2.1 on a", "MASTER_ADDR")
+        foreign = error("runs. Unset", "192.0.2.1 ", " a, ", "MASTER_ADDR")
         with pytest.raises(UserError, match=foreign):
             sockets.bind("192.0.2.1", 0, "a")
         assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
-        assert sockets.wait_for("127.0.0.1", port, 60.0)
+        assert wait_for("127.0.0.1", port, 60.0)
 
 
 def test_an_address_that_refuses_is_not_reached():
@@ -80,7 +81,7 @@ def test_an_address_that_refuses_is_not_reached():
         since = time.monotonic()
         assert sockets.reachable(["127.0.0.1", "127.0.0.2"], ports) == ["127.0.0.2"]
         assert time.monotonic() - since < sockets.PROBE_TIMEOUT_S
-        assert not sockets.wait_for("127.0.0.1", ports[0], 0.05)
+        assert not wait_for("127.0.0.1", ports[0], 0.05)
 
 
 def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypatch):

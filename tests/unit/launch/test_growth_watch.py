@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import look, make_plan
+from mpiddp.launch.plan import make_plan, search_once
 from tests.support.machine import an_mpirun
 
 BOTH = "localhost slots=1\na.invalid slots=1\nb.invalid slots=1\n"
@@ -37,11 +37,11 @@ FIRST = "localhost slots=1\na.invalid slots=1\n"
         ("--no-check", 1, BOTH, "a.invalid and b.invalid can join"),
     ],
 )
-def test_a_look(tmp_path: Path, options: str, spares: int, later: str, found: str) -> None:
+def test_a_search(tmp_path: Path, options: str, spares: int, later: str, found: str) -> None:
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("localhost slots=1\n")
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile)]
     parsed = parse_options([*where, *options.split(), "--", "true"])
     plan = make_plan(parsed, os.environ)
     hostfile.write_text(later)
-    assert look(replace(parsed, spares=spares), plan) == found
+    assert search_once(replace(parsed, spares=spares), plan) == found

@@ -116,6 +116,14 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
         assert MPIS[mpi].compose(request, scratch=scratch).settings.get(name) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("gpu.10", True), ("a.lab", True), ("gpu10", False), ("10.0.0.1", False)]
+)
+def test_open_mpi_keeps_full_names(name: str, is_kept: bool) -> None:
+    request = UNEQUAL._replace(hosts=hosts((name, 1)))
+    assert ("prte_keep_fqdn_hostnames" in argv_of("openmpi5", request)) is is_kept
+
+
 def test_what_an_attempt_adds() -> None:
     """Variables that mpirun inherits are not set again."""
     env = {**ENV, "SAME": "1"}

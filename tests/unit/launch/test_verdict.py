@@ -427,6 +427,12 @@ def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> 
     assert missing_sentence(ranks, 60).endswith("in /x/train.py, line 3, in main: work()")
 
 
+def test_an_mpi_that_waits_in_all_ranks_is_missing_in_all() -> None:
+    ranks = noted(*started(0, 1, 2), *from_all("mpi_init", active=True))
+    sentence = missing_sentence(ranks, 60)
+    assert sentence.startswith("only 0 of 3 ranks joined in 60 s. Missing: rank 0 on a, rank 1 on")
+
+
 # --- known causes ---
 
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
