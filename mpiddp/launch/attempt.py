@@ -287,9 +287,8 @@ class Attempt:
         if self.history.stop or self.ranks.done or self.ranks.is_full:
             return
         if why_not := self.ranks.why_not_resumable:
-            self.output.log(
-                f"{self._found}, but {why_not}, so the job continues without a restart."
-            )
+            so = "so the job continues without a restart."
+            self.output.log(f"{self._found}, but {why_not}, {so}")
         else:
             self.output.log(f"{self._found}: stopping to restart.")
             self.history.stop = Stop.TO_GROW
