@@ -220,13 +220,14 @@ class Agent:
         if self.world.local_world_size is None and (threads := limit_threads(coordinator.world)):
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        if self.child is not None:
-            files = {"stdin": self.files[0]} if self.files else {}
-            if store is not None:
+        files = {"stdin": self.files[0]} if self.files else {}
+        if store is not None:
+            if self.program.may_use_torch:
                 files["store"] = store.detach()
+            else:
+                reserve(store)  # a process of the program may listen there
+        if self.child is not None:
             self.child.go(env, files)
-        elif store is not None:
-            reserve(store)  # the command's own process listens there
 
     # --- the loop ---
 

@@ -41,7 +41,7 @@ from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.program import Program, command_environment
 from mpiddp.text import escaped
 
-_START = "from mpiddp.runtime.script import main; main()"
+_START = "from mpiddp.runtime.script import main; main(imports_torch=%s)"
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
@@ -101,9 +101,9 @@ class Child:
 
     @classmethod
     def of_script(cls, program: Program, files: Mapping[int, int]) -> Child:
-        """A script, which waits for `go` once it has imported torch."""
+        """A script, which waits for `go` once it has imported torch, if it may use it."""
         ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-c", _START, str(theirs.fileno())]
+        argv = [sys.executable, "-c", _START % program.may_use_torch, str(theirs.fileno())]
         argv += [program.kind, program.name, *program.args]
         return cls(argv, os.environ, files, (ours, theirs))
 

@@ -21,6 +21,8 @@ from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
+# Not multiprocessing: `mpiddp.runtime.script` prepares the processes of a script that may use torch.
+_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - {"multiprocessing", "concurrent"}
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -68,6 +70,20 @@ class Program(NamedTuple):
             check_program(name, os.environ.get("PATH"))
 
     @property
+    def may_use_torch(self) -> bool:
+        """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
+
+        Such a script begins at once. If it does use torch after all, it only does without the head start.
+        """
+        if self.kind != SCRIPT:
+            return self.kind == MODULE
+        try:
+            text = Path(self.name).read_bytes()
+        except OSError:  # python will say why
+            return True
+        return b"torch" in text or bool(_imported_by(text) - _WITHOUT_TORCH)
+
+    @property
     def files(self) -> list[tuple[str, str]]:
         """The script and the modules beside it that it imports, each with its SHA-256."""
         if self.kind != SCRIPT:
@@ -81,13 +97,18 @@ class Program(NamedTuple):
                 with suppress(OSError):  # python will say why, if the script ever imports it
                     text = path.read_bytes()
                     found[name] = sha256(text).hexdigest()
-                    names = b",".join(_IMPORT.findall(text)).decode().split(",")
-                    for first in {each.strip().partition(".")[0] for each in names} - {""}:
+                    for first in _imported_by(text):
                         if (module := folder / f"{first}.py").is_file():
                             todo.append(module)
                         elif (folder / first).is_dir():  # a package counts as a whole
                             todo += (folder / first).rglob("*.py")
         return sorted(found.items())
+
+
+def _imported_by(text: bytes) -> set[str]:
+    """The first parts of the names of the modules that a script imports, as far as its lines show it."""
+    names = b",".join(_IMPORT.findall(text)).decode().split(",")
+    return {name.strip().partition(".")[0] for name in names} - {""}
 
 
 def parse(argv: list[str]) -> Program:

@@ -1,10 +1,11 @@
 """Inside the script's process: wait for the ranks to meet, and run the script as python would.
 
-    python -c "from mpiddp.runtime.script import main; main()" FD (script | module) NAME [ARGS ...]
+    python -c "from mpiddp.runtime.script import main; main(…)" FD (script | module) NAME [ARGS ...]
 
 A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`), so torch is imported
-meanwhile. Then a line arrives over the file FD: the variables that a script finds under torchrun, and where
-the server of the job is. No function of Python is replaced: the agent sees how this process ends.
+meanwhile, unless the script clearly does without. Then a line arrives over the file FD: the variables that a
+script finds under torchrun, and where the server of the job is. No function of Python is replaced: the agent
+sees how this process ends.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MOST_FILES = 2  # that come with "go"
 _OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
 
 
-def main() -> None:
+def main(*, imports_torch: bool) -> None:
     """Be the script of a rank. It ends as python would end it."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.set_inheritable(number, False)
@@ -66,8 +67,9 @@ def main() -> None:
         # What python puts there, in the place of this program's own folder.
         is_script = kind == "script"
         sys.path[0] = str(Path(name).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
-    with contextlib.suppress(ImportError):  # a script need not use it
-        import_torch()
+    if imports_torch:
+        with contextlib.suppress(ImportError):  # a script need not use it
+            import_torch()
     session.tell_agent("ready")
     sys.argv = sys.argv[3:]
     try:

@@ -49,3 +49,21 @@ def test_a_script_begins_after_few_modules(
         assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
         visits = {"torch is imported": True, "torch is visited": False}
         assert found == {**visits, "garbage is collected": True}
+
+
+HIDES_TORCH = """
+import importlib, os, sys
+name = "tor" + "ch"
+before = name in sys.modules
+group = importlib.import_module(f"{name}.distributed")
+group.init_process_group("gloo")
+os.write(1, f"{before} {group.get_world_size()}\\n".encode())
+group.destroy_process_group()
+"""
+
+
+def test_a_script_that_does_not_name_torch_begins_without_it(tmp_path: Path) -> None:
+    """It may still import it: then rank 0's own process serves the store."""
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, HIDES_TORCH)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False 2"] * 2
