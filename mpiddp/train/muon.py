@@ -66,9 +66,10 @@ class Muon(torch.optim.Optimizer):
         rank, world_size = 0, 1
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        # In the order of their sizes, so that each rank gets about as much work as the others.
-        ordered = sorted(convolutions, key=Tensor.numel, reverse=True)
-        shares = [ordered[first::world_size] for first in range(world_size)]
+        # Each goes to the rank with the least work so far, the largest first: all wait for the slowest rank.
+        shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
+        for parameter in sorted(convolutions, key=Tensor.numel, reverse=True):
+            min(shares, key=lambda share: sum(map(Tensor.numel, share))).append(parameter)
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
         for parameter in shares[rank]:
