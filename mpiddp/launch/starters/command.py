@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
@@ -85,19 +86,6 @@ class Request(NamedTuple):
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
         return f"{why} {schedulers}" if schedulers else ""
 
-    def ssh_config(self, scratch: str) -> tuple[str, dict[str, str]]:
-        """ssh's arguments for a file with the users and ports, and the file. No MPI has options for them."""
-        lines = []
-        for host in self.hosts.hosts:
-            keys = {"User": host.user, "Port": host.port}
-            special = [f"  {key} {value}" for key, value in keys.items() if value]
-            lines += [f"Host {host.name}", *special] if special else []
-        if not lines:
-            return "", {}
-        lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
-        path = str(PurePath(scratch, "mpiddp-ssh_config"))
-        return f"-F {path}", {path: "\n".join(lines) + "\n"}
-
 
 class Flag(NamedTuple):
     """Arguments of the command line that belong together, and their reason."""
@@ -106,18 +94,43 @@ class Flag(NamedTuple):
     reason: str
 
 
-# What is particular to one MPI: flags, variables for the starter itself, and files by their paths.
-Parts = tuple[list[Flag], Mapping[str, str], Mapping[str, str]]
+@dataclass
+class Command:
+    """A command line, the variables to set in its environment, and the files to write for it, in `folder`.
 
-
-class Command(NamedTuple):
-    """A command line, the variables to set in its environment, and the files to write for it."""
+    variables: the names of those that the ranks get.
+    """
 
     program: str
-    flags: tuple[Flag, ...]
+    flags: list[Flag]
     job: tuple[str, ...]
-    settings: Mapping[str, str] = _NOTHING
-    files: Mapping[str, str] = _NOTHING
+    variables: set[str] = field(default_factory=set)
+    folder: str = "."
+    settings: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
+
+    def file(self, name: str, lines: Sequence[str]) -> str:
+        """The path of a new file of these lines."""
+        path = str(PurePath(self.folder, name))
+        self.files[path] = "".join(f"{line}\n" for line in lines)
+        return path
+
+    def host_file(self, lines: Sequence[str]) -> str:
+        """A file of these lines, if they are too long for an argument, with commas between; else ""."""
+        is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
+        return "" if is_short else self.file("mpiddp-hosts", lines)
+
+    def ssh_arguments(self, hosts: Hosts) -> str:
+        """ssh's arguments for a file with the users and ports, if any. No MPI has options for them."""
+        lines = []
+        for host in hosts.hosts:
+            keys = {"User": host.user, "Port": host.port}
+            special = [f"  {key} {value}" for key, value in keys.items() if value]
+            lines += [f"Host {host.name}", *special] if special else []
+        if not lines:
+            return ""
+        lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+        return f"-F {self.file('mpiddp-ssh_config', lines)}"
 
     @property
     def argv(self) -> list[str]:
@@ -145,8 +158,7 @@ class StarterKind(NamedTuple):
     """A kind of program that starts ranks, with all that is particular to it.
 
     - version: the pattern of its --version output.
-    - compose: its parts of the command line, for a request, the names of the ranks' variables, and the folder
-      for its files.
+    - compose: its flags for a request. It adds variables and files to the command.
     - library: the file name of its libmpi, "" if the ranks need none.
     - daemon: the program that it starts on the other hosts, in the folder of mpirun.
     - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
@@ -161,7 +173,7 @@ class StarterKind(NamedTuple):
 
     name: str
     version: re.Pattern[str]
-    compose: Callable[[Request, Collection[str], str], Parts]
+    compose: Callable[[Request, Command], list[Flag]]
     library: str = ""
     daemon: str = ""
     has_scheduler: bool = False
@@ -201,18 +213,13 @@ class RankStarter(NamedTuple):
         every = {**request.variables, **variables}
         # The others are inherited from the user's environment.
         own = {name: value for name, value in every.items() if request.env.get(name) != value}
-        flags, settings, files = self.kind.compose(request, every, scratch)
-        if request.mpi_args:
-            flags.append(Flag(request.mpi_args, "--mpi-args, as you wrote them"))
         job = (*request.job, *arguments)
-        return Command(str(self.program), (*flags,), job, {**own, **settings, **own}, files)
-
-
-def host_file(scratch: str, lines: Sequence[str]) -> dict[str, str]:
-    """A file of these lines, if they are too long for an argument, with commas between; else none."""
-    if len(",".join(lines)) <= _LONGEST_ARGUMENT:
-        return {}
-    return {str(PurePath(scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
+        command = Command(str(self.program), [], job, {*every}, scratch)
+        command.flags = self.kind.compose(request, command)
+        if request.mpi_args:
+            command.flags.append(Flag(request.mpi_args, "--mpi-args, as you wrote them"))
+        command.settings = {**own, **command.settings, **own}
+        return command
 
 
 def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:

