@@ -36,8 +36,8 @@ from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
-from mpiddp.launch.network import find_network
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.place import find_network
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job

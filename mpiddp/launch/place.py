@@ -1,9 +1,8 @@
-"""Which of the named hosts a job takes, and the slots and ranks of each.
+"""Which of the named hosts a job takes, the slots and ranks of each, and the network that they share.
 
 The hosts are those that passed the preflight, without spares. Slots are a host's line, else its GPUs; ranks
 fill them within -n and --npernode. What earlier jobs and attempts have shown of the hosts counts as well
-(mpiddp/hosts/history.py keeps it). A job on this machine alone has no memory: it would only tell a script's
-errors.
+(mpiddp/hosts/history.py keeps it).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,16 +22,17 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import history
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
-from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters.command import StarterKind
-from mpiddp.launch.variables import env_on_host
-from mpiddp.protocol.variables import DRILL
+from mpiddp.launch.starters.command import JobNetwork, StarterKind
+from mpiddp.launch.variables import forwarded
 from mpiddp.text import counted, listed, shown
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _JOB = os.urandom(4).hex()  # this launch
+_Route = tuple[str, str]  # this machine's address and the host's, as a connection would have them
 
 
 class Past(NamedTuple):
@@ -117,20 +118,17 @@ def with_slots(
     """
     found, is_gloo = [], backend == "gloo"
     for host in hosts.hosts:
-        info, is_here = infos.get(host), is_this_host(host.name)
-        slots, gpus, most = host.slots, 0, host.max_slots or sys.maxsize
+        info, is_here, slots = infos.get(host), is_this_host(host.name), host.slots
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
         may_share = len(hosts.hosts) == 1 and (slots or 0) > 1 and not is_gloo
-        if info or (is_here and (slots is None or host.gpus or may_share)):
-            gpus = _visible_gpus(host, info, env_on_host(host.name, os.environ, variables))
+        is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
+        gpus = _visible_gpus(host, info, variables) if is_known else 0
         if slots is not None:
-            # Without a preflight, this host is judged only if it is the only one.
-            is_known = not is_gloo and (info is not None or len(hosts.hosts) == 1)
-            slots = _fitted(hosts, host, slots, gpus, backend) if is_known else slots
-        elif by_number:
-            slots = min(most, (0 if is_gloo else gpus) or len(os.sched_getaffinity(0)))
-        elif info or is_here:
-            slots = min(most, gpus or 1)
+            if 0 < gpus < slots and not is_gloo:
+                slots = _fitted(hosts, host, slots, gpus, backend)
+        elif is_known:
+            default = len(os.sched_getaffinity(0)) if by_number else 1
+            slots = min(host.max_slots or sys.maxsize, gpus * (not is_gloo) or default)
         elif dry_run:
             slots = 1
             log.info(
@@ -140,11 +138,13 @@ def with_slots(
     return replace(hosts, hosts=tuple(found))
 
 
-def _visible_gpus(host: Host, info: HostInfo | None, env: Mapping[str, str]) -> int:
+def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
     Without `info`, the host is this machine. The preflight has named others whose tool does not answer.
     """
+    own = os.environ if is_this_host(host.name) else forwarded(os.environ)
+    env = {**own, **variables}
     if hides_all_gpus(env):
         return 0
     names = [] if info else gpu_names(env.get("PATH"))
@@ -163,9 +163,7 @@ def _visible_gpus(host: Host, info: HostInfo | None, env: Mapping[str, str]) -> 
 
 
 def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None) -> int:
-    """The host's slots as written. A scheduler's, which may be cores, are no more than the GPUs."""
-    if not 0 < gpus < slots:
-        return slots
+    """The slots of a host with fewer GPUs. A scheduler's, which may be cores, are no more than these."""
     found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
     if hosts.scheduler:
         log.info(
@@ -212,16 +210,16 @@ def place(
     left = min(each for each in (total, n, max_ranks) if each is not None)
     placed, own = [], list[Host]()
     for host, slots in room.items():
-        ranks = min(left, slots)
+        if not (ranks := min(left, slots)):
+            continue
         left -= ranks
-        if ranks and is_this_host(host.name) and not kind.has_scheduler:
+        if is_this_host(host.name) and not kind.has_scheduler:
             own.append(host)
             # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
             name = socket.gethostname()
             name = name.partition(".")[0] if kind.cuts_own_name else name
             host = replace(host, name=name, user=None, port=None)
-        if ranks:
-            placed.append(replace(host, ranks=ranks))
+        placed.append(replace(host, ranks=ranks))
     if len(own) > 1:
         raise UserError(
             f"{hosts.where(own[1])}: {own[0].name} and {own[1].name} are both this machine. "
@@ -252,19 +250,86 @@ def ranks_by_host(hosts: Hosts) -> list[str]:
     return lines
 
 
+# --- the network ---
+
+
+def find_network(
+    placed: Hosts, infos: Collection[HostInfo], requested: str | None, *, dry_run: bool = False
+) -> JobNetwork:
+    """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
+    others = [host.name for host in placed.hosts if not is_this_host(host.name)]
+    routes: list[_Route | None] = []
+    interface: Interface | None
+    if requested is None:
+        routes = [_route(name) for name in others]
+        interface, networks = _shared_network(routes, infos)
+    else:  # all hosts have it, maybe in different networks
+        interface, networks = requested_network(requested)
+    address = "127.0.0.1"
+    if others:
+        address = interface.address if interface else next((r[0] for r in routes if r), "")
+    if not address and not dry_run:
+        raise UserError(
+            f"no address of this machine is known that {others[-1]} can reach. "
+            "Name this machine's interface to it: --interface NAME"
+        )
+    return JobNetwork(interface, networks, address)
+
+
+def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
+    """This machine's interface of --interface, and its name or network on every host, or several of them."""
+    present = interfaces()
+    found = [interface for interface in present if interface.matches(requested)]
+    if not found:
+        names = " and ".join(f"{each.name} ({each.address})" for each in present)
+        raise UserError(
+            f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.'
+        )
+    if requested in [each.address for each in found]:  # others have other addresses in that network
+        return found[0], tuple(each.network for each in found)
+    return found[0], tuple(requested.split(","))
+
+
+def _shared_network(
+    routes: Collection[_Route | None], infos: Collection[HostInfo]
+) -> tuple[Interface | None, tuple[str, ...]]:
+    """This machine's interface of all routes to the others, and its network if they are all in it."""
+    sources = {route[0] if route else None for route in routes}
+    present = interfaces() if len(sources) == 1 else []
+    found = [each for each in present if each.address in sources and not each.is_loopback]
+    if not found:
+        return None, ()
+    own = found[0]
+    network = ip_network(own.network)
+    if not all(route and ip_address(route[1]) in network for route in routes):
+        return own, ()
+    names = [[(each.name, each.network) for each in info.interfaces] for info in infos]
+    # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
+    is_everywhere = bool(names) and all((own.name, own.network) in each for each in names)
+    return own, (own.name if is_everywhere else own.network,)
+
+
+def _route(name: str) -> _Route | None:
+    """The route to a host by the kernel's table, None without one. Nothing is sent."""
+    found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
+    if not found:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
+        try:
+            packet.connect((found[0][0], 9))
+        except OSError:  # no route
+            return None
+        return str(packet.getsockname()[0]), str(packet.getpeername()[0])
+
+
 # --- the memory of earlier jobs ---
 
 
-def memory_of(hostfile: str | None) -> Path | None:
-    """The history of the hosts of several machines; None in a drill, whose faults are no host's."""
-    return None if DRILL in os.environ else history.file_of(hostfile)
-
-
-def of_earlier_jobs(memory: Path, named: Hosts) -> Past:
-    """What the history says of the hosts."""
-    events = history.read(memory)
+def doubts_of(memory: Path | None, named: Hosts) -> dict[str, str]:
+    """What the history says against some hosts, see `Past.doubts`."""
+    events = history.read(memory) if memory else []
     doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
-    return Past({host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt})
+    return {host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt}
 
 
 def remember(

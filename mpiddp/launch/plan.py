@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
-from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
@@ -31,6 +31,7 @@ from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.table import find_starter
 from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
+from mpiddp.protocol.variables import DRILL
 from mpiddp.text import all_of, listed, shown
 
 LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
@@ -83,26 +84,26 @@ def make_plan(
         named, options.spares, options.min_hosts, past and past.enough
     )
     resolve_all([host.name for host in named.hosts])
-    memory = None if _is_local(named) else place.memory_of(options.hostfile)
-    past = past or (place.of_earlier_jobs(memory, named) if memory else Past())
+    # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
+    is_no_test = not (_is_local(named) or DRILL in env)
+    memory = history.file_of(options.hostfile) if is_no_test else None
+    past = past or Past(place.doubts_of(memory, named))
     # The first attempt may wait for hosts; a restart has pauses of its own.
     wait_s = options.wait_s if is_first and options.wait_s else 0.0
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
     if checked.silent:
         place.remember(memory, failed={host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
-    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
-    names_hosts = options.names_hosts
-    is_default = options.host_list == "localhost" or not (names_hosts or named.scheduler)
+    is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
     with_counts = place.with_slots(
         chosen,
-        infos,
+        checked.infos,
         options.variables,
         options.backend,
         by_number=is_default and (options.n, options.npernode) != (None, None),
         dry_run=options.dry_run,
     )
-    if not names_hosts:
+    if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     placed = place.place(
         with_counts,
@@ -114,7 +115,8 @@ def make_plan(
     )
     if is_first:
         place.check_log_ranks(options.log_ranks, placed.world_size)
-    network = find_network(placed, infos.values(), options.interface, dry_run=options.dry_run)
+    infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
+    network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not kind.has_scheduler:
@@ -192,14 +194,14 @@ def run_preflight(
         check_program(program, env.get("PATH"))
     if is_alone or starter.kind.has_scheduler or options.dry_run or not options.check:
         return Checked()
-    interface = options.interface
+    interface = place.requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
         python=str(python()),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
-        interface=",".join(requested_networks(interface)) if interface else None,
+        interface=",".join(interface) or None,
         program=program,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )

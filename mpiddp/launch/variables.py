@@ -103,7 +103,6 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file of --env-file, see `parse_env_file`."""
     with named_by("--env-file"), Path(path).open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -148,20 +147,13 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
 
 def check_gpu_choice(hosts: Hosts, exports: Mapping[str, str]) -> None:
     """Raise UserError if both the hostfile and -x choose GPUs."""
-    chosen = sorted(exports.keys() & set(VISIBLE))
+    chosen = sorted(exports.keys() & {*VISIBLE})
     for host in hosts.hosts:
         if chosen and host.gpus is not None:
             raise UserError(
                 f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
                 "Leave one out."
             )
-
-
-def env_on_host(name: str, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
-    """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
-    is_here = is_this_host(name)
-    own = {each: value for each, value in env.items() if is_here or not is_of_one_host(each, value)}
-    return {**own, **exports}
 
 
 def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
@@ -174,10 +166,8 @@ def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[st
         for name in VISIBLE
         if name in env and name not in exports and is_of_one_host(name, env[name])
     }
-    choices: list[dict[str, str]] = []
-    for host in hosts:
-        if host.gpus is not None and not hides_all_gpus(env):
-            choices.append(for_numbers(host.gpus, env))
-        else:
-            choices.append(own if is_this_host(host.name) else {})
+    choices = [own if is_this_host(host.name) else {} for host in hosts]
+    for number, host in enumerate(hosts if not hides_all_gpus(env) else ()):
+        if host.gpus is not None:
+            choices[number] = for_numbers(host.gpus, env)
     return json.dumps(choices, separators=(",", ":")) if any(choices) else ""

@@ -1,6 +1,6 @@
 """The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
 
-Tests mpiddp/launch/plan.py, mpiddp/launch/options.py.
+Tests mpiddp/launch/place.py and starters/table.py.
 python -m pytest tests/unit/launch/test_launch_input.py
 """
 
@@ -17,9 +17,14 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch import network
-from mpiddp.launch.network import find_network, requested_networks
-from mpiddp.launch.place import place, ranks_by_host, with_slots
+from mpiddp.launch import place as places
+from mpiddp.launch.place import (
+    find_network,
+    place,
+    ranks_by_host,
+    requested_network,
+    with_slots,
+)
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.table import identify
 from tests.support.errors import error
@@ -120,7 +125,7 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
     assert (requested.interface and requested.interface.name) == "lo"
     assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
     assert requested.control_address == "127.0.0.1"
-    assert requested_networks("lo") == ("lo",)
+    assert requested_network("lo")[1] == ("lo",)
     missing = error("interface", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
     with pytest.raises(UserError, match=missing):
         find_network(far, (), "nope")
@@ -165,8 +170,8 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     """The routes are this machine's address and the host's. `theirs` are the names of their links."""
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
-    monkeypatch.setattr(network, "_route", by_name.get)
-    monkeypatch.setattr(network, "interfaces", lambda: [LO, ETH0, IB0])
+    monkeypatch.setattr(places, "_route", by_name.get)
+    monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0])
     infos = [
         HostInfo(host, True, True, True, "", "", "", 0, (Interface(name, "", "10.0.0.0/24"),))
         for host, name in zip(hosts.hosts[1:], theirs, strict=False)

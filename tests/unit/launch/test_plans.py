@@ -20,7 +20,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import place as places
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.place import Past, key_of, memory_of, of_earlier_jobs, remember
+from mpiddp.launch.place import doubts_of, key_of, remember
 from mpiddp.launch.plan import make_plan
 from tests.support.machine import an_mpirun
 
@@ -119,26 +119,24 @@ LISTED = Hosts("hosts", (Host("A.invalid"), Host("b.invalid"), Host("localhost")
 
 
 @pytest.mark.parametrize(("slots", "has_one"), [(0, False), (1, True)])
-def test_a_job_on_this_machine_has_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, has_one: bool
-) -> None:
+def test_a_job_on_this_machine_has_no_memory(tmp_path: Path, slots: int, has_one: bool) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"localhost slots=1\nb.invalid slots={slots}\n")
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile), "--no-check", "-n", "1"]
-    plan = make_plan(parse_options([*where, "--", "true"]), os.environ)
-    assert (plan.memory is not None) == has_one
-    monkeypatch.setenv("MPIDDP_DRILL", "1")
-    assert memory_of(str(hostfile)) is None
+    for variable in ("", "MPIDDP_DRILL"):
+        env = {**os.environ, variable: "1"}
+        plan = make_plan(parse_options([*where, "--", "true"]), env)
+        assert (plan.memory is not None) == (has_one and not variable)
 
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "history"
-    assert of_earlier_jobs(file, LISTED) == Past()
+    assert doubts_of(file, LISTED) == {}
     used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
         monkeypatch.setattr(places, "_JOB", job)
         remember(file, used=used, failed=failed)
-    (doubt,) = of_earlier_jobs(file, LISTED).doubts.items()
+    (doubt,) = doubts_of(file, LISTED).items()
     assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
 
