@@ -147,9 +147,7 @@ def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace)
         if action.nargs == 0:
             found += [flag] if value == action.const != action.default else []
         elif isinstance(value, list):
-            found += [
-                f"{flag}={each}" if flag.startswith("--") else f"{flag}{each}" for each in value
-            ]
+            found += [f"{flag}{'=' * flag.startswith('--')}{each}" for each in value]
         elif value != action.default:
             found += [flag, str(value)]
     return found

@@ -28,15 +28,7 @@ from mpiddp.launch.place import Past, key_of, remember
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    JOB,
-    MAX_RESTARTS,
-    OUTPUT,
-    RESTART_COUNT,
-    RUN_DIR,
-    RUN_ID,
-)
+from mpiddp.protocol import variables as names
 from mpiddp.protocol.viewers import Console, open_console
 from mpiddp.text import all_of, counted
 
@@ -107,14 +99,10 @@ class Job:
         if outcome.made_steps:
             self.grown_from = None
         plan, named, doubts = self.plan, self.plan.named, dict(self.past.doubts)
-        at_fault = key_of(outcome.host_at_fault, named) if outcome.host_at_fault else ""
-        # Else its user or its input ended it.
-        if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
-            remember(
-                plan.memory,
-                used=[key_of(host.name, named) for host in plan.request.hosts.hosts],
-                failed={at_fault: outcome.sentence} if at_fault else {},
-            )
+        at_fault = outcome.host_at_fault and key_of(outcome.host_at_fault, named)
+        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+            used = [key_of(host.name, named) for host in plan.request.hosts.hosts]
+            remember(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:
             doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
@@ -127,19 +115,19 @@ class Job:
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
         has_scheduler, job = starter.kind.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
-        search = partial(search_hosts, options, self.plan, self.past.doubts)
+        several = ranks.world_size > 1
         settings = {
-            JOB: job,
-            OUTPUT: options.log_ranks,
-            RUN_ID: self.run_id,
-            RESTART_COUNT: str(self.restarts),
-            MAX_RESTARTS: str(options.max_restarts),
+            names.JOB: job,
+            names.OUTPUT: options.log_ranks,
+            names.RUN_ID: self.run_id,
+            names.RESTART_COUNT: str(self.restarts),
+            names.MAX_RESTARTS: str(options.max_restarts),
         }
-        if known.global_batch_size is not None:
-            of_batch = ("global_batch_size", "world_size")
-            settings[ANNOUNCED] = json.dumps({name: getattr(known, name) for name in of_batch})
+        if (batch := known.global_batch_size) is not None:
+            announced = {"global_batch_size": batch, "world_size": known.world_size}
+            settings[names.ANNOUNCED] = json.dumps(announced)
         if known.run_dir:
-            settings[RUN_DIR] = known.run_dir
+            settings[names.RUN_DIR] = known.run_dir
         with ExitStack() as stack:
             folder = stack.enter_context(private_folder(os.environ))
             selector = stack.enter_context(TimedSelector())
@@ -153,23 +141,19 @@ class Job:
                 self.exchange.begin(server)
             settings |= server.settings
             command = starter.compose(request, known.resume_args, settings, str(folder))
-            has_prefix = options.has_prefix(ranks.world_size)
+            has_prefix = options.prefix == "always" or (several and options.prefix == "auto")
             output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
             mpirun = MpirunProcess(starter, command, output)
+            search = partial(search_hosts, options, self.plan, self.past.doubts)
             own = (self.signals, self.console, self.stop_at, self.exchange)
-            attempt = Attempt(
-                options, ranks, server, mpirun, output, *own, search if self.may_grow else None
-            )
+            own_search = search if self.may_grow else None
+            attempt = Attempt(options, ranks, server, mpirun, output, *own, own_search)
             is_all_shown = attempt.run()
             elsewhere = {host.name for host in others}
+            here = [rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere]
+            printed = output.last_errors if is_all_shown else {}
             outcome = verdict(
-                ranks,
-                mpirun.end,
-                attempt.history,
-                beside_mpirun=[
-                    rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere
-                ],
-                printed=output.last_errors if is_all_shown else {},
+                ranks, mpirun.end, attempt.history, beside_mpirun=here, printed=printed
             )
             if is_all_shown:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)

@@ -52,7 +52,8 @@ def _folder(text: str) -> str:
 
 # What the values of options are, by what the help calls them. Others are texts.
 _PARSERS: dict[str, Callable[[str], object]] = {
-    "N": whole(1),
+    # With torchrun's words for one rank per GPU, which is what slots are by default.
+    "N": lambda text: None if text in ("gpu", "auto") else whole(1)(text),
     "H": whole(1),
     "K": whole(0),
     "TIME": duration,
@@ -61,26 +62,16 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _option(text: str, default: Any = None, group: str = "", **more: Any) -> Any:
+def _option(text: str, default: Any = None, group: str = "") -> Any:
     """A field of LaunchOptions that an option sets.
 
     text: the spellings, those of other launchers in parentheses, what the help calls the value, or the
     "{values}" to choose from; a switch has none. After two blanks, its help. default: () for an option that
-    may be repeated. group: of the help, which begins with this option. more: for argparse.
+    may be repeated. group: of the help, which begins with this option.
     """
-    flags, _, more["help"] = text.partition("  ")
-    *spellings, last = flags.split()
-    if last.startswith("-"):
-        spellings.append(last)
-        more["action"] = "store_false" if default else "store_true"
-        default = bool(default)
-    elif last.startswith("{"):
-        more["choices"] = last.strip("{}").split(",")
-    else:
-        more = {"metavar": last, "type": _PARSERS.get(last), **more}
-        if default == ():
-            more["action"] = "append"
-    return field(default=default, metadata={"group": group, "flags": spellings, "more": more})
+    is_switch = text.partition("  ")[0].split()[-1].startswith("-")
+    default = bool(default) if is_switch else default
+    return field(default=default, metadata={"text": text, "group": group})
 
 
 @dataclass(frozen=True)
@@ -106,14 +97,12 @@ class LaunchOptions:
     )
     n: int | None = _option("-n (-np) N  number of ranks (default: all slots)")
     npernode: int | None = _option(
-        "--npernode (--nproc-per-node) K  number of ranks on each host (default: all slots)",
-        # torchrun's words for one rank per GPU, which is what slots are by default
-        type=lambda text: None if text in ("gpu", "auto") else whole(1)(text),
+        "--npernode (--nproc-per-node) N  number of ranks on each host (default: all slots)"
     )
     exclude: str | None = _option("--exclude HOSTS  hosts to leave out: node3,node4")
     push: bool = _option(
         "--push  first make this folder and its environment the same on every host, as mpiddp "
-        "hosts push does",
+        "hosts push does"
     )
     bind: str = _option(
         "--bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the "
@@ -216,11 +205,7 @@ class LaunchOptions:
             "MASTER_ADDR": self.master_addr,
         }
 
-    def has_prefix(self, world_size: int) -> bool:
-        return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
 
-
-_FIELDS = {each.name: each.metadata for each in fields(LaunchOptions) if each.metadata}
 _COMMON = (
     *("hostfile", "host_list", "n", "interface", "exports", "env_files"),
     *("max_restarts", "min_hosts", "log_dir", "dry_run"),
@@ -230,19 +215,29 @@ _COMMON = (
 def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
     """Add the options of these groups of the help, by default of all, each with all of its spellings."""
     group: Any = None
-    for name, metadata in _FIELDS.items():
-        if metadata["group"]:
-            group = parser.add_argument_group(metadata["group"])
-        if groups and group.title not in groups:
+    for each in fields(LaunchOptions):
+        if each.metadata.get("group"):
+            group = parser.add_argument_group(each.metadata["group"])
+        if not each.metadata or (groups and group.title not in groups):
             continue
-        default = getattr(LaunchOptions, name)
-        if name == "log_ranks":
+        flags, _, help = each.metadata["text"].partition("  ")
+        *spellings, value = flags.split()
+        default, more = each.default, dict[str, Any]()
+        if isinstance(default, bool):
+            spellings.append(value)
+            more["action"] = "store_false" if default else "store_true"
+        elif value.startswith("{"):
+            more["choices"] = value.strip("{}").split(",")
+        else:
+            more |= {"metavar": value, "type": _PARSERS.get(value)}
+            if default == ():
+                default, more["action"] = [], "append"
+        if each.name == "log_ranks":
             default = os.environ.get(names.LOG_RANKS) or default
         # argparse would list the spellings of other launchers in the help.
-        own = [flag for flag in metadata["flags"] if not flag.startswith("(")]
-        default = [] if default == () else default
-        action = group.add_argument(*own, dest=name, default=default, **metadata["more"])
-        every = [flag.strip("()") for flag in metadata["flags"]]
+        own = [flag for flag in spellings if not flag.startswith("(")]
+        action = group.add_argument(*own, dest=each.name, default=default, help=help, **more)
+        every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
         group._option_string_actions.update(dict.fromkeys(every, action))
 
@@ -298,8 +293,9 @@ def option_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show the most used options")
-    parser.add_argument("--help-all", action=_Help, nargs=0, help="show every option")
+    is_help: dict[str, Any] = {"action": _Help, "nargs": 0, "default": argparse.SUPPRESS}
+    parser.add_argument("-h", "--help", help="show the most used options", **is_help)
+    parser.add_argument("--help-all", help="show every option", **is_help)
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -311,7 +307,8 @@ def option_parser() -> argparse.ArgumentParser:
 
 def options_of_launch(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """The options of `parser` that are fields of LaunchOptions."""
-    return [action for action in parser._actions if action.dest in _FIELDS]
+    fields = LaunchOptions.__dataclass_fields__
+    return [action for action in parser._actions if action.dest in fields]
 
 
 class _Help(argparse.Action):
@@ -327,27 +324,26 @@ class _Help(argparse.Action):
 
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
-    values = option_parser().parse_args(argv)
-    job = _job(values)
+    given = vars(option_parser().parse_args(argv))
+    job = _job(given.pop("module"), given.pop("script"))
     refuse_misplaced(job, verb)
-    given: dict[str, Any] = {name: getattr(values, name) for name in _FIELDS}
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
         module = import_module("mpiddp.train.options")
         given["backend"], shows_all = module.check_options(list(job[3:]))
-        if shows_all and values.log_ranks == DEFAULT_RANKS:
+        if shows_all and given["log_ranks"] == DEFAULT_RANKS:
             given["log_ranks"] = "all"
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
-    if None not in (values.hostfile, values.host_list):
+    if None not in (given["hostfile"], given["host_list"]):
         raise UserError("--hostfile and -H both name the hosts. Give one.")
-    given["mpi_args"] = parse_mpi_args(values.mpi_args)
+    given["mpi_args"] = parse_mpi_args(given["mpi_args"])
     variables: dict[str, str] = {}
-    for path in values.env_files:
+    for path in given["env_files"]:
         variables |= read_env_file(path, os.environ)
-    variables |= parse_exports(values.exports, os.environ)  # these take precedence
+    variables |= parse_exports(given["exports"], os.environ)  # these take precedence
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
 
 
@@ -375,9 +371,9 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
         log.info(f"{sentence} An option of {verb} comes before the script.")
 
 
-def _job(values: argparse.Namespace) -> tuple[str, ...]:
+def _job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     # argparse gives no option a "--", nor what follows it.
-    job = values.script if values.module is None else ["-m", *values.module, *values.script]
+    job = script if module is None else ["-m", *module, *script]
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:
         raise UserError(

@@ -332,9 +332,7 @@ def doubts_of(memory: Path | None, named: Hosts) -> dict[str, str]:
     return {host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt}
 
 
-def remember(
-    memory: Path | None, *, used: Collection[str] = (), failed: Mapping[str, str] = _NOTHING
-) -> None:
+def remember(memory: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:
     """Write down what a preflight or an attempt has shown, see `history.Event`."""
     history.append(memory, history.Event(time.time(), _JOB, tuple(used), dict(failed)))
 

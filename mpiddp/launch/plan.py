@@ -92,7 +92,7 @@ def make_plan(
     wait_s = options.wait_s if is_first and options.wait_s else 0.0
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
     if checked.silent:
-        place.remember(memory, failed={host.key: why for host, why in checked.silent.items()})
+        place.remember(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
     is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
     with_counts = place.with_slots(

@@ -94,7 +94,11 @@ def preflight(
             work_s=facts.LONGEST_S,
             transport=transport,
         )
-        silent = [host for host in hosts if not _has_answered(answers[host])]
+        silent = [
+            host
+            for host, answer in answers.items()
+            if not (_BEGIN in answer.stdout or answer.has_failed_there)
+        ]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
@@ -107,13 +111,14 @@ def preflight(
         names.forget_addresses()  # a name may resolve by now
     infos: dict[Host, HostInfo] = {}
     complaints: dict[Host, str] = {}
-    for host in hosts:
-        if info := _read(host, answers[host]):
-            fine = [each for each in infos.values() if each.host not in complaints]
-            complaint = _complaint(info, needs) or _difference([*fine, info][0], info, needs.mpirun)
+    first: HostInfo | None = None  # without a complaint
+    for host, answer in answers.items():
+        if info := _read(host, answer):
             infos[host] = info
+            complaint = _complaint(info, needs) or _difference(first or info, info, needs.mpirun)
+            first = first or (None if complaint else info)
         else:
-            complaint = _no_answer(host, answers[host], needs, transport)
+            complaint = _no_answer(host, answer, needs, transport)
         if complaint:
             complaints[host] = complaint
     if transport.hint and silent:
@@ -124,10 +129,6 @@ def preflight(
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     return program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
-
-
-def _has_answered(answer: Answer) -> bool:
-    return _BEGIN in answer.stdout or answer.has_failed_there
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:

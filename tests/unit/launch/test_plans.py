@@ -135,7 +135,7 @@ def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
         monkeypatch.setattr(places, "_JOB", job)
-        remember(file, used=used, failed=failed)
+        remember(file, used, failed)
     (doubt,) = doubts_of(file, LISTED).items()
     assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
