@@ -42,7 +42,7 @@ GROUPS = {
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {
     "bench-rank": "bench.ranks.main",
-    "launch-function": "launch.launch_function",
+    "launch-function": "launch.main:launch_function",
 }
 
 # The verbs that every rank of a job runs. They join the job by themselves.

@@ -115,7 +115,6 @@ class Job:
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
         has_scheduler, job = starter.kind.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
-        several = ranks.world_size > 1
         settings = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
@@ -141,13 +140,13 @@ class Job:
                 self.exchange.begin(server)
             settings |= server.settings
             command = starter.compose(request, known.resume_args, settings, str(folder))
-            has_prefix = options.prefix == "always" or (several and options.prefix == "auto")
+            has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
             output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
             mpirun = MpirunProcess(starter, command, output)
-            search = partial(search_hosts, options, self.plan, self.past.doubts)
             own = (self.signals, self.console, self.stop_at, self.exchange)
-            own_search = search if self.may_grow else None
-            attempt = Attempt(options, ranks, server, mpirun, output, *own, own_search)
+            grows = partial(search_hosts, options, self.plan, self.past.doubts)
+            search = grows if self.may_grow else None
+            attempt = Attempt(options, ranks, server, mpirun, output, *own, search)
             is_all_shown = attempt.run()
             elsewhere = {host.name for host in others}
             here = [rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere]

@@ -339,5 +339,5 @@ def remember(memory: Path | None, used: Collection[str], failed: Mapping[str, st
 
 def key_of(name: str, named: Hosts) -> str:
     """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
-    here = (host.key for host in named.hosts if is_this_host(name) and is_this_host(host.name))
-    return next(here, name.lower())
+    here = (host.key for host in named.hosts if is_this_host(host.name))
+    return next(here, name.lower()) if is_this_host(name) else name.lower()

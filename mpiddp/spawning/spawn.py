@@ -2,7 +2,7 @@
 
     results = mpiddp.spawn(train, 0.1, hosts="node1:4,node2:4")
 
-The caller starts a launcher (`mpiddp.launch.launch_function`), which starts the ranks
+The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks
 (`mpiddp.runtime.function`).
 """
 

@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/{exchange,launch_function}.py, mpiddp/runtime/function.py.
+Tests mpiddp/launch/{exchange,main}.py, mpiddp/runtime/function.py.
 python -m pytest tests/unit/launch/test_exchange.py
 """
 
@@ -18,7 +18,7 @@ import pytest
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
 from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.exchange import Exchange
-from mpiddp.launch.launch_function import _final
+from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
