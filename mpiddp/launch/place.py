@@ -25,6 +25,7 @@ from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch import log
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.command import JobNetwork, StarterKind
 from mpiddp.launch.variables import forwarded
@@ -50,13 +51,13 @@ class Past(NamedTuple):
 
 
 def wanted_hosts(
-    hosts: Hosts, spares: int, min_hosts: int | None, enough: int | None = None
+    hosts: Hosts, options: LaunchOptions, enough: int | None = None
 ) -> tuple[int, int]:
     """The number of hosts that the job takes, and the fewest with which it starts.
 
     `enough` is that of the first attempt, None before it.
     """
-    usable = len(hosts.usable)
+    usable, spares, min_hosts = len(hosts.usable), options.spares, options.min_hosts
     wanted = usable - spares
     if wanted < 1:
         raise UserError(
@@ -101,35 +102,27 @@ def choose(
 # --- slots and ranks ---
 
 
-def with_slots(
-    hosts: Hosts,
-    infos: Mapping[Host, HostInfo],
-    variables: Mapping[str, str],
-    backend: str | None = None,
-    *,
-    by_number: bool = False,
-    dry_run: bool = False,
-) -> Hosts:
+def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
     """The hosts with known slot counts, but for a host whose GPUs nobody knows.
 
-    infos: of the hosts that the preflight has checked. variables: those that the user gives the ranks.
-    backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown. by_number: the user
-    requests a number of ranks, on this machine.
+    infos: of the hosts that the preflight has checked.
     """
-    found, is_gloo = [], backend == "gloo"
+    found, is_gloo = [], options.backend == "gloo"
+    is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
+    by_number = is_default and (options.n, options.npernode) != (None, None)
     for host in hosts.hosts:
         info, is_here, slots = infos.get(host), is_this_host(host.name), host.slots
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
         may_share = len(hosts.hosts) == 1 and (slots or 0) > 1 and not is_gloo
         is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
-        gpus = _visible_gpus(host, info, variables) if is_known else 0
+        gpus = _visible_gpus(host, info, options.variables) if is_known else 0
         if slots is not None:
             if 0 < gpus < slots and not is_gloo:
-                slots = _fitted(hosts, host, slots, gpus, backend)
+                slots = _fitted(hosts, host, slots, gpus, options.backend)
         elif is_known:
             default = len(os.sched_getaffinity(0)) if by_number else 1
             slots = min(host.max_slots or sys.maxsize, gpus * (not is_gloo) or default)
-        elif dry_run:
+        elif options.dry_run:
             slots = 1
             log.info(
                 f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
@@ -163,7 +156,10 @@ def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str
 
 
 def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None) -> int:
-    """The slots of a host with fewer GPUs. A scheduler's, which may be cores, are no more than these."""
+    """The slots of a host with fewer GPUs. A scheduler's, which may be cores, are no more than these.
+
+    `backend` is None if it is unknown; "auto" is nccl on GPUs.
+    """
     found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
     if hosts.scheduler:
         log.info(
@@ -180,18 +176,17 @@ def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None
 def place(
     hosts: Hosts,
     kind: StarterKind,
-    n: int | None = None,
-    npernode: int | None = None,
+    options: LaunchOptions,
     *,
     may_be_fewer: bool = False,
     max_ranks: int | None = None,
 ) -> Hosts:
     """The hosts that take ranks, each with its number, under the names that mpirun gets.
 
-    `n` ranks, and at most `max_ranks`, fill the slots (or `npernode`) in order. With `may_be_fewer`, hosts
-    are left out, so fewer ranks than `n` may start.
+    The ranks of -n, and at most `max_ranks`, fill the slots (or --npernode) in order. With `may_be_fewer`,
+    hosts are left out, so fewer ranks than -n may start.
     """
-    room = {}
+    n, npernode, room = options.n, options.npernode, dict[Host, int]()
     for host in hosts.hosts:
         slots = slots_of(hosts, host)
         if npernode is not None and npernode > slots > 0:

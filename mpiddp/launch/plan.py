@@ -36,6 +36,9 @@ from mpiddp.text import all_of, listed, shown
 
 LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
 _LONGEST_PAUSE_S = 1e6  # poll accepts some weeks
+PYTHON = Path(
+    sys.executable
+).absolute()  # links are not resolved: it identifies a virtual environment
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -69,7 +72,7 @@ def make_plan(
     """
     is_first = past is None
     named = read_hosts(options, env) if named is None else named
-    starter = find_starter(named.starter, options.mpirun, python(), env)
+    starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     kind = starter.kind
     check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
@@ -80,9 +83,7 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    wanted, least = place.wanted_hosts(
-        named, options.spares, options.min_hosts, past and past.enough
-    )
+    wanted, least = place.wanted_hosts(named, options, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
     is_no_test = not (_is_local(named) or DRILL in env)
@@ -94,24 +95,12 @@ def make_plan(
     if checked.silent:
         place.remember(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
-    is_default = options.host_list == "localhost" or not (options.names_hosts or named.scheduler)
-    with_counts = place.with_slots(
-        chosen,
-        checked.infos,
-        options.variables,
-        options.backend,
-        by_number=is_default and (options.n, options.npernode) != (None, None),
-        dry_run=options.dry_run,
-    )
+    with_counts = place.with_slots(chosen, checked.infos, options)
     if not options.names_hosts:
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
+    may_be_fewer = len(chosen.usable) < max(wanted, past.enough or 0)
     placed = place.place(
-        with_counts,
-        kind,
-        options.n,
-        options.npernode,
-        may_be_fewer=len(chosen.usable) < max(wanted, past.enough or 0),
-        max_ranks=past.max_ranks,
+        with_counts, kind, options, may_be_fewer=may_be_fewer, max_ranks=past.max_ranks
     )
     if is_first:
         place.check_log_ranks(options.log_ranks, placed.world_size)
@@ -131,7 +120,7 @@ def make_plan(
     runs = () if is_run else ("-m", "mpiddp", "run")
     request = Request(
         hosts=placed,
-        job=(str(python()), *runs, *options.job),
+        job=(str(PYTHON), *runs, *options.job),
         folder=working_folder(env),
         variables=variables_of_ranks(options.variables, settings, starter, placed, network, env),
         env=env,
@@ -196,9 +185,9 @@ def run_preflight(
         return Checked()
     interface = place.requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
-        python=str(python()),
+        python=str(PYTHON),
         mpirun=str(starter.program),
-        daemon=str(starter.daemon),
+        daemon=str(starter.program.with_name(starter.kind.daemon)),
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
@@ -206,11 +195,6 @@ def run_preflight(
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
     return preflight(named.usable, needs, named.transport, wait_s=wait_s)
-
-
-def python() -> Path:
-    """This Python. Links are not resolved: its path identifies a virtual environment."""
-    return Path(sys.executable).absolute()
 
 
 def working_folder(env: Mapping[str, str]) -> str:

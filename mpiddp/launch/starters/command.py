@@ -186,17 +186,9 @@ class RankStarter(NamedTuple):
     """One installed starter. `program` is absolute. `libmpi` is None if mpi4py finds the library itself."""
 
     kind: StarterKind
-    version: str
+    name: str  # and its version
     program: Path
     libmpi: Path | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind.name} {self.version}"
-
-    @property
-    def daemon(self) -> Path:
-        return self.program.with_name(self.kind.daemon)
 
     def compose(
         self,

@@ -102,7 +102,8 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
         )
     for kind in STARTERS:
         if match := kind.version.search(answer):
-            return RankStarter(kind, match[1], program, _find_library(kind.library, program))
+            name = f"{kind.name} {match[1]}"
+            return RankStarter(kind, name, program, _find_library(kind.library, program))
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
     raise UserError(
         f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '

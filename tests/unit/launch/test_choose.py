@@ -12,7 +12,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.place import Past, choose, wanted_hosts
 from mpiddp.launch.plan import THIS_MACHINE, read_hosts, working_folder
 
@@ -30,7 +30,8 @@ def kept(
     min_hosts: int | None = None,
     past: Past = FIRST,
 ) -> str:
-    wanted = wanted_hosts(hosts, spares, min_hosts, past.enough)
+    options = LaunchOptions(spares=spares, min_hosts=min_hosts)
+    wanted = wanted_hosts(hosts, options, past.enough)
     found = choose(hosts, complaints or {}, *wanted, past)
     return "".join(host.name for host in found.hosts)
 

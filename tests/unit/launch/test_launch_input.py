@@ -18,6 +18,7 @@ from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import place as places
+from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import (
     find_network,
     place,
@@ -38,7 +39,8 @@ def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Ho
         for host in hosts.hosts
         if host.name in gpus
     }
-    return place(with_slots(hosts, infos, {}, backend), MPIS["openmpi5"].kind)
+    options = LaunchOptions(backend=backend)
+    return place(with_slots(hosts, infos, options), MPIS["openmpi5"].kind, options)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -58,10 +60,10 @@ def test_ranks_fill_the_slots_in_order() -> None:
         (9, None, {"may_be_fewer": True}, "c1 a3 b2"),
         (9, 1, {"may_be_fewer": True}, "c1 a1 b1"),
     ):
-        found = place(hosts, kind, n, npernode, **limits)
+        found = place(hosts, kind, LaunchOptions(n=n, npernode=npernode), **limits)
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
-        place(hosts, kind, 7)
+        place(hosts, kind, LaunchOptions(n=7))
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
