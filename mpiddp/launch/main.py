@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     if not (is_nested or options.names_hosts or in_slurm_terminal(os.environ)):
         _refuse_inside_a_rank(os.environ)
     # Imported here, so that --help and a wrong option answer at once.
+    from mpiddp.launch.place import wanted_hosts
     from mpiddp.launch.plan import make_plan, read_hosts, working_folder
 
     if options.dry_run:
@@ -66,8 +67,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.push:
         hosts = read_hosts(options, os.environ)
-        least = options.min_hosts or len(hosts.usable) - options.spares
-        _push(hosts, working_folder(os.environ), max(1, least))
+        _push(hosts, working_folder(os.environ), wanted_hosts(hosts, options)[1])
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)

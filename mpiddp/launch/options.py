@@ -194,18 +194,8 @@ class LaunchOptions:
     def names_hosts(self) -> bool:
         return (self.hostfile, self.host_list) != (None, None)
 
-    def settings(self, networks: Sequence[str]) -> dict[str, str | None]:
-        """The variables of the ranks that the options set, None for those that are not given."""
-        return {
-            names.INTERFACE: ",".join(networks) if self.interface else None,
-            names.TIMEOUT: f"{self.timeout_s:.12g}" if self.timeout_s else None,
-            names.BIND: "gpu" if self.bind == "gpu" else None,
-            names.VERBOSE: "1" if self.verbose else None,
-            names.LOG_DIR: self.log_dir,
-            "MASTER_ADDR": self.master_addr,
-        }
 
-
+# The options of the short help.
 _COMMON = (
     *("hostfile", "host_list", "n", "interface", "exports", "env_files"),
     *("max_restarts", "min_hosts", "log_dir", "dry_run"),

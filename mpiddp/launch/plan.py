@@ -27,11 +27,11 @@ from mpiddp.launch import log, place
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
-from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.table import find_starter
-from mpiddp.launch.variables import check_gpu_choice, variables_of_ranks
+from mpiddp.launch.variables import check_gpu_choice, forwarded, gpu_table
 from mpiddp.paths import cause_of, check_program
-from mpiddp.protocol.variables import DRILL
+from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 
 LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
@@ -86,7 +86,7 @@ def make_plan(
     wanted, least = place.wanted_hosts(named, options, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-    is_no_test = not (_is_local(named) or DRILL in env)
+    is_no_test = not (_is_local(named) or names.DRILL in env)
     memory = history.file_of(options.hostfile) if is_no_test else None
     past = past or Past(place.doubts_of(memory, named))
     # The first attempt may wait for hosts; a restart has pauses of its own.
@@ -115,14 +115,13 @@ def make_plan(
     if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
         for line in place.ranks_by_host(placed):
             log.info(line)
-    settings = options.settings(network.networks)
     is_run = options.job[:3] == ("-m", "mpiddp", "run")  # the ranks then join by themselves
     runs = () if is_run else ("-m", "mpiddp", "run")
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *runs, *options.job),
         folder=working_folder(env),
-        variables=variables_of_ranks(options.variables, settings, starter, placed, network, env),
+        variables=variables_of_ranks(options, starter, placed, network, env),
         env=env,
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
@@ -208,6 +207,39 @@ def working_folder(env: Mapping[str, str]) -> str:
         if logical.is_absolute() and logical.is_dir() and logical.samefile(here):
             return str(logical)
     return str(here)
+
+
+def variables_of_ranks(
+    options: LaunchOptions,
+    starter: RankStarter,
+    placed: Hosts,
+    network: JobNetwork,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
+    first, *others = placed.hosts
+    has_scheduler, exports = starter.kind.has_scheduler, options.variables
+    defaults = {}
+    if has_scheduler and others and is_this_host(first.name) and network.interface:
+        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
+        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
+    if starter.libmpi is not None:
+        defaults["MPI4PY_LIBMPI"] = str(starter.libmpi)
+    networks = ",".join(network.networks)
+    own = {
+        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
+        names.NETWORKS: networks,
+        # A scheduler chooses the GPUs of each host itself.
+        names.GPUS: "" if has_scheduler else gpu_table(placed.hosts, env, exports),
+        names.INTERFACE: networks if options.interface else "",
+        names.TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else "",
+        names.BIND: "gpu" if options.bind == "gpu" else "",
+        names.VERBOSE: "1" if options.verbose else "",
+        names.LOG_DIR: options.log_dir,
+        "MASTER_ADDR": options.master_addr,
+    }
+    given = {name: value for name, value in own.items() if value}
+    return {**forwarded(env), **defaults, **exports, **given}
 
 
 # --- hosts that can join a running job ---

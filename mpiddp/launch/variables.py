@@ -14,9 +14,8 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.starters.command import LEFT_OUT, JobNetwork, RankStarter
+from mpiddp.launch.starters.command import LEFT_OUT
 from mpiddp.paths import named_by
-from mpiddp.protocol.variables import GPUS, NETWORKS, PLACEMENT
 
 ALLOWED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
@@ -35,34 +34,6 @@ BEGINNINGS = (
 SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE", "SESSION", "DSN")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_BYTES = 1 << 20
-
-
-def variables_of_ranks(
-    exports: Mapping[str, str],
-    settings: Mapping[str, str | None],
-    starter: RankStarter,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """All variables that the ranks get. `settings`, of the options, precede `exports`, the user's."""
-    first, *others = placed.hosts
-    has_scheduler = starter.kind.has_scheduler
-    defaults = {}
-    if has_scheduler and others and is_this_host(first.name) and network.interface:
-        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
-        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    if starter.libmpi is not None:
-        defaults["MPI4PY_LIBMPI"] = str(starter.libmpi)
-    own = {
-        PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
-        NETWORKS: ",".join(network.networks) or None,
-        # A scheduler chooses the GPUs of each host itself.
-        GPUS: None if has_scheduler else gpu_table(placed.hosts, env, exports) or None,
-        **settings,
-    }
-    given = {name: value for name, value in own.items() if value is not None}
-    return {**forwarded(env), **defaults, **exports, **given}
 
 
 def forwarded(env: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The variables of the ranks: which of this shell's reach other hosts, and those of -x and --env-file.
 
-Tests mpiddp/launch/variables.py. The promises have the command line for each MPI.
+Tests mpiddp/launch/{variables,plan}.py. The promises have the command line for each MPI.
 python -m pytest tests/unit/launch/test_variables.py
 """
 
@@ -15,14 +15,14 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.plan import variables_of_ranks
 from mpiddp.launch.starters.command import JobNetwork, RankStarter
 from mpiddp.launch.starters.table import STARTERS, find_starter
 from mpiddp.launch.variables import (
     forwarded,
     is_secret,
     parse_env_file,
-    variables_of_ranks,
     without_values,
 )
 from tests.support.machine import an_mpirun
@@ -114,11 +114,11 @@ def test_only_srun_has_to_be_told_the_address_of_rank_0(
     network = JobNetwork(Interface("eth0", "10.0.0.5", "10.0.0.0/24"), ("eth0",))
     placed = Hosts("", tuple(Host(name, ranks=1) for name in names))
     starter = RankStarter(kind, "1", Path("/mpi/bin/starter"))
-    found = variables_of_ranks({}, {"UNSET": None}, starter, placed, network, env)
+    found = variables_of_ranks(LaunchOptions(), starter, placed, network, env)
     assert found.get("MASTER_ADDR") == address
     assert found["MPIDDP_NETWORKS"] == "eth0"
-    assert "UNSET" not in found
-    without = variables_of_ranks({}, {}, starter, placed, JobNetwork(), env)
+    assert "MPIDDP_TIMEOUT" not in found
+    without = variables_of_ranks(LaunchOptions(), starter, placed, JobNetwork(), env)
     assert without.get("MASTER_ADDR") == env.get("MASTER_ADDR")
 
 
