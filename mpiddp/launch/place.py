@@ -31,7 +31,6 @@ from mpiddp.launch.starters.command import JobNetwork, StarterKind
 from mpiddp.launch.variables import forwarded
 from mpiddp.text import counted, listed, shown
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 _JOB = os.urandom(4).hex()  # this launch
 _Route = tuple[str, str]  # this machine's address and the host's, as a connection would have them
 
@@ -45,7 +44,7 @@ class Past(NamedTuple):
     max_ranks: the most ranks that the job has announced.
     """
 
-    doubts: Mapping[str, str] = _NOTHING
+    doubts: Mapping[str, str] = MappingProxyType({})
     enough: int | None = None
     max_ranks: int | None = None
 

@@ -36,9 +36,8 @@ from mpiddp.text import all_of, listed, shown
 
 LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
 _LONGEST_PAUSE_S = 1e6  # poll accepts some weeks
-PYTHON = Path(
-    sys.executable
-).absolute()  # links are not resolved: it identifies a virtual environment
+# This Python. Links are not resolved: its path identifies a virtual environment.
+PYTHON = Path(sys.executable).absolute()
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -86,8 +85,8 @@ def make_plan(
     wanted, least = place.wanted_hosts(named, options, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-    is_no_test = not (_is_local(named) or names.DRILL in env)
-    memory = history.file_of(options.hostfile) if is_no_test else None
+    has_memory = not (_is_local(named) or names.DRILL in env)
+    memory = history.file_of(options.hostfile) if has_memory else None
     past = past or Past(place.doubts_of(memory, named))
     # The first attempt may wait for hosts; a restart has pauses of its own.
     wait_s = options.wait_s if is_first and options.wait_s else 0.0
