@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
@@ -136,30 +135,23 @@ def launch_function(argv: list[str]) -> int:
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     exchange = Exchange(function, call["max_result_bytes"])
     try:
-        outcome = _launch(call, exchange, started_at)
-    except UserError as error:
-        outcome = Outcome(BAD_INPUT, str(error))
-    except JobFailed as error:
-        outcome = Outcome(FAILED, str(error))
+        leave_enclosing_job(os.environ)
+        options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
+        # Those of `env=`, which are on no command line.
+        given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
+        options = replace(options, variables={**options.variables, **given})
+        from mpiddp.launch.job import run
+
+        outcome = _final(run(options, started_at, exchange), exchange)
+        if outcome.known_cause:  # the caller's exception has the verdict
+            log.info(outcome.known_cause)
+    except (UserError, JobFailed) as error:
+        outcome = Outcome(BAD_INPUT if isinstance(error, UserError) else FAILED, str(error))
     except KeyboardInterrupt:  # nothing has started yet
         outcome = Outcome(INTERRUPTED, "interrupted.")
     with contextlib.suppress(OSError):  # the caller has ended
         _report(outcome, exchange, caller)
     return outcome.code
-
-
-def _launch(call: dict[str, Any], exchange: Exchange, started_at: float) -> Outcome:
-    from mpiddp.launch.job import run
-
-    leave_enclosing_job(os.environ)
-    options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
-    # Those of `env=`, which are on no command line.
-    given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
-    options = replace(options, variables={**options.variables, **given})
-    outcome = run(options, started_at, exchange)
-    if outcome.known_cause:  # the caller's exception has the verdict
-        log.info(outcome.known_cause)
-    return _final(outcome, exchange)
 
 
 def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
