@@ -297,8 +297,8 @@ def option_parser() -> argparse.ArgumentParser:
 
 def options_of_launch(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """The options of `parser` that are fields of LaunchOptions."""
-    fields = LaunchOptions.__dataclass_fields__
-    return [action for action in parser._actions if action.dest in fields]
+    names_of_fields = LaunchOptions.__dataclass_fields__
+    return [action for action in parser._actions if action.dest in names_of_fields]
 
 
 class _Help(argparse.Action):

@@ -119,8 +119,9 @@ def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOpti
             if 0 < gpus < slots and not is_gloo:
                 slots = _fitted(hosts, host, slots, gpus, options.backend)
         elif is_known:
-            default = len(os.sched_getaffinity(0)) if by_number else 1
-            slots = min(host.max_slots or sys.maxsize, gpus * (not is_gloo) or default)
+            if by_number:
+                gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
+            slots = min(host.max_slots or sys.maxsize, gpus or 1)
         elif options.dry_run:
             slots = 1
             log.info(
