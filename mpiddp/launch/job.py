@@ -65,7 +65,6 @@ class Job:
     exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
-        self.named = self.plan.named  # the latest list of hosts without an error
         self.past = Past(enough=len(self.plan.hosts.usable))
         self.known = NOTHING_ANNOUNCED  # by the attempts so far
         self.run_id = os.urandom(8).hex()
@@ -207,7 +206,7 @@ class Job:
     def _planned(self, interrupted: Outcome, pause_s: float = 0.0) -> Plan | Outcome:
         """The plan for the hosts that are listed and usable after a pause, or why there is none.
 
-        A list that is in error is ignored; the latest valid one stays in force. `interrupted` is the outcome
+        A list that is in error is ignored; that of the latest attempt stays in force. `interrupted` is the outcome
         if the user stops the job meanwhile.
         """
         if self._must_stop(pause_s):
@@ -216,11 +215,12 @@ class Job:
         try:
             with self.signals.interrupting():
                 forget_addresses()
+                named = self.plan.named
                 try:
-                    self.named = read_hosts(self.options, os.environ, is_first=False)
+                    named = read_hosts(self.options, os.environ, is_first=False)
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
-                planned = make_plan(self.options, os.environ, self.named, self.past)
+                planned = make_plan(self.options, os.environ, named, self.past)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

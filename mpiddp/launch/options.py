@@ -224,12 +224,11 @@ def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
                 default, more["action"] = [], "append"
         if each.name == "log_ranks":
             default = os.environ.get(names.LOG_RANKS) or default
-        # argparse would list the spellings of other launchers in the help.
-        own = [flag for flag in spellings if not flag.startswith("(")]
-        action = group.add_argument(*own, dest=each.name, default=default, help=help, **more)
         every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
-        group._option_string_actions.update(dict.fromkeys(every, action))
+        action = group.add_argument(*every, dest=each.name, default=default, help=help, **more)
+        # argparse would list the spellings of other launchers in the help.
+        action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
 
 
 # What users of other launchers type, and what does the same here (docs/migration.md).
