@@ -206,8 +206,8 @@ class Job:
     def _planned(self, interrupted: Outcome, pause_s: float = 0.0) -> Plan | Outcome:
         """The plan for the hosts that are listed and usable after a pause, or why there is none.
 
-        A list that is in error is ignored; that of the latest attempt stays in force. `interrupted` is the outcome
-        if the user stops the job meanwhile.
+        A list that is in error is ignored; that of the latest attempt stays in force. `interrupted` is the
+        outcome if the user stops the job meanwhile.
         """
         if self._must_stop(pause_s):
             return interrupted
