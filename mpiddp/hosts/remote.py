@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
@@ -58,17 +59,21 @@ def ask_hosts(
     work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,
+    fix: str = INSTALL,
 ) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
-    """The JSON in the last line that `program` prints, a sentence for each other host, and all answers."""
+    """The JSON in the last line that `program` prints, a sentence for each other host, and all answers.
+
+    `fix` is for a host without that Python.
+    """
     answers = run_on_hosts(
         hosts, python, program, timeout_s=timeout_s, work_s=work_s, transport=transport
     )
     found: dict[Host, Any] = {}
     failures: dict[Host, str] = {}
     for host, answer in answers.items():
-        lines = answer.stdout.splitlines()
-        if lines and answer.exit_code == 0:
-            found[host] = json.loads(lines[-1])
-        else:
-            failures[host] = no_answer(host, python, answer, timeout_s, INSTALL)
+        if answer.exit_code == 0:
+            with suppress(ValueError, IndexError):
+                found[host] = json.loads(answer.stdout.splitlines()[-1])
+        if host not in found:
+            failures[host] = no_answer(host, python, answer, timeout_s, fix, transport)
     return found, failures, answers

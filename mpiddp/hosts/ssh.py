@@ -247,8 +247,22 @@ def ssh_complaint(host: Host, errors: str) -> str:
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
 
 
-def no_answer(host: Host, program: str, answer: Answer, limit_s: float, fix: str) -> str:
+def no_answer(
+    host: Host,
+    program: str,
+    answer: Answer,
+    limit_s: float,
+    fix: str,
+    transport: Transport = SSH,
+) -> str:
     """The sentence for a program that has not answered. `fix` is that for a host without it."""
+    if not transport.is_ssh and not answer.has_failed_there:
+        unsaid = [f"no answer in {limit_s:g} s" if answer.exit_code is None else "no output"]
+        reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
+        return (
+            f"{transport.name} {host.name} failed: {reason}. "
+            f"Where ssh is allowed, it can be used instead: {transport.instead}"
+        )
     if answer.exit_code == NO_PROGRAM:
         return f"{host.name}: {program} is missing. {fix}"
     if answer.has_failed_there:

@@ -7,29 +7,25 @@ name may not resolve at first.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from platform import python_version
 from types import MappingProxyType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.remote import program_that_prints
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
+from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed
 
-LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`facts.LONGEST_S`)
 PAUSE_S = 1.0  # between two attempts to reach a host
-_BEGIN = '{"has_folder"'  # of the probe's line
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports.
@@ -83,21 +79,24 @@ def preflight(
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
     waits_until = time.monotonic() + wait_s
-    answers: dict[Host, Answer] = {}
+    program, found, answers = probe_program(needs), dict[Host, Any](), dict[Host, Answer]()
+    failures = dict[Host, str]()
     waiting, said = [*hosts], list[Host]()
     while True:
-        answers |= run_on_hosts(
+        new, failed, newest = ask_hosts(
             waiting,
-            needs.python,
-            probe_program(needs),
+            program,
             timeout_s=LOGIN_S,
             work_s=facts.LONGEST_S,
+            python=needs.python,
             transport=transport,
+            fix="Install it at the same path on every host, or copy it there: mpiddp hosts push",
         )
+        found, answers, failures = found | new, answers | newest, failures | failed
         silent = [
             host
             for host, answer in answers.items()
-            if not (_BEGIN in answer.stdout or answer.has_failed_there)
+            if host not in found and not answer.has_failed_there
         ]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
@@ -113,12 +112,15 @@ def preflight(
     complaints: dict[Host, str] = {}
     first: HostInfo | None = None  # without a complaint
     for host, answer in answers.items():
-        if info := _read(host, answer):
-            infos[host] = info
+        if host in found:
+            own = tuple(Interface(**each) for each in found[host].pop("interfaces"))
+            info = infos[host] = HostInfo(host, **found[host], interfaces=own)
             complaint = _complaint(info, needs) or _difference(first or info, info, needs.mpirun)
             first = first or (None if complaint else info)
         else:
-            complaint = _no_answer(host, answer, needs, transport)
+            complaint = failures[host]
+            if answer.has_failed_there and answer.exit_code != NO_PROGRAM:
+                complaint += " Install the same Python there as here."
         if complaint:
             complaints[host] = complaint
     if transport.hint and silent:
@@ -129,16 +131,6 @@ def preflight(
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     return program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
-
-
-def _read(host: Host, answer: Answer) -> HostInfo | None:
-    """The result in the probe's last line. The start-up files of the remote shell may print others before."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-        lines = [line for line in answer.stdout.splitlines() if line.startswith(_BEGIN)]
-        fields = json.loads(lines[-1])
-        found = tuple(Interface(**each) for each in fields.pop("interfaces"))
-        return HostInfo(host, **fields, interfaces=found)
-    return None
 
 
 def _complaint(info: HostInfo, needs: Needs) -> str:
@@ -163,21 +155,6 @@ def _complaint(info: HostInfo, needs: Needs) -> str:
         present = all_of([each.name for each in info.interfaces])
         return f'interface "{interface}" is not on {name}, which has {present}.'
     return ""
-
-
-def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
-    """The reason why the probe did not answer, as one sentence."""
-    if not transport.is_ssh and not answer.has_failed_there:
-        unsaid = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
-        reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
-        return (
-            f"{transport.name} {host.name} failed: {reason}. "
-            f"Where ssh is allowed, it can be used instead: {transport.instead}"
-        )
-    fix = "Install it at the same path on every host, or copy it there: mpiddp hosts push"
-    reason = no_answer(host, needs.python, answer, LOGIN_S, fix)
-    is_another = answer.has_failed_there and answer.exit_code != NO_PROGRAM
-    return f"{reason} Install the same Python there as here." if is_another else reason
 
 
 def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:

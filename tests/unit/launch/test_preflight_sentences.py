@@ -1,29 +1,26 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ.
 
-Tests mpiddp/launch/preflight.py. No host is contacted here.
+Tests mpiddp/launch/preflight.py and no_answer of mpiddp/hosts/ssh.py. No host is contacted here.
 python -m pytest tests/unit/launch/test_preflight_sentences.py
 """
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer
 from mpiddp.hosts.transport import QRSH, SSH
 from mpiddp.launch.preflight import (
     HostInfo,
     Needs,
     _complaint,
     _difference,
-    _no_answer,
-    _read,
 )
 from tests.support.errors import error
 
@@ -33,6 +30,7 @@ ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", 0, (ETH0,))
 HERE = socket.gethostname()
 INSTEAD = ": --hostfile $PE_HOSTFILE "
+FIX = "Install it there."
 TRY = "Try: ssh -p 22022 u@a true "
 # The last lines of ssh where no jump host leads to the host.
 NO_WAY = (
@@ -102,7 +100,8 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
 )
 def test_what_mends_an_error_of_ssh(errors, words, values):
     host = replace(A, user="u", port=22022)
-    said = _no_answer(host, Answer(255, "", errors, has_begun=False), NEEDS, SSH)
+    answer = Answer(255, "", errors, has_begun=False)
+    said = no_answer(host, NEEDS.python, answer, 15.0, FIX)
     assert re.fullmatch(error(words, *values), said)
 
 
@@ -113,7 +112,7 @@ def test_what_mends_an_error_of_ssh(errors, words, values):
             NO_PROGRAM,
             "",
             SSH,
-            error("Install it at", "a: /venv/bin/python ", ": mpiddp hosts push "),
+            error("missing. Install", "a: /venv/bin/python "),
         ),
         (None, "", SSH, error("no answer in", "ssh a: ", " 15 s", "Try: ssh a true ")),
         *(
@@ -132,17 +131,9 @@ def test_what_mends_an_error_of_ssh(errors, words, values):
 def test_a_host_that_gives_no_answer(
     code: int | None, errors: str, transport: object, sentence: str
 ) -> None:
-    said = _no_answer(A, Answer(code, "", errors, has_begun=False), NEEDS, transport)  # type: ignore[arg-type]
+    answer = Answer(code, "", errors, has_begun=False)
+    said = no_answer(A, NEEDS.python, answer, 15.0, FIX, transport)  # type: ignore[arg-type]
     assert re.fullmatch(sentence, said)
-
-
-def test_the_answer_is_the_last_line_that_is_one() -> None:
-    fields = {name: value for name, value in asdict(FINE).items() if name != "host"}
-    line = json.dumps(fields)
-    assert _read(A, Answer(0, f"welcome\n{line}\n{{}}\n", "")) == FINE
-    assert _read(A, Answer(0, "welcome\n", "")) is None
-    assert _read(A, Answer(0, line[:-1], "")) is None
-    assert _read(A, Answer(0, '{"has_folder": true}', "")) is None
 
 
 def test_versions_that_differ() -> None:
