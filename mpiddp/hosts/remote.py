@@ -34,21 +34,19 @@ for name, source in SOURCES.items():
 LOGIN_S = 15.0
 
 
-def program_with(modules: Sequence[ModuleType], then: str) -> str:
-    """A program that loads `modules`, each after those that it imports, and then runs `then`. It is ASCII."""
+def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
+    """A program that prints the JSON of a call of a function of the last one of `modules`. It is ASCII.
+
+    Each module stands after those that it imports.
+    """
     sources: dict[str, str] = {}
     for module in modules:
         # The names by which they import each other, with empty parent packages.
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
         sources[module.__name__] = Path(str(module.__file__)).read_text()
+    then = f"import json; print(json.dumps(sys.modules[{modules[-1].__name__!r}].{call}))"
     return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
-
-
-def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
-    """A program that prints the JSON of a call of a function of the last one of `modules`."""
-    begin = f"import json; print(json.dumps(sys.modules[{modules[-1].__name__!r}].{call}))"
-    return program_with(modules, begin)
 
 
 def ask_hosts(

@@ -19,8 +19,7 @@ from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
-from mpiddp.hosts.remote import program_with
-from mpiddp.hosts.ssh import run_on_hosts
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.output import JobOutput
@@ -32,11 +31,6 @@ from mpiddp.protocol.variables import JOB
 
 ORPHANS_S = 8.0  # for the other hosts to kill what a job has left there
 _LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
-
-_KILL = """
-for pid in sys.modules[{module!r}].kill_marked({mark!r}):
-    print(pid)
-"""
 
 
 class MpirunProcess:
@@ -156,14 +150,15 @@ def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transp
     """
     if not transport.is_installed:
         return
-    mark = f"{JOB}={job}".encode()
-    program = program_with((processes,), _KILL.format(module=processes.__name__, mark=mark))
-    answers = run_on_hosts(hosts, python, program, timeout_s=ORPHANS_S, transport=transport)
-    for host, answer in answers.items():
-        if answer.exit_code != 0:
-            log.info(
-                f"{host.name} cannot be reached, so no leftover process was killed there; "
-                "its ranks end by themselves."
-            )
-        elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
-            log.info(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
+    program = program_that_prints((processes,), f"kill_marked({f'{JOB}={job}'.encode()!r})")
+    killed, failures, _ = ask_hosts(
+        hosts, program, timeout_s=ORPHANS_S, python=python, transport=transport
+    )
+    for host in failures:
+        log.info(
+            f"{host.name} cannot be reached, so no leftover process was killed there; "
+            "its ranks end by themselves."
+        )
+    for host, pids in killed.items():
+        if pids:
+            log.info(f"killed leftover processes of the job on {host.name}: {len(pids)}.")
