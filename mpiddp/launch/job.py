@@ -42,8 +42,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
         UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
     """
     plan = make_plan(options, os.environ)
-    began_at = time.monotonic() - (time.time() - started_at)
-    stop_at = began_at + (options.stop_after_s or float("inf"))
+    stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
     with queued_signals() as signals, closing(open_console(name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()

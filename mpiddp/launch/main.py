@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: bad input, found before anything started.
     """
-    started_at = time.time()
+    started_at = time.monotonic()
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
@@ -122,7 +122,7 @@ def launch_function(argv: list[str]) -> int:
 
     When the caller is gone, the job stops as on SIGTERM.
     """
-    started_at = time.time()
+    started_at = time.monotonic()
     open_closed_streams()
     # The caller may ignore it, as a shell's background process does, and still send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

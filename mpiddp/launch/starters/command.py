@@ -11,6 +11,7 @@ import shlex
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
@@ -147,10 +148,9 @@ class Command:
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
-        for flag, following in zip(self.flags, [*self.flags[1:], None], strict=True):
-            lines.append(f"  {shlex.join(flag.arguments)}")
-            if following is None or following.reason != flag.reason:
-                lines.append(f"      {flag.reason}")
+        for reason, flags in groupby(self.flags, lambda flag: flag.reason):
+            lines += [f"  {shlex.join(flag.arguments)}" for flag in flags]
+            lines.append(f"      {reason}")
         return "\n".join(lines)
 
 
