@@ -98,7 +98,8 @@ class Job:
             self.grown_from = None
         plan, named, doubts = self.plan, self.plan.named, dict(self.past.doubts)
         at_fault = outcome.host_at_fault and key_of(outcome.host_at_fault, named)
-        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+        # Else its user or its input ended it.
+        if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
             used = [key_of(host.name, named) for host in plan.request.hosts.hosts]
             remember(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:

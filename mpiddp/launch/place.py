@@ -320,9 +320,9 @@ def _route(name: str) -> _Route | None:
 # --- the memory of earlier jobs ---
 
 
-def doubts_of(memory: Path | None, named: Hosts) -> dict[str, str]:
+def doubts_of(memory: Path, named: Hosts) -> dict[str, str]:
     """What the history says against some hosts, see `Past.doubts`."""
-    events = history.read(memory) if memory else []
+    events = history.read(memory)
     doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
     return {host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt}
 

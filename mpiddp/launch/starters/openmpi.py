@@ -107,9 +107,12 @@ def _given(request: Request) -> set[str]:
 
 def _agent(request: Request) -> tuple[str, str]:
     """The program for the other hosts and the reason, "" where it is Open MPI's own choice."""
-    transport, reasons = request.hosts.transport, []
-    agent, program = "ssh -x" if transport.is_ssh else " ".join(transport.agent), transport.agent[0]
+    if len(request.hosts.hosts) == 1:
+        return "", ""
+    transport, program = request.hosts.transport, request.hosts.transport.agent[0]
+    agent, reasons = "ssh -x", list[str]()
     if not transport.is_ssh:
+        agent = " ".join(transport.agent)
         reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")
     if can_shield():
         agent = f"{_SHIELD} {agent}"
@@ -117,7 +120,7 @@ def _agent(request: Request) -> tuple[str, str]:
             f"{program} ignores SIGTERM: batch systems send it to every process, and mpirun ends with "
             f"its {program}"
         )
-    return agent, "; ".join(reasons) if len(request.hosts.hosts) > 1 else ""
+    return agent, "; ".join(reasons)
 
 
 @cache
