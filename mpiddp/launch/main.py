@@ -135,13 +135,13 @@ def launch_function(argv: list[str]) -> int:
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     exchange = Exchange(function, call["max_result_bytes"])
     try:
+        from mpiddp.launch.job import run
+
         leave_enclosing_job(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         # Those of `env=`, which are on no command line.
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})
-        from mpiddp.launch.job import run
-
         outcome = _final(run(options, started_at, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.info(outcome.known_cause)
