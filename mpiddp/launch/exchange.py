@@ -20,7 +20,7 @@ _NO_LIMIT = 1 << 62  # between the caller and its own launcher
 
 
 class Exchange:
-    """The exchange of one job, whose function is as `mpiddp.spawning.pickled.pickled_call` makes it.
+    """The exchange of one job, whose function is as `mpiddp.runtime.function.pickled_call` makes it.
 
     limit: the most bytes of a pickled result.
     """

@@ -3,31 +3,40 @@
     results = mpiddp.spawn(train, 0.1, hosts="node1:4,node2:4")
 
 The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks
-(`mpiddp.runtime.function`).
+(`mpiddp.runtime.function`). It is a process of its own, because a launcher handles signals, adopts orphans
+and writes to the file descriptors 1 and 2, none of which belongs to a library. In a notebook sys.stdout is a
+stream of the cell.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import IO, Any, TextIO, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
+from mpiddp.launch.exchange import messages_over
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.variables import JOB
-from mpiddp.spawning.launcher import Report, run_launcher
-from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
+from mpiddp.runtime.function import name_of, pickled_call, unpickled
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
 Value: TypeAlias = str | int | float | bool | Sequence[str] | None  # of an option
 
 MAX_RESULT_BYTES = 64 << 20
+_LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
 
 def spawn(
@@ -115,16 +124,25 @@ def spawn(
         max_result_bytes=max_result_bytes,
     )
     try:
-        report = run_launcher(call, None if cwd is None else os.fspath(cwd))
+        outcome, answers = _launched(call, cwd)
     except OSError as error:
         if error.filename:
             raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
         raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
-    if report.was_interrupted:
-        raise KeyboardInterrupt
-    _raise_failure(report)
-    name = name_of(function)
-    return [_result(rank, body, name) for rank, body in sorted(report.answers.items())]
+    code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
+    if code in (DONE, STOPPED):
+        name = name_of(function)
+        return [_result(rank, body, name) for rank, body in sorted(answers.items())]
+    if code == BAD_INPUT:
+        raise UserError(sentence or "a rank has refused its input. Its line above says why.")
+    if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
+        raise JobFailed(sentence)
+    text, cause = "", None
+    if rank in answers:
+        text, body = pickle.loads(answers[rank])
+        with suppress(Exception):  # its class is missing here
+            cause = unpickled(body)
+    raise RankFailed(sentence, rank, outcome["host"], text) from cause
 
 
 def _refuse_within_a_job(env: Mapping[str, str]) -> None:
@@ -155,27 +173,101 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
         )
 
 
-def _raise_failure(report: Report) -> None:
-    """Raise the outcome as an exception, unless the job has succeeded."""
-    outcome = report.outcome
+def _launched(
+    call: bytes, cwd: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any], dict[int, bytes]]:
+    """Run a launcher with this call, see `mpiddp.launch.exchange`, and show what it prints.
+
+    Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
+    the one that has failed first. Nothing of the job is left then.
+    """
+    answers: dict[int, bytes] = {}
+    outcome = None
+    ours, theirs = socket.socketpair()
+    streams = {1: sys.stdout, 2: sys.stderr}
+    for stream in streams.values():
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    # If anything fails here, the launcher finds its socket closed, and stops the job.
+    with ours:
+        with theirs:
+            launcher = subprocess.Popen(
+                [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=None if _is_own(streams[1], 1) else subprocess.PIPE,
+                stderr=None if _is_own(streams[2], 2) else subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C reaches it once, from here
+            )
+        with _forwarded_interrupts(launcher):
+            pairs = zip((launcher.stdout, launcher.stderr), streams.values(), strict=True)
+            copies = [
+                threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
+            ]
+            for copy in copies:
+                copy.start()
+            with suppress(OSError):  # it has ended, and its last line says why
+                ours.sendall(call)
+                for facts, body in messages_over(ours):
+                    if facts["type"] == "outcome":
+                        outcome = facts
+                        break
+                    answers[facts["rank"]] = b64decode(body)
+            code = launcher.wait()
+            for copy in copies:
+                copy.join(_LAST_S)
     if outcome is None:
         raise JobFailed(
-            f"the launcher ended with exit code {report.exit_code} before it reported the outcome. Its last "
+            f"the launcher ended with exit code {code} before it reported the outcome. Its last "
             "lines say why, unless it was killed."
         )
-    code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
-    if code in (DONE, STOPPED):
+    return outcome, answers
+
+
+def _is_own(stream: TextIO | None, number: int) -> bool:
+    """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
+    try:
+        return stream is not None and stream.fileno() == number
+    except (OSError, ValueError, AttributeError):  # that of a cell, of a test, of a closed file
+        return False
+
+
+@contextmanager
+def _forwarded_interrupts(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass on a SIGINT, which stops the job; a second one kills it. KeyboardInterrupt follows the body.
+
+    Raised at once, it would leave the job alone.
+    """
+    interrupts = []
+
+    def forward(number: int, frame: object) -> None:
+        interrupts.append(number)
+        launcher.send_signal(signal.SIGINT)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
         return
-    if code == BAD_INPUT:
-        raise UserError(sentence or "a rank has refused its input. Its line above says why.")
-    if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
-        raise JobFailed(sentence)
-    text, cause = "", None
-    if rank in report.answers:
-        text, body = pickle.loads(report.answers[rank])
-        with suppress(Exception):  # its class is missing here
-            cause = unpickled(body)
-    raise RankFailed(sentence, rank, outcome["host"], text) from cause
+    before = signal.signal(signal.SIGINT, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+def _copy(pipe: IO[bytes], stream: Any) -> None:
+    """Copy what the launcher prints until it ends."""
+    # With newline="", a progress bar keeps its carriage returns.
+    with io.TextIOWrapper(pipe, "utf-8", "backslashreplace", newline="") as lines:
+        for line in lines:
+            # Its reader went away: the output is lost.
+            with suppress(OSError, ValueError, AttributeError):
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.flush()
 
 
 def _result(rank: int, body: bytes, name: str) -> Any:

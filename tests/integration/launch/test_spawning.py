@@ -27,10 +27,10 @@ import pytest
 import mpiddp
 from mpiddp.errors import RankFailed, UserError
 from mpiddp.runtime import function as run_function
-from mpiddp.spawning import launcher
-from mpiddp.spawning.pickled import pickled_call
+from mpiddp.runtime.function import pickled_call
 from mpiddp.spawning.spawn import (
     MAX_RESULT_BYTES,
+    _copy,
     _refuse_within_a_job,
     _result,
 )
@@ -149,10 +149,10 @@ def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
     values = ("work ", "node1: ", lacks, "Install subprocesz ")
     sentence = error("unpickled on", *values)
     with pytest.raises(UserError, match=f"^{sentence}$"):
-        run_function.unpickled(facts, missing, "node1")
+        run_function.unpickled_function(facts, missing, "node1")
     values = ("work ", "node1: ", cloudpickle.__version__, "and 0 in the calling process")
     with pytest.raises(UserError, match=error("unpickled on", *values)):
-        run_function.unpickled(facts, b"no pickle", "node1")
+        run_function.unpickled_function(facts, b"no pickle", "node1")
 
 
 def test_a_result_is_pickled_within_the_limit() -> None:
@@ -198,7 +198,7 @@ class _Ascii:
 
 def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
     stream: Any = _Ascii()
-    launcher._copy(io.BytesIO("a ä\rb\nbreak\nlost\n".encode()), stream)
+    _copy(io.BytesIO("a ä\rb\nbreak\nlost\n".encode()), stream)
     assert stream.text.startswith("a \\xe4\rb\nbreak\n")
 
 

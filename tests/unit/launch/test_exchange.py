@@ -22,10 +22,9 @@ from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.function import answer, pickled_error, received_function
+from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.spawning.pickled import unpickled
 from mpiddp.world import World
 from tests.support.channels import connect, cut, place_to_listen
 from tests.support.errors import error
