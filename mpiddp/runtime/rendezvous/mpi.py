@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_fr
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import FinalizedMPI
-from mpiddp.runtime.rendezvous.result import RankInfo, requested_interface
+from mpiddp.runtime.rendezvous.result import Gather, Own, RankInfo, requested_interface
 from mpiddp.world import World
 
 _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
@@ -30,20 +30,13 @@ _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
 
 @contextlib.contextmanager
 def over_mpi(
-    world: World,
-    own: Callable[[], RankInfo],
-    timeout_s: float,
-    launcher: Coordinator | None,
-    *,
-    keep_mpi: bool,
-) -> Iterator[tuple[RankInfo, Callable[[Any], list[Any]]]]:
+    world: World, own: Own, timeout_s: float, launcher: Coordinator | None, *, keep_mpi: bool
+) -> Iterator[tuple[RankInfo, Gather]]:
     """Begin MPI, and finalize it after the body, unless `keep_mpi`. A refusal ends every rank by code 2.
 
     MPI may take `timeout_s` to begin, and so may the body, whose UserError or JobFailed has to be the same on
-    every rank. `launcher` learns when MPI begins, and prints a refusal; else the ranks do.
-
-    Yields:
-        What `own` returned, and a function that gathers a value of every rank, by rank.
+    every rank. `launcher` learns when MPI begins, and prints a refusal; else the ranks do. Yields what `own`
+    returned, and a function that gathers a value of every rank, by rank.
     """
     try:
         with _watched(timeout_s):
@@ -103,7 +96,9 @@ def _load_mpi(world: World, launcher: Coordinator | None, *, keep_mpi: bool) -> 
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = keep_mpi
-    with _environment(_mpi_defaults(world, keep_mpi=keep_mpi)):
+    defaults = _mpi_defaults(world, keep_mpi=keep_mpi)
+    os.environ.update(defaults)
+    try:
         try:
             from mpi4py import MPI
         except (RuntimeError, ImportError) as error:
@@ -125,6 +120,9 @@ def _load_mpi(world: World, launcher: Coordinator | None, *, keep_mpi: bool) -> 
             say("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
             say("mpi_init", active=False)
+    finally:
+        for name in defaults:  # processes that ranks start later must not inherit them
+            del os.environ[name]
     size, rank = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
     if (size, rank) != (world.world_size, world.rank):
         raise UserError(
@@ -162,14 +160,3 @@ def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
             names = ",".join(interface.name for interface in usable)
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
     return {name: value for name, value in defaults.items() if name not in env}
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables while MPI reads them. Processes that ranks start later must not inherit them."""
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del os.environ[name]

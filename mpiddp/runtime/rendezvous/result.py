@@ -1,5 +1,7 @@
 """What the ranks know of each other once they have met: a record of each, and what follows for all.
 
+Over MPI, rank 0 is at the first address of its host that every other host reaches.
+
 The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
 on node1, and ranks 4 and 5 on node2.
 """
@@ -11,46 +13,35 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.protocol.variables import (
-    ERROR_FILE,
-    INTERFACE,
-    MAX_RESTARTS,
-    NETWORKS,
-    PLACEMENT,
-    RESTART_COUNT,
-    RUN_ID,
-)
-from mpiddp.text import align_columns, parse_whole, shown
+from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, resolve
+from mpiddp.protocol import variables
+from mpiddp.text import align_columns
 from mpiddp.world import World
 
-_MOST_RANKS = 999_999  # that a hostfile may have
+LOOPBACK = "127.0.0.1"
 
 
 class RankInfo(NamedTuple):
-    """The facts about one rank that all other ranks receive.
-
-    local_rank, local_world_size: None until they are counted, see `gathered`. machine: distinguishes two
-    machines with the same name. problem: why this rank cannot begin. program: the files of its script, with
-    their SHA-256. gpu: the GPU that it uses, of those that its variables name.
-    """
+    """The facts about one rank that all other ranks receive."""
 
     rank: int
-    local_rank: int | None
+    local_rank: int | None  # these two are None until they are counted, see `gathered`
     local_world_size: int | None
     hostname: str
-    machine: str
+    machine: str  # distinguishes two machines with the same name
     interfaces: Sequence[Interface]
-    problem: str = ""
-    program: Sequence[tuple[str, str]] = ()
-    gpu: str = ""
+    problem: str = ""  # why this rank cannot begin
+    program: Sequence[tuple[str, str]] = ()  # the files of its script, with their SHA-256
+    gpu: str = ""  # that it uses, of those that its variables name
+    run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
 
     @classmethod
     def of_this_process(
@@ -58,16 +49,12 @@ class RankInfo(NamedTuple):
     ) -> RankInfo:
         local = (world.local_rank, world.local_world_size)
         here, gpu = (world.hostname, machine_id()), own_gpu(world, os.environ)
-        return cls(world.rank, *local, *here, interfaces(), problem, program, gpu)
+        run_id = os.environ.get(variables.RUN_ID) or secrets.token_hex(8)
+        return cls(world.rank, *local, *here, interfaces(), problem, program, gpu, run_id)
 
     @property
     def host(self) -> tuple[str, str]:
         return (self.hostname, self.machine)
-
-    def as_json(self) -> list[Any]:
-        """See `gathered`."""
-        plain = [astuple(each) for each in self.interfaces]
-        return [plain if value is self.interfaces else value for value in self]
 
     def interface_for(self, address: str, requested: str) -> str:
         """The name of this host's interface for traffic to `address`, "" if unknown.
@@ -85,6 +72,10 @@ class RankInfo(NamedTuple):
         named = [i.name for i in own if requested and i.matches(requested)]
         first = (towards or [""])[0]
         return first if target.is_loopback or not named or first in named else named[0]
+
+
+Own = Callable[[], RankInfo]  # what the others learn of this rank; it may wait
+Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
 def gathered(answers: Iterable[Sequence[Any]]) -> tuple[RankInfo, ...]:
@@ -134,7 +125,7 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
-    for a store that nobody serves. `run_id` is the same in all attempts of a job.
+    for a store that nobody serves.
     """
     folder = os.environ.get("TMPDIR") or "/tmp"
     env = {
@@ -148,16 +139,16 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
     }
     if world.launcher.name != "torchrun":
         env |= {
-            RUN_ID: run_id,
+            variables.RUN_ID: run_id,
             "TORCHELASTIC_RUN_ID": run_id,
-            "TORCHELASTIC_RESTART_COUNT": os.environ.get(RESTART_COUNT, "0"),
-            "TORCHELASTIC_MAX_RESTARTS": os.environ.get(MAX_RESTARTS, "0"),
+            "TORCHELASTIC_RESTART_COUNT": os.environ.get(variables.RESTART_COUNT, "0"),
+            "TORCHELASTIC_MAX_RESTARTS": os.environ.get(variables.MAX_RESTARTS, "0"),
             "GROUP_WORLD_SIZE": str(world.num_nodes),
             "ROLE_NAME": "default",
             "ROLE_RANK": str(world.rank),
             "ROLE_WORLD_SIZE": str(world.world_size),
             # No other user of the host can guess the name, and so create the file before.
-            ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
+            variables.ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
         }
     if interface:
         # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
@@ -169,7 +160,7 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
 
 def requested_interface(env: Mapping[str, str]) -> str:
     """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
-    return env.get(INTERFACE) or env.get(NETWORKS) or ""
+    return env.get(variables.INTERFACE) or env.get(variables.NETWORKS) or ""
 
 
 def machine_id() -> str:
@@ -186,18 +177,86 @@ def own_gpu(world: World, env: Mapping[str, str]) -> str:
     return visible[world.local_rank].strip() if world.local_rank < len(visible) else ""
 
 
+def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
+    """Refuse a host of a rank that has no such interface."""
+    for info in infos:
+        if not any(interface.matches(requested) for interface in info.interfaces):
+            names = " and ".join(interface.name for interface in info.interfaces)
+            raise UserError(
+                f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}. '
+            )
+
+
+def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
+    """The addresses on which rank 0 can listen, best first.
+
+    MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
+    networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
+    other host can reach it. Over several hosts no candidate is a loopback, a bridge of containers, or an
+    address that another host has as well. Raises UserError if none is left.
+    """
+    by_host = ranks_by_host(infos)
+    for ranks in by_host.values():
+        first, local_ranks = infos[ranks[0]], [infos[rank].local_rank or 0 for rank in ranks]
+        size = first.local_world_size or 0
+        if sorted(local_ranks) != list(range(size)):
+            raise UserError(
+                f"{first.hostname} runs {len(local_ranks)} ranks with local ranks "
+                f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
+                "Is one machine in the hostfile under two names?"
+            )
+    if name := env.get("MASTER_ADDR"):
+        address = resolve(name)
+        if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
+            return [address]
+    elif len(by_host) == 1:
+        return [LOOPBACK]
+    requested = requested_interface(env)
+    master, *others = one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
+    if requested:
+        check_interface(one_per_host, requested)
+    elsewhere = {each.address for info in others for each in info.interfaces}
+    networks = [{each.network for each in info.interfaces} for info in others]
+
+    def order(interface: Interface) -> tuple[int, bool]:
+        """Networks that all other hosts share come first, then IPv4."""
+        return -sum(interface.network in each for each in networks), ":" in interface.address
+
+    def is_usable(interface: Interface) -> bool:
+        if requested:
+            return interface.matches(requested)
+        return not (interface.is_virtual or interface.address in elsewhere)
+
+    usable = [each for each in master.interfaces if not each.is_loopback and is_usable(each)]
+    if not usable:
+        raise UserError(
+            f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
+            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
+            "Name one: --master-addr ADDR"
+        )
+    return [each.address for each in sorted(usable, key=order)]
+
+
+def unreachable(
+    infos: Sequence[RankInfo], addresses: Sequence[str], reached: Sequence[Sequence[str]]
+) -> str:
+    """The sentence that names the hosts which reach none of rank 0's addresses. `reached` is by rank."""
+    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()][1:]
+    cut_off = [rank for rank in firsts if not reached[rank]] or firsts
+    return (
+        f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
+        f"{infos[0].hostname} ({', '.join(addresses)}) within {PROBE_TIMEOUT_S:g} s: "
+        "a firewall blocks them, or the networks are not connected. "
+        "Name a reachable address: --master-addr ADDR"
+    )
+
+
 def expected_hosts(placement: str) -> list[str]:
     """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
     hosts: list[str] = []
-    try:
-        for part in placement.split(","):
-            name, _, count = part.rpartition(":")
-            hosts += [name.strip("[]")] * parse_whole(count, 0, _MOST_RANKS + 1 - len(hosts))
-    except ValueError:
-        raise UserError(
-            f'{PLACEMENT}="{shown(placement)}" is not a list of hosts such as node1:4,node2:2. '
-            "Unset it; mpiddp launch sets it."
-        ) from None
+    for part in placement.split(","):
+        name, _, count = part.rpartition(":")
+        hosts += [name.strip("[]")] * int(count)
     return hosts
 
 
@@ -220,7 +279,7 @@ def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
                 f"{name} differs on {info.hostname} (sha256 {theirs.get(name, 'none')[:8]} instead of "
                 f"{ours.get(name, 'none')[:8]} on {infos[0].hostname}). Copy it again: mpiddp hosts push"
             )
-    if placement := env.get(PLACEMENT):
+    if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)
         if not _is_placed(infos, names):
             raise UserError(

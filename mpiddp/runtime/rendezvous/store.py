@@ -9,24 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World, is_joined
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.job.coordinator import Coordinator
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
-    """Serve the store at the MASTER_ADDR of `env`, as long as the result lives.
+    """Serve the store at MASTER_ADDR, where the file `listener` listens, as long as the result lives.
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
-
-    Args:
-        listener: a file that listens there.
     """
     with no_dns():
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])

@@ -18,8 +18,7 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.rendezvous.address import find_by_address
-from mpiddp.runtime.rendezvous.meet import _serve_beside_agent
+from mpiddp.runtime.rendezvous.meet import _serve_beside_agent, find_by_address
 from mpiddp.runtime.rendezvous.store import connect_to_store, serve_store
 from mpiddp.world import World
 from tests.support.errors import error

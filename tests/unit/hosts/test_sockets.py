@@ -15,7 +15,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
-from mpiddp.runtime.rendezvous.address import wait_for
+from mpiddp.runtime.rendezvous.meet import wait_for
 from tests.support.errors import error
 
 

@@ -1,6 +1,6 @@
 """The master address, chosen from RankInfos made by hand. tests/unit/hosts/test_sockets.py has real sockets.
 
-Tests mpiddp/runtime/rendezvous/address.py and result.py.
+Tests mpiddp/runtime/rendezvous/result.py.
 python -m pytest tests/unit/runtime/test_master_address.py
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import astuple
 
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.rendezvous.address import choose, unreachable
-from mpiddp.runtime.rendezvous.result import RankInfo, gathered, joined
+from mpiddp.runtime.rendezvous.result import RankInfo, choose, gathered, joined, unreachable
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.machine import files_left
@@ -161,6 +161,8 @@ def test_local_ranks_that_no_launcher_sets_are_counted_on_each_host(
         RankInfo(rank, set_by_launcher[rank], None, host, host, [eth(0)])
         for rank, host in enumerate("abaa")
     ]
-    found = gathered(json.loads(json.dumps([info.as_json() for info in infos])))
+    found = gathered(
+        json.loads(json.dumps([info._replace(interfaces=[astuple(eth(0))]) for info in infos]))
+    )
     assert [(info.local_rank, info.local_world_size) for info in found] == expected
     assert found[0].interfaces == [eth(0)]

@@ -14,7 +14,6 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.protocol.variables import PLACEMENT
 from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, expected_hosts, own_gpu, table
-from mpiddp.text import shown
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
 
@@ -62,12 +61,6 @@ def test_ranks_on_the_expected_hosts(expected: str) -> None:
 def test_ranks_on_other_hosts(expected: str) -> None:
     with pytest.raises(UserError, match=error("environment, mca-params.conf", f"({expected})")):
         check_alike(placements("node1", "node1", "node2"), {PLACEMENT: expected})
-
-
-@pytest.mark.parametrize("placement", ["a:x", "a:999999999", "a:999999,b:1", "", f"a:{'9' * 5000}"])
-def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
-    with pytest.raises(UserError, match=error("of hosts", f'{PLACEMENT}="{shown(placement)}"')):
-        expected_hosts(placement)
 
 
 @pytest.mark.parametrize(

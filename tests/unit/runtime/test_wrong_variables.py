@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.rendezvous.address import slurm_address
-from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+from mpiddp.runtime.rendezvous.meet import joining_timeout_s, slurm_address
 from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
 from tests.support.errors import error
