@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,25 +28,15 @@ from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.paths import named_by
+from mpiddp.protocol import variables
 from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
-from mpiddp.protocol.variables import (
-    ADDRESS,
-    CHANNEL,
-    CHANNEL_SECRET,
-    ERROR_FILE,
-    JOB,
-    LOG_DIR,
-    OUTPUT,
-    SECRET,
-)
-from mpiddp.runtime.child import PASSED, Child, end_by
+from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.job.session import usage_of
 from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
-from mpiddp.runtime.program import COMMAND, MODULE, SCRIPT, Program, parse
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -77,11 +68,11 @@ class Agent:
         self.program = program
         self.world = world
         self.name = f"rank {world.rank} on {world.hostname}"
-        address, key = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
+        address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
-        self._selection = os.environ.pop(OUTPUT, "") if self._launcher else ""
+        self._selection = os.environ.pop(variables.OUTPUT, "") if self._launcher else ""
         if self._launcher is None:
-            os.environ.pop(JOB, None)
+            os.environ.pop(variables.JOB, None)
         self.coordinator: Coordinator | None = None
         self.child: Child | None = None
         self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
@@ -112,7 +103,7 @@ class Agent:
         finally:
             if self.child is not None and self.child.status is None:  # this rank could not begin
                 self.child.end(0.0)
-            if file := os.environ.get(ERROR_FILE):
+            if file := os.environ.get(variables.ERROR_FILE):
                 Path(file).unlink(missing_ok=True)
         if self._code is not None:
             return self._code
@@ -120,7 +111,11 @@ class Agent:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
         elif ending.signal and self.program.kind != COMMAND:  # a shell says 128 + N of a command
-            end_by(ending.signal)
+            # As the script has ended, so that the MPI sees the signal too.
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if ending.signal != signal.SIGKILL:
+                signal.signal(ending.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), ending.signal)
         return ending.code
 
     # --- beginning ---
@@ -162,13 +157,14 @@ class Agent:
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, the streams that it shows, and stdin."""
         world = self.world
-        self.coordinator = Coordinator(world, launcher, has_launcher=True)
+        self.coordinator = Coordinator(world, launcher)
+        self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         self._send("started", host=world.hostname, pid=os.getpid())
         for stream in self._streams:
             if is_shown(self._selection, world.rank, stream.number):
                 stream.connect(launcher, world)
-        if self._selection and (folder := os.environ.get(LOG_DIR)):
+        if self._selection and (folder := os.environ.get(variables.LOG_DIR)):
             self._log_to(Path(folder).absolute(), "--log-dir")
         if world.rank == 0:
             connection, _ = connect_to_server(launcher, world, INPUT)
@@ -216,7 +212,8 @@ class Agent:
         self.coordinator = coordinator
         coordinator.on_news = self._obey
         if coordinator.connection is not None:
-            env |= {CHANNEL: coordinator.address, CHANNEL_SECRET: coordinator.key}
+            env[variables.CHANNEL] = coordinator.address
+            env[variables.CHANNEL_SECRET] = coordinator.key
         if self.world.local_world_size is None and (threads := limit_threads(coordinator.world)):
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
@@ -270,16 +267,14 @@ class Agent:
     def _wait(self) -> None:
         """Act on what happens next."""
         child, channel = self.child, self.coordinator
-        connection = channel.connection if channel is not None else None
+        control = child.control if child is not None else None
+        connection = channel.connection if channel is not None and not channel.is_lost else None
         poll = select.poll()
         for stream in self._streams:
             stream.register(poll)
-        if child is not None and child.control is not None:
-            poll.register(child.control, select.POLLIN)
-        if self._wakeup is not None:
-            poll.register(self._wakeup, select.POLLIN)
-        if channel is not None and connection is not None and not channel.is_lost:
-            poll.register(connection, select.POLLIN)
+        for file in (control, self._wakeup, connection):
+            if file is not None:
+                poll.register(file, select.POLLIN)
         next_at = min([self._ends_at, *(stream.flushes_at for stream in self._streams)])
         wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
@@ -290,8 +285,7 @@ class Agent:
             self._hear(child)
             child.reap()
         if channel is not None and connection is not None and connection.fileno() in ready:
-            for facts in channel.receive():
-                self._obey(facts)
+            channel.receive()
         if self._wakeup is not None and self._wakeup in ready:
             for number in os.read(self._wakeup, 4096):
                 self._on_signal(number)
@@ -365,10 +359,15 @@ class Agent:
         if self._code is not None:
             return
         said = self.child.said if self.child is not None else {}
-        self._ends_on_request = self._is_requested(ending, said)
-        if self._ends_on_request and ending.code == STOPPED and "stopped" not in said:
-            self._send("stopped")  # a command says so by its code alone
+        # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
+        # so its ranks look at that alone.
+        was_asked = self._is_stopping if self._launcher is not None else self._passed & _REQUESTS
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in self._passed)}
+        has_stopped = ending.code == STOPPED and "stopped" in said
+        self._ends_on_request = has_stopped or bool(was_asked and ending.code in ends)
         if self._ends_on_request or not ending.is_failure:
+            if ending.code == STOPPED and not has_stopped:
+                self._send("stopped")  # a command says so by its code alone
             # Not by os._exit(0) in the middle of its work.
             has_left = self.program.kind == COMMAND or "left" in said or ending.is_failure
             self._send("done" if has_left else "exited")
@@ -382,17 +381,6 @@ class Agent:
                 print_error(line)
         if self.coordinator is not None:
             self.coordinator.fail(ending.code)
-
-    def _is_requested(self, ending: Ending, said: Mapping[str, Any]) -> bool:
-        """Whether the script ends as a stop has requested.
-
-        An MPI sends SIGTERM too, when another rank has failed: a launcher says itself that it stops the job.
-        """
-        if ending.code == STOPPED and "stopped" in said:
-            return True
-        was_asked = self._is_stopping if self._launcher is not None else self._passed & _REQUESTS
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in self._passed)}
-        return bool(was_asked) and ending.code in ends
 
     def _send(self, kind: str, **facts: object) -> None:
         if self._launcher is not None and self.coordinator is not None:

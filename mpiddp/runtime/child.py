@@ -1,4 +1,4 @@
-"""The process of a rank's script or command: start it, hear it, and end it with all that it has started.
+"""What a rank runs, a script, a module or a command, and its process: start, hear, and end it with all of it.
 
 The child leads a process group of its own: a signal to the rank's group reaches the agent alone, which
 passes it on once. The agent adopts the orphans of its child, so it finds every process that the child has
@@ -13,7 +13,6 @@ import json
 import linecache
 import os
 import re
-import resource
 import select
 import signal
 import socket
@@ -22,25 +21,33 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
+from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mpiddp.errors import STOPPED
-from mpiddp.hosts.processes import (
-    descendants,
-    end_all,
-    group_of,
-    kills_in,
-    signal_at_parents_end,
-)
-from mpiddp.paths import cause_of
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import STOPPED, UserError
+from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
+from mpiddp.paths import cause_of, check_program, named_by
 from mpiddp.protocol.channel import Lines
 from mpiddp.protocol.messages import LINE_LIMIT, recorded_error
-from mpiddp.protocol.variables import ERROR_FILE
+from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.runtime.job.ending import Ending, ending_of_process
-from mpiddp.runtime.program import Program, command_environment
 from mpiddp.text import escaped
+from mpiddp.world import RANK_SOURCES
 
+SCRIPT, MODULE, COMMAND = "script", "module", "command"
+_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
+# Not multiprocessing: `mpiddp.runtime.script` prepares the processes of a script that may use torch.
+_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - {"multiprocessing", "concurrent"}
+# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
+_OF_MPI = (
+    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
+    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
+    *(name for source in RANK_SOURCES if source.speaks_mpi for name in source.variables),
+)
 _START = "from mpiddp.runtime.script import main; main(imports_torch=%s)"
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
 PASSED = (
@@ -52,17 +59,123 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
 
+class Program(NamedTuple):
+    """The program of a rank: its kind, its name, and its arguments."""
+
+    kind: str
+    name: str
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise UserError, or JobFailed for a broken disk, if it is not there.
+
+        Of a module, look for the first part of its name alone: the agent imports nothing of the user's.
+        """
+        name, path, before = self.name, Path(self.name), sys.path[0]
+        if self.kind == MODULE:
+            sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
+            first = name.partition(".")[0]
+            try:
+                if not first or find_spec(first) is None:
+                    where = f"{Path.cwd()} and in the installed packages"
+                    raise UserError(f"module {name} not found (looked in {where}).")
+            finally:
+                sys.path[0] = before
+        elif self.kind == SCRIPT:
+            with named_by(""):
+                if not path.exists():
+                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                if path.is_dir():
+                    raise UserError(
+                        f"{name} is a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    )
+                if not path.is_file():
+                    raise UserError(
+                        f"{name} is no regular file, and each rank reads its script from the disk."
+                    )
+                path.open("rb").close()
+        elif self.kind == COMMAND:
+            check_program(name, os.environ.get("PATH"))
+
+    @property
+    def may_use_torch(self) -> bool:
+        """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
+
+        Such a script begins at once. If it does use torch after all, it only does without the head start.
+        """
+        if self.kind != SCRIPT:
+            return self.kind == MODULE
+        try:
+            text = Path(self.name).read_bytes()
+        except OSError:  # python will say why
+            return True
+        return b"torch" in text or bool(_imported_by(text) - _WITHOUT_TORCH)
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """The script and the modules beside it that it imports, each with its SHA-256."""
+        if self.kind != SCRIPT:
+            return []
+        found: dict[str, str] = {}
+        folder, todo = Path(self.name).parent, [Path(self.name)]
+        while todo:
+            path = todo.pop()
+            name = str(path.relative_to(folder))
+            if name not in found:
+                with contextlib.suppress(
+                    OSError
+                ):  # python will say why, if the script ever imports it
+                    text = path.read_bytes()
+                    found[name] = sha256(text).hexdigest()
+                    for first in _imported_by(text):
+                        if (module := folder / f"{first}.py").is_file():
+                            todo.append(module)
+                        elif (folder / first).is_dir():  # a package counts as a whole
+                            todo += (folder / first).rglob("*.py")
+        return sorted(found.items())
+
+
+def _imported_by(text: bytes) -> set[str]:
+    """The first parts of the names of the modules that a script imports, as far as its lines show it."""
+    names = b",".join(_IMPORT.findall(text)).decode().split(",")
+    return {name.strip().partition(".")[0] for name in names} - {""}
+
+
+def parse(argv: list[str]) -> Program:
+    """The program in the arguments of `mpiddp run`."""
+    ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
+    rest = argv[len(ours) :]
+    is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]
+    job = rest[1:] if is_command or is_module else rest
+    parser = OneSentenceParser(
+        prog="mpiddp run",
+        usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
+        "ranks have joined.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+    parser.parse_args([*ours, *(["command"] if is_command else job[:1])])
+    if is_command and not job:
+        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+    kind = COMMAND if is_command else MODULE if is_module else SCRIPT
+    return Program(kind, job[0], tuple(job[1:]))
+
+
+def command_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the command of a rank that has joined, from those of the rank."""
+    # The command may start a torchrun with other ranks. The agent has applied GPUS.
+    left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
+    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
+    return found
+
+
 class Child:
     """The process of a rank's script, or of its command.
 
     `files` are open files of this process, by the child's file descriptor, and are closed here. `control` has
     both ends of the connection to a script, this process's first.
-
-    Attributes:
-        status: its exit code, -N for signal N; None as long as it runs.
-        control: this process's end of the connection, until the script has closed it.
-        said: what the script has said, by type. "error" says why it fails.
-        others: processes of the agent that are none of this one's.
     """
 
     def __init__(
@@ -73,14 +186,17 @@ class Child:
         control: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
         self.is_command = control is None
-        self.status: int | None = None
-        self.control: socket.socket | None = None
-        self.said: dict[str, dict[str, Any]] = {}
-        self.others: set[int] = set()
+        self.status: int | None = None  # its exit code, -N for signal N, once it has ended
+        self.control: socket.socket | None = None  # to the script, until that has closed it
+        self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
+        self.others: set[int] = set()  # processes of the agent that are none of this one's
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before = kills_in(group_of())
-        takes_terminal = 0 not in files and _is_in_foreground()
+        # Where stdin is a terminal whose Ctrl-C this process gets, the child has to get it instead.
+        takes_terminal = False
+        with contextlib.suppress(OSError):  # it is none
+            takes_terminal = 0 not in files and os.tcgetpgrp(0) == os.getpgrp()
         begin = partial(_begin, os.getpid(), takes_terminal=takes_terminal)
         self._process = subprocess.Popen(
             argv,
@@ -234,19 +350,3 @@ def _begin(agent: int, *, takes_terminal: bool) -> None:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         os.tcsetpgrp(0, os.getpid())
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
-
-
-def _is_in_foreground() -> bool:
-    """Whether stdin is a terminal whose Ctrl-C this process gets: then the child has to get it instead."""
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
-
-
-def end_by(number: int) -> None:
-    """End this process as its child has ended, so that the MPI sees the signal too."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

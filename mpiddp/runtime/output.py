@@ -42,21 +42,13 @@ def _new_stream(number: int) -> tuple[int, int]:
 
 
 class Stream:
-    """A stream of a rank's child: both its ends are made here. `rank` is this rank and its host.
-
-    Attributes:
-        number: its file descriptor in the child.
-        theirs: the child's end, which the child closes here.
-        source: the reading end; None after the end of the stream.
-        connection: to the launcher; None if it does not show this stream.
-    """
+    """A stream of a rank's child: both its ends are made here. `rank` is this rank and its host."""
 
     def __init__(self, number: int, rank: str) -> None:
-        self.number, self._rank = number, rank
-        self.source: int | None
-        self.source, self.theirs = _new_stream(number)
-        os.set_blocking(self.source, False)
-        self.connection: socket.socket | None = None
+        self.number, self._rank = number, rank  # `number` is its file descriptor in the child
+        self.source: int | None  # until the end of the stream
+        self.source, self.theirs = _new_stream(number)  # the child closes the other end here
+        self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
         self._file: int | None = None
         self._unfiled = bytearray()  # until there is a file
         self._dropped = 0  # bytes that `_unfiled` could not take
@@ -94,18 +86,13 @@ class Stream:
         """Read and send what the events of poll(2) allow. Returns the number of bytes that it has read."""
         chunk = b""
         if self.source is not None and self.source in ready:
-            try:
+            with contextlib.suppress(OSError):  # the end of a terminal
                 chunk = os.read(self.source, _CHUNK)
-            except BlockingIOError:
-                pass
-            except OSError:  # the end of a terminal
-                self.end()
+            if chunk:
+                self._save(chunk)
+                self._forward(chunk)
             else:
-                if chunk:
-                    self._save(chunk)
-                    self._forward(chunk)
-                else:
-                    self.end()
+                self.end()
         if self.connection is not None and (events := ready.get(self.connection.fileno())):
             if events & (select.POLLERR | select.POLLHUP):
                 self._lose()

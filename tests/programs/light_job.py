@@ -25,8 +25,7 @@ RANK = """
 import os, socket, sys
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime.agent import Agent
-from mpiddp.runtime.child import Child
-from mpiddp.runtime.program import COMMAND, Program
+from mpiddp.runtime.child import COMMAND, Child, Program
 from mpiddp.world import World
 
 class Alone(Agent):

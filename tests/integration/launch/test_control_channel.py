@@ -39,8 +39,7 @@ RANK = """
 import os, sys
 from mpiddp.errors import JobFailed, print_error
 from mpiddp.runtime.agent import Agent
-from mpiddp.runtime.child import Child
-from mpiddp.runtime.program import COMMAND, Program
+from mpiddp.runtime.child import COMMAND, Child, Program
 from mpiddp.world import World
 
 class Alone(Agent):

@@ -1,6 +1,6 @@
 """The files of a script that all hosts need alike, and who prints a refusal first.
 
-Tests mpiddp/runtime/program.py.
+Tests mpiddp/runtime/child.py.
 python -m pytest tests/integration/runtime/test_refused_scripts.py
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from mpiddp import errors
 from mpiddp.errors import print_from_one_rank
-from mpiddp.runtime.program import Program
+from mpiddp.runtime.child import Program
 
 
 def test_the_files_of_a_script_are_those_that_it_imports(tmp_path: Path) -> None:
