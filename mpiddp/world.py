@@ -26,13 +26,6 @@ class RankSource(NamedTuple):
 
     The source is present if any variable of `proof` is in the environment. No other source sets these, and a
     stale shell profile does not contain them.
-
-    - local_world_size: "" if it sets no such variable. The ranks count what is missing when they have joined.
-    - vendors: of the MPIs that its ranks may load, by MPI.get_vendor() of mpi4py; () if they need none.
-    - may_lack_locals: some versions set neither local variable.
-    - hides_gpus: each rank may see only its own GPU.
-    - yields_to: other sources that set the same variables. This one is present only without them.
-    - starts_any_program: its ranks may have an address already (MASTER_ADDR, MASTER_PORT) and need no MPI.
     """
 
     name: str
@@ -40,12 +33,12 @@ class RankSource(NamedTuple):
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str = ""
-    vendors: tuple[str, ...] = ()
-    may_lack_locals: bool = False
-    hides_gpus: bool = False
-    yields_to: tuple[str, ...] = ()
-    starts_any_program: bool = False
+    local_world_size: str = ""  # else the ranks count what is missing when they have joined
+    vendors: tuple[str, ...] = ()  # of the MPIs that its ranks may load, by mpi4py's get_vendor()
+    may_lack_locals: bool = False  # some versions set neither local variable
+    hides_gpus: bool = False  # each rank may see only its own GPU
+    yields_to: tuple[str, ...] = ()  # others with the same variables: it is present without them
+    starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
 
     @property
     def speaks_mpi(self) -> bool:

@@ -162,7 +162,7 @@ class Checkpoints:
             if found.leaves_newer:
                 self._set_newer_aside(run, resumed.step)
             self._step = resumed.step
-            current().stop.count_from(resumed.step)
+            current().stop.steps_before = resumed.step
             return resumed
 
     def _refuse_another(self, found: Found, resumed: Resumed) -> None:
@@ -356,7 +356,9 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         log_to_console(0)
         atexit.register(partial(_finish_alone, finish, os.getpid()))
         only_rank = replace(world, node_rank=0, num_nodes=1)
-        return Coordinator(only_rank, None, hostnames=(socket.gethostname(),))
+        alone = Coordinator(only_rank, None)
+        alone.hostnames = (socket.gethostname(),)
+        return alone
     if session.watch is None:
         has_store = session.channel is not None or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:

@@ -27,9 +27,8 @@ def prepare(world: World) -> None:
 
     A variable of OpenMP that the user has set takes precedence.
     """
-    if {GPUS, BIND} & os.environ.keys():
-        choose_gpus(world)
-        bind_to_gpu(world)
+    choose_gpus(world)
+    bind_to_gpu(world)
     limit_threads(world)
 
 
@@ -48,6 +47,8 @@ def limit_threads(world: World) -> int | None:
     bound_to = len(os.sched_getaffinity(0))
     threads = max(1, min(share, bound_to))
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
     return threads
 
 

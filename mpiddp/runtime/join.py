@@ -30,25 +30,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mpiddp.errors import FAILED, JobFailed, UserError, print_error
 from mpiddp.hosts.sockets import bind
-from mpiddp.protocol.variables import (
-    AGENT_STORE,
-    CHANNEL,
-    CHANNEL_SECRET,
-    ERROR_FILE,
-    OBSERVER,
-    RUN_ID,
-)
+from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, ERROR_FILE, RUN_ID
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
-from mpiddp.runtime.job.session import Session, current, script_session
-from mpiddp.runtime.job.stop import stop_on
+from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.world import World, is_joined
 
@@ -57,7 +48,7 @@ Value = TypeVar("Value")
 GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 
 
-class ExitUnknown(SystemExit):
+class _ExitUnknown(SystemExit):
     """The script has ended by a SystemExit whose code nobody knows but its parent."""
 
 
@@ -66,10 +57,6 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     """Join the ranks. They leave together at the end of the body.
 
     Then os.environ holds the variables that scripts find under torchrun.
-
-    Args:
-        world: the world of this process; by default read from the environment.
-        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
     """
     session = script_session()
     if session.coordinator is None:
@@ -147,13 +134,9 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     if coordinator.connection is not None:
         session.channel = coordinator
     if world.local_world_size is None:  # the local ranks have just been counted
-        threads, torch = limit_threads(coordinator.world), sys.modules.get("torch")
-        if threads and torch:
-            torch.set_num_threads(threads)
+        limit_threads(coordinator.world)
     if file := os.environ.get(ERROR_FILE):
         atexit.register(Path(file).unlink, missing_ok=True)
-    if observer := os.environ.get(OBSERVER):
-        import_module(observer).observe()
     return coordinator
 
 
@@ -172,7 +155,7 @@ class _Membership:
         session.stop.enter_group()
         stop_on(session.stop, signal.SIGUSR1)
         if session.control is None:
-            coordinator.begin_session()
+            coordinator.claim_key += "+"  # an earlier error has been caught
         if self._is_by_hand and coordinator.world.world_size > 1:
             coordinator.listen(lambda facts: None, self._look)
 
@@ -182,48 +165,49 @@ class _Membership:
         Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
         """
         session, coordinator = self._session, self._coordinator
-        if not session.is_of_this_process:  # a forked child
-            return
-        if isinstance(error, Refused):
-            self._is_over.set()
-            return
-        if isinstance(error, ExitUnknown):  # the one who has started this process knows its code
-            session.finish()
-            coordinator.claim_first_failure()
-            self._is_over.set()
-            coordinator.leave(waits=False)
+        if session is not current():  # a forked child
             return
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
-        if not ending.is_failure:  # many scripts end with sys.exit(main())
+        if isinstance(error, _ExitUnknown):  # the one who has started this process knows its code
+            session.finish()
+            coordinator.claim_first_failure()
+            coordinator.leave(waits=False)
+        elif not ending.is_failure:  # many scripts end with sys.exit(main())
             try:
                 session.finish()
             except (JobFailed, OSError) as failure:
-                self.end(JobFailed(str(failure)))
+                self._fail(ending_of(JobFailed(str(failure))))
+                raise SystemExit(FAILED) from None
             session.stop.propose_step(coordinator, 0)
             if session.stop.has_stopped:
                 session.count_saves(0)
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             coordinator.leave(waits=session.stop.has_stopped or coordinator.world.rank == 0)
-            self._is_over.set()
+        elif ending.traceback:
+            if session.control is None:  # else `mpiddp.runtime.script` reports it
+                coordinator.claim_first_failure()
+                atexit.register(self._fail_at_exit)  # unless the script catches it
             return
-        if ending.traceback and session.control is not None:
-            return  # `mpiddp.runtime.script` reports it
-        coordinator.claim_first_failure()
-        if ending.traceback:
-            atexit.register(self._fail_at_exit)  # unless the script catches it
-            return
-        session.report(ending)
-        self._fail(ending)
-        if not isinstance(error, SystemExit):
-            raise SystemExit(ending.code) from None
+        elif not isinstance(error, Refused):
+            self._fail(ending)
+            if not isinstance(error, SystemExit):
+                raise SystemExit(ending.code) from None
+        self._is_over.set()
 
     def _fail(self, ending: Ending) -> None:
         """This rank has failed: say so, and end the others.
 
-        The first rank to fail says it. Without a traceback to print, the others wait to be ended.
+        The first rank to fail says it. Without a traceback to print, the others wait to be ended. A launcher
+        prints every line, an agent all but that of bad input.
         """
-        if self._coordinator.claim_first_failure():
-            self._print_once(ending)
+        is_first = self._coordinator.claim_first_failure()
+        self._session.report(ending)
+        if is_first:
+            line = ending.line(self._name)
+            if line and (
+                self._is_by_hand or (ending.is_refusal and not self._session.has_launcher)
+            ):
+                print_error(line)
         elif self._is_by_hand and (ending.is_verdict or ending.is_refusal):
             self._is_over.wait(2 * GRACE_S)
         self._is_over.set()
@@ -233,16 +217,8 @@ class _Membership:
     def _fail_at_exit(self) -> None:
         """Python has printed the error that ended the script."""
         error = getattr(sys, "last_value", None)
-        if error is not None and self._session.is_of_this_process and not self._is_over.is_set():
+        if error is not None and self._session is current() and not self._is_over.is_set():
             self._fail(ending_of(error))
-
-    def _print_once(self, ending: Ending) -> None:
-        """Print the line of an ending. A launcher prints every line, an agent all but that of bad input."""
-        line = ending.line(self._name)
-        prints = self._is_by_hand or (ending.is_refusal and not self._session.has_launcher)
-        if line and prints and not self._session.has_printed:
-            self._session.has_printed = True
-            print_error(line)
 
     def _look(self) -> None:
         """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
@@ -251,13 +227,10 @@ class _Membership:
             return
         if not (channel.code_of_failure or channel.is_lost):
             self._session.stop.agree(channel)
-            return
-        if self._is_over.wait(GRACE_S):
-            return
-        if not channel.code_of_failure and channel.world.local_rank == 0:
-            lost = f"{self._name} lost the connection to rank 0; exiting"
-            self._print_once(Ending(FAILED, lost, is_verdict=True))
-        exit_now(channel.code_of_failure or FAILED)
+        elif not self._is_over.wait(GRACE_S):
+            if not channel.code_of_failure and channel.world.local_rank == 0:
+                print_error(f"{self._name} lost the connection to rank 0; exiting")
+            exit_now(channel.code_of_failure or FAILED)
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -274,14 +247,13 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
             error = getattr(sys, "last_value", None)
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
             if error is None and not last_instruction.startswith("RETURN"):
-                error = ExitUnknown()
+                error = _ExitUnknown(FAILED)  # for all that is known
         try:
             context.__exit__(type(error) if error else None, error, None)
         except SystemExit as end:
             # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
             # its error is a sentence that has been printed.
-            if not isinstance(error, ExitUnknown) and not ending_of(error).traceback:
-                exit_now(end.code)
+            exit_now(end.code)
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
             exit_now(FAILED)

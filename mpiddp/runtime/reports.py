@@ -13,13 +13,12 @@ import contextlib
 import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.job.session import script_session
-from mpiddp.runtime.job.stop import BY_SCRIPT
+from mpiddp.runtime.job.session import BY_SCRIPT, script_session
 from mpiddp.text import shown
 
 
@@ -64,22 +63,17 @@ def announce(
         "max_ranks": max_ranks,
     }
     numbers = [each for each in (global_batch_size, max_ranks) if each is not None]
-    is_right = all(map(_is_argument, resume_args)) and all(
-        isinstance(each, int) and 0 < each < 1 << 63 for each in numbers
-    )
-    if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:
+    try:
+        is_right = b"\0" not in b"".join(map(os.fsencode, resume_args))
+        is_right &= len(json.dumps(facts)) <= LINE_LIMIT // 2
+        is_right &= all(isinstance(each, int) and 0 < each < 1 << 63 for each in numbers)
+    except (TypeError, UnicodeEncodeError):  # no string, or a lone surrogate
+        is_right = False
+    if not is_right:
         raise ValueError(
             f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
         )
     script_session().send("announce", **facts)
-
-
-def _is_argument(text: object) -> bool:
-    """Whether a program can get `text` as an argument."""
-    try:
-        return isinstance(text, str) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
 
 
 def announced(env: Mapping[str, str] | None = None) -> Announced | None:
@@ -98,7 +92,8 @@ def announced(env: Mapping[str, str] | None = None) -> Announced | None:
     return Announced(**json.loads(text)) if text else None
 
 
-def saving() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
     """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
 
     `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
@@ -109,7 +104,12 @@ def saving() -> contextlib.AbstractContextManager[None]:
 
     Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` needs none.
     """
-    return script_session().saving()
+    session = script_session()
+    session.count_saves(1)
+    try:
+        yield
+    finally:
+        session.count_saves(-1)
 
 
 def should_stop() -> bool:
@@ -186,6 +186,6 @@ def progress(
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
     session = script_session()
     if phases is not None:
-        session.tell_phases(phases)
+        session.phases = {**phases, "steps": int(phases["steps"])}
     session.show(values if total is None else {**values, "total": total})
     session.count(step, BY_SCRIPT)

@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -32,8 +33,7 @@ from weakref import WeakKeyDictionary
 from mpiddp.errors import INTERRUPTED, STOPPED, print_error
 from mpiddp.protocol.variables import CHANNEL, OBSERVER
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, script_session
-from mpiddp.runtime.job.stop import BY_OPTIMIZER, leave_sigterm_to_rank, stop_on
+from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, script_session, stop_on
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 _END_S = 2.0  # for the agent to end this rank after another has failed
+_CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 _MOST_FILES = 2  # that come with "go"
@@ -263,8 +264,7 @@ def _fail(session: Session, error: BaseException) -> int:
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-    elif ending.is_refusal and is_first and not (session.has_printed or session.has_launcher):
-        session.has_printed = True
+    elif ending.is_refusal and is_first and not session.has_launcher:
         print_error(ending.sentence)
     return ending.code
 
@@ -298,3 +298,56 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
             return frame  # type: ignore[no-any-return]
         frame = frame.tb_next
     return None
+
+
+def leave_sigterm_to_rank() -> None:
+    """From now on, processes that multiprocessing forks from this rank leave a stranger's SIGTERM to it.
+
+    A batch system may send one to every process of a job, whose rank still saves, and needs its workers. Once
+    the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
+    that they may execute would inherit the blocked signal.
+    """
+    from multiprocessing import util  # its handler of atexit comes after those registered later
+
+    util.register_after_fork(_obey_parent, _obey_parent)
+    atexit.register(_end_children)
+
+
+def _end_children() -> None:
+    """End the daemons of this process, by SIGKILL after some time.
+
+    multiprocessing sends SIGTERM once and then waits for ever, and the kernel drops it where a stranger's has
+    just arrived.
+    """
+    import multiprocessing
+
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in daemons:
+        child.terminate()
+    for child in daemons:
+        child.join(_CHILDREN_S)
+        child.kill()
+
+
+def _obey_parent(_: object) -> None:
+    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended.
+
+    A handler that the child itself installs gets every SIGTERM.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
+        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(rank: int) -> None:
+    while True:
+        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+        has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        if has_own_handler or sender == rank or os.getppid() != rank:
+            break
+    data = sys.modules.get("torch.utils.data")
+    is_loader_worker = data is not None and data.get_worker_info() is not None
+    if not has_own_handler and sender == rank and is_loader_worker:
+        os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)

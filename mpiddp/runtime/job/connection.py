@@ -31,27 +31,21 @@ class AnotherScript(Exception):
 
 
 def connect_to_server(
-    server: Server, world: World, kind: str, *, answer_in_s: float | None = None, **facts: object
+    server: Server, world: World, kind: str, *, answer_s: float | None = None, **facts: object
 ) -> tuple[socket.socket, int]:
     """Connect, and introduce this rank by a message of this kind.
 
     A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
     while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
+    The server beside rank 0 answers in `answer_s`.
 
-    Args:
-        answer_in_s: the time in which the server beside rank 0 answers, None for the launcher.
-
-    Returns:
-        The connection, and the group of the member: 0 of the ranks, n of their n-th scripts.
-
-    Raises:
-        AnotherScript: this rank has a script already.
-        JobFailed: the server cannot be reached.
+    Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
+    AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
     """
-    deadline = time.monotonic() + (answer_in_s or CONNECT_TIMEOUT_S)
+    deadline = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S)
     while True:
         try:
-            return _connect(server, world.rank, kind, facts, answer_in_s)
+            return _connect(server, world.rank, kind, facts, answer_s)
         except OSError as error:
             # Strangers may hold all connections.
             if not isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
@@ -61,7 +55,7 @@ def connect_to_server(
         except NO_MESSAGE:  # another program listens there, or the server of another job
             why = "it is not the server of this job"
         break
-    name = "the launcher" if answer_in_s is None else "rank 0's channel"
+    name = "the launcher" if answer_s is None else "rank 0's channel"
     host, _, port = server.address.rpartition(":")
     is_path = server.address.startswith(UNIX)
     where = f"on {server.address}" if is_path else f"at {host} port {port}"
@@ -72,7 +66,7 @@ def connect_to_server(
 
 
 def _connect(
-    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_in_s: float | None
+    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
 ) -> tuple[socket.socket, int]:
     """Prove that this process is of the job, and check that the server is."""
     with contextlib.ExitStack() as stack:
@@ -85,7 +79,7 @@ def _connect(
             connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
             stack.enter_context(connection)
         notice_silence(connection)
-        connection.settimeout(answer_in_s)
+        connection.settimeout(answer_s)
         challenge = _next(connection)["challenge"]
         line, expected_proof = introduction(server.key, challenge, kind, rank, facts)
         connection.sendall(line)

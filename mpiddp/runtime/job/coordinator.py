@@ -24,16 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
-from mpiddp.protocol.channel import (
-    CHUNK,
-    RANK,
-    VALUE_LIMIT,
-    Lines,
-    decode,
-    encode,
-    encode_value,
-    unlisted,
-)
+from mpiddp.protocol import channel
+from mpiddp.protocol.channel import CHUNK, RANK, VALUE_LIMIT, Lines, decode, encode
 from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.world import World
@@ -59,38 +51,22 @@ class AnotherFailed(Exception):
 class Coordinator:
     """The ranks of `world`, as one process sees them, and its connection to the server of their job.
 
-    Args:
-        server: None for a single rank without a launcher, which has no connection.
-        role: of a rank, or of its script. It and `answer_in_s` are those of `connect_to_server`.
-        hostnames: [world_size], for sentences; empty until the ranks have met.
-        has_launcher: whether a launcher prints why a job failed.
-
-    Attributes:
-        address, key: of the server, "" without one.
-        group: of the ranks, 0, or of their n-th scripts, n.
-        code_of_failure: the exit code of the rank whose failure ends this one, 0 if none has failed.
-        is_lost: the server has ended, or has lost rank 0.
-        on_news: gets the messages that nobody waits for.
+    Without a server, a single rank has no connection. `role` is of a rank, or of its script.
     """
 
     def __init__(
-        self,
-        world: World,
-        server: Server | None,
-        role: str = RANK,
-        *,
-        hostnames: tuple[str, ...] = (),
-        has_launcher: bool = False,
-        answer_in_s: float | None = None,
+        self, world: World, server: Server | None, role: str = RANK, answer_s: float | None = None
     ) -> None:
         self.world = world
         self.address, self.key = server or Server("", "")
-        self.hostnames = hostnames
-        self.has_launcher = has_launcher
+        self.hostnames: tuple[str, ...] = ()  # [world_size], once the ranks have met; for sentences
+        self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
-        self.group = 0
-        self.code_of_failure = 0
-        self.is_lost = self._has_ended = False
+        self.group = 0  # of the ranks; n of their n-th scripts
+        self.code_of_failure = 0  # of the rank whose failure ends this one
+        self.is_lost = False  # the server has ended, or has lost rank 0
+        self._has_ended = False
+        # Gets the messages that nobody waits for.
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
         self._look: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
@@ -101,10 +77,10 @@ class Coordinator:
         # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
         self._called: set[str] = set()  # keys of gathers that this process is called to
-        self._claim_key = "first failure"
+        self.claim_key = "first failure"  # another one after an error that the script has caught
         if server is not None:
             self.connection, self.group = connect_to_server(
-                server, world, "hello", role=role, answer_in_s=answer_in_s
+                server, world, "hello", role=role, answer_s=answer_s
             )
             self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             # It would hide this one's end.
@@ -141,9 +117,8 @@ class Coordinator:
     ) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
-        Args:
-            key: of a gather that goes on beside others, in a thread.
-            or_gone: the value of a rank whose connection has ended is None.
+        A gather that goes on beside others, in a thread, has a `key`. With `or_gone`, the value of a rank
+        whose connection has ended is None.
 
         Raises:
             NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names it.
@@ -154,14 +129,14 @@ class Coordinator:
             return [json.loads(json.dumps(value))]
         facts, values = self.ask(
             "gather",
-            encode_value(value),
+            channel.encode_value(value),
             key=key or self.unique_prefix("exchange"),
             unless_failed=unless_failed,
             timeout_s=timeout_s,
             or_gone=or_gone,
         )
         if facts["type"] != "no_answer":
-            return unlisted(values, size)
+            return channel.unlisted(values, size)
         names, met = ", ".join(map(self.name, facts["missing"])), size - len(facts["missing"])
         if self.hostnames:  # they have joined
             raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
@@ -177,12 +152,12 @@ class Coordinator:
 
         With `calls`, `is_called` becomes true on the other ranks.
         """
-        self.send("gather", encode_value(value), key=key, timeout_s=None, calls=calls)
+        self.send("gather", channel.encode_value(value), key=key, timeout_s=None, calls=calls)
 
     def given(self, key: str) -> list[Any] | None:
         """The values of all ranks under this key, None until all have given theirs."""
         answer = self._arrived.get(key)
-        return None if answer is None else unlisted(answer[1], self.world.world_size)
+        return None if answer is None else channel.unlisted(answer[1], self.world.world_size)
 
     def is_called(self, key: str) -> bool:
         """Whether another rank calls all ranks to give a value under this key."""
@@ -220,7 +195,7 @@ class Coordinator:
             # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
             self._wait_for_all("printed", AGREE_TIMEOUT_S)
         self.leave()
-        raise Refused(code, "\n".join(sentences), is_printed=not self.has_launcher)
+        raise Refused(code, "\n".join(sentences) if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
         """The rank and its host, for sentences."""
@@ -241,7 +216,7 @@ class Coordinator:
         Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
         fail as well.
         """
-        key, rank = self._claim_key, self.world.rank
+        key, rank = self.claim_key, self.world.rank
         if self.connection is None:
             return True
         if key not in self._arrived:
@@ -250,10 +225,6 @@ class Coordinator:
             except ChannelLost:
                 return rank == 0
         return bool(self._arrived[key][0]["rank"] == rank)
-
-    def begin_session(self) -> None:
-        """The ranks form another process group: the script has caught the error that ended the last one."""
-        self._claim_key += "+"
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
@@ -294,7 +265,8 @@ class Coordinator:
             AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
             ChannelLost: the server has ended.
         """
-        self._check(self.is_lost, unless_failed)
+        if self.is_lost:
+            raise self.lost()
         if key:
             facts["key"] = key
         try:
@@ -304,28 +276,22 @@ class Coordinator:
         key = key or kind
         with self._changed:
             while key not in self._arrived:
-                self._check(self._has_ended, unless_failed)
+                if self._has_ended:
+                    raise self.lost()
+                if unless_failed and self.claim_key in self._arrived:
+                    raise AnotherFailed
                 if self._thread is not None:
                     self._changed.wait()
                 else:
-                    for news in self.receive():
-                        self.on_news(news)
+                    self.receive()
             # Two threads may claim at once, and wait for one answer.
             return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
-
-    def _check(self, is_lost: bool, unless_failed: bool) -> None:
-        if is_lost:
-            raise self.lost()
-        if unless_failed and self._claim_key in self._arrived:
-            raise AnotherFailed
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
 
     def listen(
-        self,
-        on_news: Callable[[dict[str, Any]], object],
-        look: Callable[[], object] = lambda: None,
+        self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
     ) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
         self.on_news, self._look = on_news, look
@@ -353,11 +319,10 @@ class Coordinator:
                 with contextlib.suppress(OSError):
                     os.read(self._wake, 4096)
             if file in ready:
-                for facts in self.receive():
-                    self.on_news(facts)
+                self.receive()
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Receive what arrives next: note what the ranks agree on, and return the other messages."""
+    def receive(self) -> None:
+        """Receive what arrives next: note what the ranks agree on, and pass on the other messages."""
         assert self.connection is not None
         news = []
         has_ended = False
@@ -366,29 +331,24 @@ class Coordinator:
             has_ended = not chunk
             for line in self._lines.split(chunk):
                 facts, value = decode(line)
-                if not self._take(facts, value):
-                    news.append(facts)
+                with self._changed:
+                    match facts["type"]:
+                        case kind if kind in _ANSWERS:
+                            self._arrived[facts.get("key", kind)] = facts, value
+                        case "called":
+                            self._called.add(facts["key"])
+                        case "failed":
+                            self.code_of_failure = facts["code"]
+                        case "lost":
+                            self.is_lost = True
+                        case _:
+                            news.append(facts)
+                    self._changed.notify_all()
         except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
             has_ended = True
         if has_ended:
             with self._changed:
                 self.is_lost = self._has_ended = True
                 self._changed.notify_all()
-        return news
-
-    def _take(self, facts: dict[str, Any], value: bytes) -> bool:
-        """Note what the other ranks have done, and the answers to those who wait. False for other news."""
-        kind = facts["type"]
-        with self._changed:
-            if kind in _ANSWERS:
-                self._arrived[facts.get("key", kind)] = facts, value
-            elif kind == "called":
-                self._called.add(facts["key"])
-            elif kind == "failed":
-                self.code_of_failure = facts["code"]
-            elif kind == "lost":
-                self.is_lost = True
-            else:
-                return False
-            self._changed.notify_all()
-        return True
+        for facts in news:
+            self.on_news(facts)

@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    FAILED,
-    STOPPED,
-    JobFailed,
-    UserError,
-    missing_package,
-    package_we_lack,
-)
+from mpiddp import errors
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.messages import TEXT_LIMIT
 from mpiddp.text import signal_name
 
@@ -25,30 +17,22 @@ from mpiddp.text import signal_name
 class Refused(SystemExit):
     """All ranks leave together. `code` is 2 for bad input, 1 if a machine or the network is the reason.
 
-    Rank 0 has printed the `sentence`, unless the launcher will (`is_printed`).
+    `sentence` is for the launcher; "" without one: rank 0 has printed it.
     """
 
-    def __init__(self, code: int, sentence: str, *, is_printed: bool = True) -> None:
+    def __init__(self, code: int, sentence: str = "") -> None:
         super().__init__(code)
         self.sentence = sentence
-        self.is_printed = is_printed
 
 
 class Ending(NamedTuple):
-    """The end of a rank.
+    """The end of a rank."""
 
-    code: the exit code of its process, as its parent sees it: [0, 255]. 0 if it has not failed.
-    sentence: what went wrong, "" if nothing says it.
-    traceback: of an error that is a bug of the script; "" where the sentence, or the code, says it all.
-    is_verdict: the sentence names what failed, which may be another rank.
-    signal: the number of the signal that killed it, 0 for none.
-    """
-
-    code: int
-    sentence: str = ""
-    traceback: str = ""
-    is_verdict: bool = False
-    signal: int = 0
+    code: int  # of its process, as its parent sees it: [0, 255]; 0 if it has not failed
+    sentence: str = ""  # what went wrong, if anybody says it
+    traceback: str = ""  # of a bug of the script; "" where the sentence, or the code, says it all
+    is_verdict: bool = False  # the sentence names what failed, which may be another rank
+    signal: int = 0  # that killed it
 
     @property
     def is_failure(self) -> bool:
@@ -90,19 +74,20 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     """
     if error is None:
         return Ending(DONE)
-    if isinstance(error, Refused):
-        assert isinstance(error.code, int)
-        if error.is_printed:
-            return Ending(error.code)
-        return Ending(error.code, error.sentence, is_verdict=True)
     if isinstance(error, SystemExit):
-        return _of_exit(error, has_stopped)
+        if not error.code or (error.code == STOPPED and has_stopped):
+            return Ending(DONE)
+        if not isinstance(error.code, int):
+            return Ending(FAILED, str(error.code))
+        sentence = error.sentence if isinstance(error, Refused) else ""
+        # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is a failure.
+        return Ending(error.code & 0xFF or FAILED, sentence, is_verdict=bool(sentence))
     if isinstance(error, JobFailed):
         return Ending(FAILED, str(error), is_verdict=True)
     if isinstance(error, UserError):
         return Ending(BAD_INPUT, str(error))
-    if package := package_we_lack(error):
-        return Ending(BAD_INPUT, missing_package("a rank", package))
+    if package := errors.package_we_lack(error):
+        return Ending(BAD_INPUT, errors.missing_package("a rank", package))
     import traceback  # takes 5 ms, and few ranks need it
 
     try:
@@ -112,14 +97,6 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     kind = type(error).__name__
     sentence = f"{kind}: {said}" if said else kind
     return Ending(FAILED, sentence, "".join(traceback.format_exception(error)))
-
-
-def _of_exit(error: SystemExit, has_stopped: bool) -> Ending:
-    if not error.code or (error.code == STOPPED and has_stopped):
-        return Ending(DONE)
-    # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is no success.
-    code = error.code & 0xFF or FAILED if isinstance(error.code, int) else FAILED
-    return Ending(code, "" if isinstance(error.code, int) else str(error.code))
 
 
 def ending_of_process(status: int) -> Ending:

@@ -54,12 +54,17 @@ def mesh(
             "mpiddp.mesh needs a process group. Call mpiddp.init() or "
             "torch.distributed.init_process_group before it."
         )
-    hostname, problem, type_ = socket.gethostname(), "", ""
+    hostname, problem = socket.gethostname(), ""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    type_ = "cpu" if gpu is None or dist.get_backend() == "gloo" else gpu.type
     checked: dict[str, int] = {}
     try:
-        checked, type_ = check_sizes(sizes), _device_type(device_type)
+        checked = check_sizes(sizes)
+        type_ = torch.device(type_ if device_type is None else device_type).type
     except UserError as error:
         problem = str(error)
+    except (RuntimeError, TypeError):
+        problem = f"device_type={device_type!r}: expected a type of device such as cuda or cpu."
     arguments = {**dict(sorted(checked.items())), "device_type": type_}
     across = ", tp_across_hosts=True" if tp_across_hosts else ""
     call = f"mesh({', '.join(f'{name}={value!r}' for name, value in arguments.items())}{across})"
@@ -95,16 +100,3 @@ def _hosts_that_agree(answers: Sequence[tuple[str, str, str, str]]) -> Sequence[
         )
     # Several machines, such as containers, may have one name.
     return names if len(set(names)) == len(set(machines)) else machines
-
-
-def _device_type(requested: str | None) -> str:
-    """torch's name for the devices of the mesh: `requested`, else that of the default group."""
-    if requested is not None:
-        try:
-            return torch.device(requested).type
-        except (RuntimeError, TypeError):
-            raise UserError(
-                f"device_type={requested!r}: expected a type of device such as cuda or cpu."
-            ) from None
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if gpu is None or dist.get_backend() == "gloo" else gpu.type

@@ -57,7 +57,14 @@ def check_divergence(
             No rank of the group has its part of a save of `mpiddp.Checkpoints` in flight.
         UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
     """
-    if not _has_other_ranks(group):
+    if not (dist.is_available() and dist.is_initialized()):
+        if World.from_env().world_size > 1:
+            raise UserError(
+                "mpiddp.check_divergence needs a process group of the ranks. Call "
+                "torch.distributed.init_process_group or mpiddp.init before it."
+            )
+        return
+    if dist.get_world_size(group) == 1:
         return
     tensors = _compared_tensors(model, optimizer, with_shards=group is not None)
     if not tensors:
@@ -125,17 +132,6 @@ def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) 
     verb = "differs" if len(odd) == 1 else "differ"
     than = f" from the {num_equal} ranks that agree" if has_majority else ""
     return f"{names} {verb}{than}, first in {first} ({sum(differs)} of {len(tensors)} tensors)"
-
-
-def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(group) > 1
-    if World.from_env().world_size > 1:
-        raise UserError(
-            "mpiddp.check_divergence needs a process group of the ranks. Call "
-            "torch.distributed.init_process_group or mpiddp.init before it."
-        )
-    return False
 
 
 def _compared_tensors(

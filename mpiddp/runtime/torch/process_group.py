@@ -19,7 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.join import ExitUnknown, enter_until_exit, join
+from mpiddp.runtime.join import enter_until_exit, join
 from mpiddp.runtime.rendezvous.store import store_of_group
 from mpiddp.runtime.script import await_gloo
 from mpiddp.world import World
@@ -75,10 +75,7 @@ def process_group(
 
 
 def init(
-    *,
-    backend: str | None = None,
-    timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    keep_mpi: bool = False,
+    *, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S, keep_mpi: bool = False
 ) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
@@ -113,9 +110,8 @@ def default_group(
             dist.barrier()
         yield
     except BaseException as error:
-        ending = ending_of(error, has_stopped=session.stop.has_stopped)
-        is_own = ending.is_failure and not isinstance(error, Refused)
-        if session.is_of_this_process and (is_own or isinstance(error, ExitUnknown)):
+        is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
+        if session is current() and is_failure and not isinstance(error, Refused):
             # Claim it before the group is destroyed, which makes the other ranks fail as well.
             coordinator.claim_first_failure()
             # NCCL would wait for operations of the others, and delay the report.
@@ -123,7 +119,7 @@ def default_group(
         raise
     finally:
         # A script of torchrun's kind may have destroyed it itself.
-        if destroys and session.is_of_this_process and dist.is_initialized():
+        if destroys and session is current() and dist.is_initialized():
             if backend == "gloo":
                 await_gloo()
             dist.destroy_process_group()

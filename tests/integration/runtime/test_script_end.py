@@ -1,6 +1,6 @@
 """A script whose end raises does not succeed, under a launcher and alone.
 
-Tests mpiddp/runtime/join.py and job/stop.py, and the end of a script alone in checkpoints/checkpoints.py.
+Tests mpiddp/runtime/join.py and script.py, and the end of a script alone in checkpoints/checkpoints.py.
 python -m pytest tests/integration/runtime/test_script_end.py
 """
 
@@ -46,7 +46,7 @@ def test_a_script_whose_end_raises_does_not_succeed(script: str) -> None:
 
 CHILDREN = """
 import multiprocessing, os, signal, subprocess, time
-from mpiddp.runtime.job.stop import leave_sigterm_to_rank
+from mpiddp.runtime.script import leave_sigterm_to_rank
 
 def works(ready, own):
     if own:

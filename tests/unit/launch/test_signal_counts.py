@@ -1,6 +1,6 @@
 """Which of several equal or different signals count.
 
-Tests mpiddp/launch/control.py, mpiddp/runtime/job/stop.py.
+Tests mpiddp/launch/control.py, mpiddp/runtime/job/session.py.
 python -m pytest tests/unit/launch/test_signal_counts.py
 """
 

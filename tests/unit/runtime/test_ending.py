@@ -35,8 +35,8 @@ EXIT = "rank 1 ended with exit code"
         (UserError(SENTENCE), Ending(2, SENTENCE), SENTENCE),
         (JobFailed(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
         (NoAnswer(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
-        (Refused(2, SENTENCE), Ending(2), ""),
-        (Refused(1, SENTENCE, is_printed=False), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
+        (Refused(2), Ending(2), ""),
+        (Refused(1, SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
     ],
     ids=repr,
 )
