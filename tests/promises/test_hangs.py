@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_join(
 ) -> None:
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
     env = troubled(place, module, text)
-    script = place.script("print('ran', flush=True)")
+    script = place.script("import torch\nprint('ran', flush=True)")
     done = place.run("launch", *place.where(2), "--timeout", "4", script, env=env, mpi=mpi)
     assert (done.code, done.stdout) == (1, "")
     where = place.hosts_of(2)[1]
