@@ -13,6 +13,7 @@ the same way.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import select
@@ -232,6 +233,8 @@ class Agent:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
         assert child is not None
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+            trim(0)  # MPI's memory: this process needs little more, as long as the script runs
         if self._has_daemon:
             signal_at_parents_end(signal.SIGTERM)
             if os.getppid() != self._parent:
