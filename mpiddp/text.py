@@ -36,12 +36,6 @@ def all_of(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def shares(parts: Mapping[str, float]) -> str:
-    """ "data 1%, forward 30%": each part of their sum, without those that are 0. "" if all are."""
-    total = sum(part for part in parts.values() if part > 0)
-    return ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part > 0)
-
-
 def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
     """{"1": ["a", "b"], "2": ["c"]} for {"a": "1", "b": "1", "c": "2"}."""
     found: dict[_V, list[str]] = {}

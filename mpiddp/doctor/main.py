@@ -42,7 +42,6 @@ from mpiddp.launch.starters.table import find_starter
 from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
-_PYTHON = str(Path(sys.executable).absolute())  # of the ranks
 _FACTS_S, _STACK_S = 40.0, 70.0
 _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
     job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", small_job.__name__]
     launch = parse_options(job)
     hosts = plan.read_hosts(launch, os.environ)
-    starter = find_starter(hosts.starter, launch.mpirun, Path(_PYTHON), os.environ)
+    starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
     hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     checked = plan.run_preflight(launch, hosts, starter, os.environ)
@@ -195,7 +194,7 @@ def _versions(
     """
     program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
     found, failures, _ = ask_hosts(
-        asked, program, timeout_s=_STACK_S, python=_PYTHON, transport=hosts.transport
+        asked, program, timeout_s=_STACK_S, python=str(plan.PYTHON), transport=hosts.transport
     )
     lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
     return lines + _of_stacks({host.name: each for host, each in found.items()}, known)

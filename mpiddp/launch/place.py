@@ -253,13 +253,10 @@ def find_network(
 ) -> JobNetwork:
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    routes: list[_Route | None] = []
-    interface: Interface | None
-    if requested is None:
-        routes = [_route(name) for name in others]
-        interface, networks = _shared_network(routes, infos)
-    else:  # all hosts have it, maybe in different networks
-        interface, networks = requested_network(requested)
+    routes = [_route(name) for name in others] if requested is None else []
+    interface, networks = (
+        _shared_network(routes, infos) if requested is None else requested_network(requested)
+    )
     address = "127.0.0.1"
     if others:
         address = interface.address if interface else next((r[0] for r in routes if r), "")
@@ -272,7 +269,10 @@ def find_network(
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
-    """This machine's interface of --interface, and its name or network on every host, or several of them."""
+    """This machine's interface of --interface, and what it is on every host: names or networks.
+
+    All hosts have it, maybe in different networks.
+    """
     present = interfaces()
     found = [interface for interface in present if interface.matches(requested)]
     if not found:

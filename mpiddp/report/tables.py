@@ -10,7 +10,7 @@ from typing import Any
 
 from mpiddp.report.html import details, items, letter, table
 from mpiddp.report.read import UNKNOWN, Failure, Run, number
-from mpiddp.text import counted, duration, listed, shares
+from mpiddp.text import counted, duration, listed
 
 _MAX_ROWS = 20
 
@@ -125,7 +125,10 @@ def _time(run: Run) -> str:
     """What the steps of `mpiddp train`, and the pauses between them, have spent their time on."""
     recorded = run.summary.get("phases")
     phases = recorded if isinstance(recorded, dict) else {}
-    return shares({name: number(phases, name) or 0.0 for name in phases}) or UNKNOWN
+    spent = {name: number(phases, name) or 0.0 for name in phases}
+    total = sum(each for each in spent.values() if each > 0)
+    parts = [f"{name} {each / total:.0%}" for name, each in spent.items() if each > 0]
+    return ", ".join(parts) or UNKNOWN
 
 
 def _duration(seconds: float | None) -> str:
