@@ -35,7 +35,7 @@ from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
-from mpiddp.protocol.messages import OUTPUT_PROCESS
+from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.cluster.faults import unreachable

@@ -13,7 +13,7 @@ from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, ratios, shown, spread
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option
-from mpiddp.protocol.messages import PHASES
+from mpiddp.protocol.channel import PHASES
 from mpiddp.text import counted
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"

@@ -16,17 +16,14 @@ from enum import Enum, IntEnum, unique
 from typing import Any
 
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.control import STOP_SIGNALS, ControlServer, SignalQueue
-from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.control import STOP_SIGNALS, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.plan import LONGEST_NEWS
-from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.status import job_facts, status_lines
+from mpiddp.launch.ranks import Ranks, job_facts, status_lines
 from mpiddp.launch.verdict import History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
-from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 from mpiddp.protocol.viewers import Console
@@ -80,7 +77,7 @@ class Attempt:
         self._timers = self.server.selector
         self._phase = Phase.STARTING
         self._stop_reason, self._stopping_since = "", 0.0
-        self._stacks = Stacks(self.ranks, self.server, self.console, self.on)
+        self._stacks = Stacks(self.ranks, self.server, self.console)
         self._news: socket.socket | None = None  # of the search
         self._found = ""  # a host that can join, and how
         start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
@@ -101,10 +98,10 @@ class Attempt:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
         while self.mpirun.code is None:
             self._wait()
-        if self.server.has_ranks:  # whose last messages may be in transit
+        if self.server.connected:  # whose last messages may be in transit
             self._end_ranks()
             deadline = time.monotonic() + SILENCE_S
-            while self.server.has_ranks and time.monotonic() < deadline:
+            while self.server.connected and time.monotonic() < deadline:
                 self._wait(deadline)
             for message in self.server.drop_silent_hosts():
                 self.ranks.note(message)
@@ -137,16 +134,13 @@ class Attempt:
                 self.on_signal(number)
         for event in self._timers.due():
             event() if callable(event) else self.on(event)
-        if self._phase > Phase.RUNNING:
-            self._stacks.then = None  # a script that saves is not interrupted
-            self.output.begin_end()
 
     def _receive_last_output(self) -> bool:
         """Copy the rest of the output. Whether all has been copied."""
-        self._timers.cancel_all(but=self.request_stop)
+        self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
         began_at = time.monotonic()
         while (late := self._late_output()) and self._may_wait_since(began_at):
-            if self.output.idle_s > OUTPUT_S:
+            if time.monotonic() - self.output.copied_at > OUTPUT_S:
                 missing = f"the last output of {late} has not arrived; it may be missing here."
                 self.output.log(missing, is_error=True)
                 break
@@ -164,14 +158,19 @@ class Attempt:
 
     def _late_output(self) -> str:
         """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
-        if late := self.output.open_ranks:
-            connected, silent = self.server.connected, self.ranks.silent_hosts
-            late = [rank for rank in late if rank not in connected]
-            if late := [rank for rank in late if self.ranks.hosts[rank] not in silent]:
-                return self.ranks.names(late)
+        connected, silent = self.server.connected, self.ranks.silent_hosts
+        late = [rank for rank in self.output.open_ranks if rank not in connected]
+        if late := [rank for rank in late if self.ranks.hosts[rank] not in silent]:
+            return self.ranks.names(late)
         return "a rank" if self.mpirun.agents() else ""
 
     # --- what happens ---
+
+    def _enter(self, phase: Phase) -> None:
+        """The next phase, for which what was asked of the stacks before no longer counts."""
+        self._phase, self._stacks.then = phase, None  # a script that saves is not interrupted
+        if phase > Phase.RUNNING:
+            self.output.begin_end()
 
     def on(self, event: Event) -> None:
         """React to an event as `Event` says."""
@@ -206,7 +205,7 @@ class Attempt:
             case "view_job":
                 state = job_facts(ranks, self.output.latest.copy(), time.monotonic())
                 more = {"phase": self._phase.name.lower(), "straggler": self.watch.straggler}
-                facts["viewer"].send(encode("answer", b"", **self.console.facts, **state, **more))
+                self.console.answer(facts["viewer"], **state, **more)
             case "full":
                 needs = "A job needs three open files for each rank (ulimit -n)."
                 self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
@@ -230,7 +229,7 @@ class Attempt:
             case "failed" | "lost" if message.rank in ranks.failures:
                 self.on(Event.FAILED)
         self._stacks.note(message)
-        if ranks.done and not self.server.has_ranks and self._phase is not Phase.ENDING:
+        if ranks.done and not self.server.connected and self._phase is not Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
     def _end_unstarted(self) -> None:
@@ -240,11 +239,11 @@ class Attempt:
 
     def _await_rest(self) -> None:
         """A rank has started, or is the first to join. All may import torch from a slow file system."""
-        self._phase, self._stacks.then = Phase.JOINING, None
+        self._enter(Phase.JOINING)
         self._timers.after(self._join_timeout_s, Event.LATE)
 
     def _ask_missing(self) -> None:
-        self._stacks.collect(Event.JOIN_STACKS, interrupts=True)
+        self._stacks.collect(self._report_missing, interrupts=True)
 
     def _report_missing(self) -> None:
         """Name the ranks that have not joined. If others wait for them, that ends the job."""
@@ -255,7 +254,7 @@ class Attempt:
             self.output.log(sentence)
 
     def _run_on(self) -> None:
-        self._phase = Phase.RUNNING
+        self._enter(Phase.RUNNING)
         self._see_steps()
         if self.search is not None:
             self._news = self.search()
@@ -268,8 +267,8 @@ class Attempt:
         now, watch = time.monotonic(), self.watch
         if sentence := watch.judge_steps(now):
             self.output.log(sentence)
-        if watch.wants_stacks(now, self.output.idle_s):
-            self._stacks.collect(Event.WATCH_STACKS, interrupts=bool(self.options.hang_timeout_s))
+        if watch.wants_stacks(now, self.output.copied_at):
+            self._stacks.collect(self._judge_stacks, interrupts=bool(self.options.hang_timeout_s))
         if self.output.shows_status:
             attempt = self.console.attempts
             self.output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
@@ -277,7 +276,8 @@ class Attempt:
 
     def _judge_stacks(self) -> None:
         """Say who hangs. With --hang-timeout, that ends the job."""
-        for sentence in (sentences := self.watch.judge_stacks(time.monotonic())):
+        sentences = self.watch.judge_stacks(time.monotonic(), self.output.copied_at)
+        for sentence in sentences:
             self.output.log(sentence, is_error=True)
         if sentences and self.options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
@@ -298,7 +298,7 @@ class Attempt:
 
     def _ask_all(self) -> None:
         """The user's first request: stop all ranks, within the time limits."""
-        if not self.server.has_ranks:
+        if not self.server.connected:
             self._end_mpirun()
             return
         self.server.request_stop(*self.server.connected)
@@ -309,7 +309,8 @@ class Attempt:
 
     def _begin_grace(self) -> None:
         """From now on, a time limit counts. Growth has none before a rank has made its last step."""
-        self._phase, self._stopping_since = Phase.STOPPING, time.monotonic()
+        self._enter(Phase.STOPPING)
+        self._stopping_since = time.monotonic()
         self._timers.after(min(CHECK_S, self.options.grace_s), Event.SEE_GRACE)
 
     def _see_grace(self) -> None:
@@ -341,13 +342,14 @@ class Attempt:
         Only this process notices a host that has stopped answering.
         """
         self.history.failed_in_stop = self.history.stop is Stop.BY_USER
-        self._phase = Phase.ENDING
+        self._enter(Phase.ENDING)
         spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
         self._timers.after(spread_s, self._end_ranks)
         self._timers.after(spread_s + 1.0, self._end_mpirun)
 
     def _end_job(self, reason: str) -> None:
-        self.history.ended_because, self._phase = reason, Phase.ENDING
+        self.history.ended_because = reason
+        self._enter(Phase.ENDING)
         self._end_ranks()
         self._timers.after(END_S, self._end_mpirun)
 
@@ -355,18 +357,18 @@ class Attempt:
         self.server.send_all("end", code=1)
 
     def _end_mpirun(self) -> None:
-        self._phase = Phase.ENDING
+        self._enter(Phase.ENDING)
         self._timers.cancel(self._end_mpirun)
         self.mpirun.stop()
         # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
         self._timers.after(STOP_S, self.mpirun.kill_all)
 
     def _kill_now(self) -> None:
-        self.history.stop, self._phase = Stop.AT_ONCE, Phase.ENDING
+        self.history.stop = Stop.AT_ONCE
+        self._enter(Phase.ENDING)
         self.mpirun.kill_all()
 
 
-_Action = Callable[[Attempt], None] | None
 _A: Any = Attempt
 __ = None
 
@@ -379,22 +381,20 @@ class Event(Enum):
     """
 
     # fmt: off
-    #              STARTING           JOINING             RUNNING           STOPPING       ENDING
-    STARTED      = _A._await_rest,    __,                 __,               __,            __
-    FIRST_JOINED = __,                _A._await_rest,     __,               __,            __
-    ALL_JOINED   = __,                _A._run_on,         __,               __,            __
-    HOST_FOUND   = __,                __,                 _A._grow,         __,            __
-    LAST_STEP    = __,                __,                 _A._begin_grace,  __,            __
-    FAILED       = _A._fail,          _A._fail,           _A._fail,         _A._fail,      __
-    STOP         = _A._ask_all,       _A._ask_all,        _A._ask_all,      _A._ask_all,   __
+    #              STARTING           JOINING          RUNNING          STOPPING       ENDING
+    STARTED      = _A._await_rest,    __,              __,              __,            __
+    FIRST_JOINED = __,                _A._await_rest,  __,              __,            __
+    ALL_JOINED   = __,                _A._run_on,      __,              __,            __
+    HOST_FOUND   = __,                __,              _A._grow,        __,            __
+    LAST_STEP    = __,                __,              _A._begin_grace, __,            __
+    FAILED       = _A._fail,          _A._fail,        _A._fail,        _A._fail,      __
+    STOP         = _A._ask_all,       _A._ask_all,     _A._ask_all,     _A._ask_all,   __
     SECOND_STOP  = (_A._kill_now,) * len(Phase)
-    # Timers, and stacks that are there:
-    LATE         = _A._end_unstarted, _A._ask_missing,    __,               __,            __
-    JOIN_STACKS  = __,                _A._report_missing, __,               __,            __
-    SEE_STEPS    = __,                __,                 _A._see_steps,    __,            __
-    WATCH_STACKS = __,                __,                 _A._judge_stacks, __,            __
-    SEE_GRACE    = __,                __,                 __,               _A._see_grace, __
+    # Timers:
+    LATE         = _A._end_unstarted, _A._ask_missing, __,              __,            __
+    SEE_STEPS    = __,                __,              _A._see_steps,   __,            __
+    SEE_GRACE    = __,                __,              __,              _A._see_grace, __
     # fmt: on
 
-    def __init__(self, *actions: _Action) -> None:
+    def __init__(self, *actions: Callable[[Attempt], None] | None) -> None:
         self.actions = actions

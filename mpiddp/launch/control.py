@@ -13,7 +13,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.paths import cause_of
-from mpiddp.protocol.messages import UNIX
+from mpiddp.protocol.channel import UNIX, VALUE_LIMIT, encode, value_mac
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
@@ -44,24 +44,20 @@ class TimedSelector(selectors.DefaultSelector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._timers: list[tuple[float, Any]] = []  # times and events, the next one first
+        self.timers: dict[Any, float] = {}  # events, and when they are due
 
     def after(self, seconds: float, event: object) -> None:
         """Let `due` return `event` in so many seconds, and no sooner."""
-        self.cancel(event)
-        self._timers.append((time.monotonic() + seconds, event))
-        self._timers.sort(key=lambda timer: timer[0])
+        self.timers[event] = time.monotonic() + seconds
 
     def cancel(self, *events: object) -> None:
-        self._timers = [timer for timer in self._timers if timer[1] not in events]
-
-    def cancel_all(self, but: object) -> None:
-        self._timers = [timer for timer in self._timers if timer[1] == but]
+        for event in events:
+            self.timers.pop(event, None)
 
     @property
     def next_at(self) -> float:
         """The time of the next timer, infinity without one."""
-        return self._timers[0][0] if self._timers else float("inf")
+        return min(self.timers.values(), default=float("inf"))
 
     def ready(self, until: float) -> list[Any]:
         """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
@@ -69,9 +65,11 @@ class TimedSelector(selectors.DefaultSelector):
         return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
 
     def due(self) -> Iterator[Any]:
-        """The events of the timers that are over."""
+        """The events of the timers that are over, the first one first."""
         while self.next_at <= time.monotonic():
-            yield self._timers.pop(0)[1]
+            event = min(self.timers, key=self.timers.__getitem__)
+            del self.timers[event]
+            yield event
 
 
 class SignalQueue:
@@ -161,32 +159,30 @@ class ControlServer(ChannelServer):
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
         self.selector = selector
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
-        self._is_local = isinstance(where, Path)
+        of, hint = " of this machine", " Name another interface: --interface NAME"
         try:
             if isinstance(where, Path):
-                self._socket = socket.socket(socket.AF_UNIX)
-                self._socket.bind(str(where))
-                self._socket.listen(1024)
-                shown = f"{UNIX}{where}"
+                of = hint = ""
+                listener = socket.socket(socket.AF_UNIX)
+                listener.bind(str(where))
+                listener.listen(1024)
+                address = f"{UNIX}{where}"
             else:
                 family = socket.AF_INET6 if ":" in where else socket.AF_INET
-                self._socket = socket.create_server((where, 0), family=family, backlog=1024)
-                shown = "{}:{}".format(*self._socket.getsockname()[:2])
+                listener = socket.create_server((where, 0), family=family, backlog=1024)
+                address = "{}:{}".format(*listener.getsockname()[:2])
         except OSError as error:
-            of, hint = " of this machine", " Name another interface: --interface NAME"
-            if self._is_local:
-                of = hint = ""
             sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
             raise cause_of(error)(sentence) from None
         secret = os.urandom(16).hex()
-        super().__init__(self._socket, secret, world_size, selector)
-        self.settings = {ADDRESS: shown, SECRET: secret}  # the variables that the ranks need
+        super().__init__(listener, secret, world_size, selector)
+        self.settings = {ADDRESS: address, SECRET: secret}  # the variables that the ranks need
 
     def close(self) -> None:
         super().close()
-        self._socket.close()
+        self._listener.close()
 
-    def request_stacks(self) -> set[int]:
+    def request_stacks(self) -> KeysView[int]:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
         for rank in self.connected:
             self.send(rank, "stacks", to_script=rank in self._scripts)
@@ -201,11 +197,48 @@ class ControlServer(ChannelServer):
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""
-        if self._is_local:  # this host's own kernel always answers
+        if self._listener.family == socket.AF_UNIX:  # this host's own kernel always answers
             return []
-        silent = [
-            peer
-            for peer in self._ranks.values()
-            if any(fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4)))
-        ]
+        peers = self._ranks.values()
+        silent = [each for each in peers if any(fcntl.ioctl(each.connection, _SIOCOUTQ, bytes(4)))]
         return [message for peer in silent for message in self.lose(peer, silent=True)]
+
+
+class Exchange:
+    """The function that every rank of `mpiddp.spawn` runs, and the answer of each rank.
+
+        caller -> launcher   call, with the function        rank -> launcher   function, answer
+        launcher -> caller   answer, outcome                launcher -> rank   function, answer
+
+    A rank waits until its answer is answered, so the launcher has it before the rank reports its end. The
+    launcher never unpickles anything. Whoever does checks the MAC first.
+
+    function: as `mpiddp.runtime.function.pickled_call` makes it. limit: the most bytes of a pickled result.
+    """
+
+    def __init__(self, function: bytes = b"", limit: int = 0) -> None:
+        self._function = function
+        self._value_limit = max(VALUE_LIMIT, len(function), 2 * limit)  # base64 takes 4/3
+        self._line = b""  # of the function
+        self.world_size = 0
+        # In the latest attempt, by rank: pickles in base64.
+        self.results: dict[int, bytes] = {}
+        self.errors: dict[int, bytes] = {}
+
+    def begin(self, server: ChannelServer) -> None:
+        """An attempt begins, with a new server. The answers of an earlier one no longer count."""
+        server.value_limit = self._value_limit
+        mac = value_mac(server.key, "function", self._function)
+        self._line = encode("function", self._function, mac=mac)
+        self.world_size = server.world_size
+        self.results, self.errors = {}, {}
+
+    def take(self, message: Message, server: ChannelServer) -> None:
+        """A rank asks for the function, or answers."""
+        rank, facts = message.rank, message.facts
+        if message.kind == "function":
+            server.send_line(rank, self._line, to_script=True)
+        elif facts["mac"] == value_mac(server.key, f"answer {rank}", facts["body"]):
+            found = self.results if facts["is_result"] else self.errors
+            found[rank] = facts["body"]
+            server.send(rank, "answer", to_script=True)

@@ -19,8 +19,13 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector, queued_signals
-from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.control import (
+    ControlServer,
+    Exchange,
+    SignalQueue,
+    TimedSelector,
+    queued_signals,
+)
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -29,7 +34,7 @@ from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
-from mpiddp.protocol.viewers import Console, open_console
+from mpiddp.protocol.viewers import Console
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -44,7 +49,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     plan = make_plan(options, os.environ)
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
-    with queued_signals() as signals, closing(open_console(name)) as console:
+    with queued_signals() as signals, closing(Console(name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
 

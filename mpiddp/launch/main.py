@@ -24,13 +24,13 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
-from mpiddp.launch.exchange import Exchange, messages_over
+from mpiddp.launch.control import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
 from mpiddp.launch.starters.command import LEFT_OUT
 from mpiddp.launch.variables import is_secret, parse_exports, without_values
 from mpiddp.launch.verdict import Outcome
-from mpiddp.protocol.channel import encode
+from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
 from mpiddp.world import World, leave_enclosing_job

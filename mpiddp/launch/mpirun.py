@@ -26,7 +26,7 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.paths import cause_of
-from mpiddp.protocol.messages import OUTPUT_PROCESS
+from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
 ORPHANS_S = 8.0  # for the other hosts to kill what a job has left there

@@ -24,7 +24,7 @@ from mpiddp.launch import log
 from mpiddp.launch.starters.command import parse_mpi_args
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
-from mpiddp.protocol.messages import DEFAULT_RANKS
+from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import parse_whole, shown
 
 WHERE = "where (default: the scheduler's allocation, or this machine)"
@@ -33,7 +33,7 @@ _HIDDEN = argparse.SUPPRESS
 
 
 def _ranks(text: str) -> str:
-    """The ranks of --log-ranks, for `mpiddp.protocol.messages.is_shown`."""
+    """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
     if text in ("all", "none", DEFAULT_RANKS):
         return text
     try:

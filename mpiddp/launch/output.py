@@ -22,18 +22,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.screen import Screen, Source
-from mpiddp.protocol.messages import FRAME, GO, LONGEST_LINE, STREAMS, notice_silence
+from mpiddp.protocol.channel import STREAMS, notice_silence
 from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
-_TAIL = 1 << 16  # bytes of stderr that are kept, of all ranks
+_TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict
 _LATEST = 256  # bytes that are kept of what each rank has written last
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
@@ -47,15 +47,10 @@ def open_closed_streams() -> None:
 
 @dataclass(eq=False, kw_only=True)
 class _Stream(Source):
-    """A stream of a rank, which comes in frames, or what mpirun itself writes (MPIRUN).
-
-    `buffer`: the beginning of a frame that is not complete, or what mpirun has written since the job began to
-    end.
-    """
+    """A stream of a rank, or what mpirun itself writes (MPIRUN)."""
 
     file: socket.socket | IO[bytes]
     number: int
-    buffer: bytearray = field(default_factory=bytearray)
 
 
 class JobOutput:
@@ -73,6 +68,7 @@ class JobOutput:
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
         self._of_mpirun: list[_Stream] = []
+        self._held = {1: bytearray(), 2: bytearray()}  # of mpirun, since the job began to end
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._said: dict[str, str] = {}  # the sentences of the launcher, by what they are about
         self._sentences: deque[str] = deque()  # of these, that are not shown yet
@@ -160,14 +156,14 @@ class JobOutput:
         return sorted({each.rank for each in self._of_ranks()})
 
     @property
-    def idle_s(self) -> float:
-        """For how long nothing has been copied, in seconds; 0 while a reader delays it.
+    def copied_at(self) -> float:
+        """When something was copied last, by time.monotonic(): now, while a reader delays it.
 
-        Infinite if the thread has ended: it copies nothing more.
+        Never, if the thread has ended: it copies nothing more.
         """
         if not self._thread.is_alive():
-            return float("inf")
-        return 0.0 if self._busy_since is not None else time.monotonic() - self._copied_at
+            return float("-inf")
+        return self._copied_at if self._busy_since is None else time.monotonic()
 
     @property
     def blocked_s(self) -> float:
@@ -203,10 +199,11 @@ class JobOutput:
         """
         left_out = b""
         for stream in self._of_mpirun:
+            text = bytes(self._held[stream.number])
             if is_said and not self._shows_end:
-                left_out += stream.buffer
-            elif stream.buffer.strip():
-                self._screens[stream.number].show(stream, bytes(stream.buffer))
+                left_out += text
+            elif text.strip():
+                self._screens[stream.number].show(stream, text)
         for screen in set(self._screens.values()):
             screen.close()
         self._poll.close()
@@ -251,7 +248,7 @@ class JobOutput:
         screen.show_status(self._status)
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
-        """Take what a stream has brought. False at its end, and if it does not follow the protocol."""
+        """Take what a stream has brought. False at its end."""
         try:
             chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
@@ -260,24 +257,14 @@ class JobOutput:
             return False
         if not chunk:
             return False
-        stream.buffer += chunk
-        if stream.rank < 0:
-            self._note(stream, chunk)
-            if not self._has_begun_to_end or len(stream.buffer) > _TAIL:
-                self._screens[stream.number].show(stream, bytes(stream.buffer))
-                stream.buffer.clear()
-            return True
-        begin = FRAME.size
-        while len(stream.buffer) >= begin:
-            end = begin + FRAME.unpack_from(stream.buffer)[0]
-            if end > LONGEST_LINE + 2 * _CHUNK:
-                return False
-            if len(stream.buffer) < end:
-                break
-            text = bytes(stream.buffer[begin:end])
-            self._note(stream, text)
-            self._screens[stream.number].show(stream, text)
-            del stream.buffer[:end]
+        is_held = self._has_begun_to_end and stream.rank == MPIRUN
+        self._note(MPIRUN_AT_END if is_held else stream.rank, stream.number, chunk)
+        if is_held:
+            held = self._held[stream.number]
+            held += chunk
+            del held[:-_TAIL]
+        else:
+            self._screens[stream.number].show(stream, chunk)
         return True
 
     def _end(self, stream: _Stream) -> None:
@@ -286,15 +273,12 @@ class JobOutput:
             stream.file.close()
             self._screens[stream.number].end(stream)
 
-    def _note(self, stream: _Stream, text: bytes) -> None:
+    def _note(self, rank: int, number: int, text: bytes) -> None:
         """Keep the end of what is printed."""
-        rank = stream.rank
-        if rank == MPIRUN and self._has_begun_to_end:
-            rank = MPIRUN_AT_END
         self.latest[rank] = text[-_LATEST:]
-        if stream.number == 2:
-            self._tail.append((rank, text[-_TAIL:]))
-            self._tail_size += len(self._tail[-1][1])
+        if number == 2:
+            self._tail.append((rank, text))
+            self._tail_size += len(text)
             while self._tail_size > _TAIL:
                 self._tail_size -= len(self._tail.popleft()[1])
 
@@ -306,8 +290,6 @@ def _send_stdin(connection: socket.socket) -> None:
     with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
         connection.setblocking(True)
         notice_silence(connection, is_read_slowly=True)
-        if connection.recv(len(GO)) != GO:
-            return
         while connection.fileno() not in dict(poll.poll()):
             if _is_in_background():
                 time.sleep(_BACKGROUND_S)

@@ -1,19 +1,23 @@
-"""What the ranks of an attempt have reported so far, and who is missing or late.
+"""What the ranks of an attempt have reported so far, who is missing or late, and what is shown of them.
 
 Only the event loop changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
 from mpiddp.launch.pace import Pace
 from mpiddp.protocol.server import Message
-from mpiddp.text import escaped
+from mpiddp.text import counted, duration, escaped, size_text
 
 _NAMED = 4  # ranks in one sentence
+# What people look at first, as a narrow terminal cuts the rest.
+_FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
+_QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
+_LONGEST_LINE = 200  # characters of a rank's last line
 MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, before and after a job begins to end
 
 
@@ -63,33 +67,31 @@ class Ranks:
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.held: set[int] = set()  # whose agent answers in the place of a script that makes steps
         self.logs: dict[int, str] = {}
         self.announcement = NOTHING_ANNOUNCED
 
     def note(self, message: Message) -> None:
         rank, kind, facts, at, is_of_script = message
+        is_end = kind in ("done", "exited", "failed", "lost")
+        if kind in ("saving", "stopped") and facts.get("active", True):
+            self.saving.add(rank)  # a script that has stopped saves, and leaves
+        elif (is_end or kind == "saving") and rank in self.saving:
+            self.saving.remove(rank)
+            self.last_saved_at = at
         # Only the rank knows whether its command succeeds: it may start the script again.
-        if is_of_script and kind in ("done", "failed", "lost"):
-            self._note_saving(message, is_saving=False)
+        if is_of_script and is_end:
             if kind == "failed":
                 self.script_failures[rank] = message
             elif kind == "done":
                 self.script_failures.pop(rank, None)
             return
-        is_stop = kind == "failed" and facts["code"] == STOPPED and rank in self.stopped
-        if is_stop or kind in ("done", "exited"):
-            self.done[rank] = at
-            self._note_saving(message, is_saving=False)
         match kind:
             case "started":
                 self.started[rank] = facts
-            case "joining" | "supports_stop" | "exited":
+            case "joining" | "supports_stop" | "stopped":
                 getattr(self, kind).add(rank)
-            case "mpi_init" if facts["active"]:
-                self.in_mpi_init.add(rank)
             case "mpi_init":
-                self.in_mpi_init.discard(rank)
+                (self.in_mpi_init.add if facts["active"] else self.in_mpi_init.discard)(rank)
             case "progress":
                 if self.steps.get(rank, (-1, 0.0))[0] != facts["step"]:  # it may begin anew
                     self.steps[rank] = (facts["step"], at)
@@ -97,41 +99,30 @@ class Ranks:
                 if rank == 0:
                     self.shown.update(facts.get("shown", {}))
             case "stacks":
-                self.stacks[rank] = facts
+                # An agent answers in the place of a script that makes steps.
                 is_held = not is_of_script and rank in self.steps
-                (self.held.add if is_held else self.held.discard)(rank)
+                self.stacks[rank] = {**facts, "is_held": is_held}
             case "log":
                 self.logs[rank] = facts["path"]
             case "announce":
-                self.announcement = self.announcement._replace(
-                    resume_args=tuple(facts["resume_args"]),
-                    global_batch_size=facts["global_batch_size"],
-                    max_ranks=facts["max_ranks"],
-                    world_size=self.world_size,
-                )
+                known = {**facts, "resume_args": tuple(facts["resume_args"])}
+                self.announcement = self.announcement._replace(**known, world_size=self.world_size)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
-            case "saving":
-                self._note_saving(message, is_saving=facts["active"])
-            case "stopped":
-                self.stopped.add(rank)
-                self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "claim":
                 self.claimed_at[rank] = at
+            case "done" | "exited":
+                self.done[rank] = at
+                if kind == "exited":
+                    self.exited.add(rank)
+            case "failed" if facts["code"] == STOPPED and rank in self.stopped:
+                self.done[rank] = at
             case "failed" | "lost" if rank not in self.done:
                 reason = self.script_failures.get(rank)
                 if reason and kind == "failed":
                     explained = {**reason.facts, "code": facts["code"]}
                     message = message._replace(facts=explained, at=reason.at)
                 self.failures.setdefault(rank, message)
-                self._note_saving(message, is_saving=False)
-
-    def _note_saving(self, message: Message, *, is_saving: bool) -> None:
-        if is_saving:
-            self.saving.add(message.rank)
-        elif message.rank in self.saving:
-            self.saving.remove(message.rank)
-            self.last_saved_at = message.at
 
     @property
     def missing(self) -> list[int]:
@@ -197,3 +188,84 @@ class Ranks:
 
 def is_silent(message: Message) -> bool:
     return message.kind == "lost" and bool(message.facts["silent"])
+
+
+# --- what is shown: the status below the output on a terminal, and the facts for `mpiddp top` ---
+
+
+def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list[str]:
+    """The lines of the status; none before the first step. Times are of the caller's clock, in seconds.
+
+    `straggler` is a sentence about the straggler, "" if there is none.
+    """
+    if not ranks.steps:
+        return []
+    step, shown = ranks.newest_step, dict(ranks.shown)
+    total = shown.pop("total", None)
+    has_total = type(total) is int and total >= max(step, 1)
+    training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
+    times = [time.step_s for pace in ranks.paces.values() if (time := pace.step_time)]
+    if times:
+        training.append(f"{1 / max(times):.3g} steps/s")
+        if has_total and step < total:
+            training.append(f"{duration((total - step) * max(times))} left")
+    for name in sorted(shown, key=lambda name: [*_FIRST, name].index(name)):
+        value = shown[name]
+        training.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    hosts = counted(len(set(ranks.hosts)), "host")
+    machines = [f"{counted(ranks.world_size, 'rank')} on {hosts}"]
+    if attempt > 1:
+        machines.append(f"attempt {attempt}")
+    machines.append(f"{size_text(max(pace.memory for pace in ranks.paces.values()))} a rank")
+    if straggler:
+        machines.append(straggler.partition(":")[0])
+    if ranks.saving:
+        machines.append("saving")
+    elif ranks.last_saved_at:
+        machines.append(f"saved {duration(now - ranks.last_saved_at)} ago")
+    return [escaped("  ".join(training)), escaped("  ".join(machines))]
+
+
+def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
+    """The state of the job and of each rank. Times of a step are means in seconds; memory is in bytes.
+
+    `latest` is the end of what each rank has written.
+    """
+    table = [
+        _rank_facts(ranks, rank, latest.get(rank, b""), now) for rank in range(ranks.world_size)
+    ]
+    return {
+        "ranks": table,
+        "step": ranks.newest_step if ranks.steps else None,
+        "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
+    }
+
+
+def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str, Any]:
+    states: dict[str, Collection[int]] = {
+        "failed": ranks.failures,
+        "done": ranks.done,
+        "saving": ranks.saving,
+        "running": ranks.joining,
+        "joining": ranks.started,
+    }
+    # Of the last line that is not empty, what a terminal shows.
+    lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
+    line = next((line for line in reversed(lines) if line.strip()), "")
+    facts = {
+        "rank": rank,
+        "host": ranks.host_of(rank),
+        "pid": ranks.started.get(rank, {}).get("pid"),
+        "state": next((state for state, of in states.items() if rank in of), "starting"),
+        "line": escaped(line[-_LONGEST_LINE:]),
+    }
+    if rank in ranks.steps:
+        step, since = ranks.steps[rank]
+        facts |= {"step": step, "ago_s": now - since, "memory": ranks.paces[rank].memory}
+        if time_of_step := ranks.paces[rank].step_time:
+            step_s, own_s, cpu_s = time_of_step
+            if facts["state"] == "running" and now - since > max(_QUIET_STEPS * step_s, _QUIET_S):
+                facts["state"], step_s = "quiet", now - since
+            facts |= {"rate": 1 / step_s, "own_s": own_s, "wait_s": max(0.0, step_s - own_s)}
+            facts["cores"] = cpu_s / step_s
+    return facts

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpiddp.launch import log
-from mpiddp.protocol.messages import LONGEST_LINE
 
+LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
 _TURN_S = 1.0  # of waiting for a reader
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"

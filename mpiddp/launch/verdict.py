@@ -35,9 +35,8 @@ _BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
 _BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
-_OF_THE_HOST = (
-    *("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch"),
-    "system-disk-failed",
+_OF_THE_HOST = frozenset(
+    ["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"]
 )
 
 
@@ -93,8 +92,6 @@ class Outcome(NamedTuple):
     sentence: str = ""
     first: FirstFailure | None = None  # the rank that is known to have failed first
     is_complete: bool = True  # mpirun's own message about the end adds nothing
-    # The sentence names what precedes every error: a lost host, or ranks that left early.
-    names_cause: bool = False
     # The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
     # A script's own error is no fault of its host.
     host_at_fault: str = ""
@@ -137,12 +134,12 @@ def verdict(
     if found.first and first and (sentence := _lack_of_memory(first)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
+    if found.first and first and (is_silent(first) or _left_early(ranks, first.at)):
+        return found  # it names what precedes every error
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if found.first is None else 0
         printed = {rank: lines for rank, lines in printed.items() if rank >= least}
-    is_known = found.names_cause or not (found.first or printed)
-    cause = None if is_known else explained(found.first, printed)
-    if cause is None:
+    if (cause := explained(found.first, printed)) is None:
         return found
     row = cause.failure
     sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
@@ -177,21 +174,21 @@ def _judge(
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
-    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
-    if mpirun.code < 0:
-        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
-    elif mpirun.rank_signal:
-        cause = f"a rank was killed by {mpirun.rank_signal}"
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
         if name := _signal_of_mpirun(ranks, mpirun, beside_mpirun):
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
-    if not ranks.started:
-        if mpirun.code == DONE:
-            cause = "mpirun ended, but no rank ever reported"
-        if mpirun.code in (BAD_INPUT, STOPPED):  # ranks that refuse may not report
-            return Outcome(mpirun.code, is_complete=False)
+    # Ranks that refuse may not report.
+    if not ranks.started and mpirun.code in (BAD_INPUT, STOPPED):
+        return Outcome(mpirun.code, is_complete=False)
+    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
+    if mpirun.code < 0:
+        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    elif mpirun.rank_signal:
+        cause = f"a rank was killed by {mpirun.rank_signal}"
+    elif mpirun.code == DONE and not ranks.started:
+        cause = "mpirun ended, but no rank ever reported"
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
@@ -253,8 +250,8 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     before, is_complete = _left_early(ranks, first.at), True
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     if is_silent(first):
-        silent = [rank for rank, each in sorted(ranks.failures.items()) if is_silent(each)]
         host, before = ranks.host_of(first.rank), ""
+        silent = [rank for rank, each in sorted(ranks.failures.items()) if is_silent(each)]
         there = [str(rank) for rank in silent if ranks.host_of(rank) == host]
         numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
         sentence = f"lost {host} ({numbers}): the host stopped answering."
@@ -289,14 +286,10 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
         reason = f": {error}" if error else ""
         sentence = f"{name} ended first, with exit code {facts['code']}{reason}."
     sentence, newline, table = sentence.partition("\n")
-    return Outcome(
-        FAILED,
-        f"{before}{sentence}{others}{newline}{table}",
-        failure,
-        is_complete,
-        is_silent(first) or bool(before),
-        ranks.hosts[first.rank] if gone and (is_silent(first) or len(hosts) == 1) else "",
-    )
+    sentence = f"{before}{sentence}{others}{newline}{table}"
+    is_of_one_host = bool(gone) and (is_silent(first) or len(hosts) == 1)
+    host_at_fault = ranks.hosts[first.rank] if is_of_one_host else ""
+    return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
 
 
 def _vanished_with(first: Message, other: Message) -> bool:

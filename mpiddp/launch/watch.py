@@ -15,20 +15,16 @@ from typing import Any, NamedTuple
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.pace import WINDOW_S, Straggler, find_straggler
 from mpiddp.launch.ranks import Ranks
-from mpiddp.protocol.channel import encode
-from mpiddp.protocol.server import Message, Peer
+from mpiddp.protocol.channel import Peer
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console
 from mpiddp.text import percentile
 
 CHRONIC = 3  # windows in a row that name the same straggler
-QUIET_S, QUIET_STEPS = (
-    60.0,
-    20,
-)  # until the first sample: the longer of these; steps are median ones
+QUIET_S, QUIET_STEPS = 60.0, 20  # until the first sample: the longer of these, in median steps
 BETWEEN_SAMPLES_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may be in one line for so much longer
 _BUSY = 0.2  # of a core
-_CHECK_S = 2.0  # more than between two calls of `wants_stacks`
 _STEPS = 50  # whose median counts
 
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, also after an interrupt
@@ -54,12 +50,12 @@ _WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
 class Watch:
     """Decides when to ask for the stacks, and what to say. It ends nothing.
 
-    Times are those of the caller's clock, in seconds.
+    It is asked about once a second. Times are those of the caller's clock, in seconds.
 
     Args:
         now: when the attempt began.
         timeout_s: of --hang-timeout. The job makes no step in so long only if it hangs. None: a guess from
-            the steps, which two samples have to confirm.
+            the steps. Two samples have to confirm it, as before the first step.
     """
 
     def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
@@ -70,8 +66,8 @@ class Watch:
         self._window_ends_at = now + WINDOW_S
         self._newest = 0  # the step at the end of the latest window
         self._in_a_row: dict[int, int] = {}  # the latest windows in which each rank was a straggler
-        self._signs: tuple[object, ...] = ()
-        self._quiet_since = self._sample_at = now
+        self._began_at, self._quiet_since = now, float("-inf")
+        self._sample_at = float("inf")
         self._step, self._step_at = 0, now  # the newest, and when it was reported
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._first: tuple[float, Mapping[int, Place]] | None = None  # the sample before
@@ -83,10 +79,7 @@ class Watch:
         return found.sentence(self._ranks.names(found.ranks)) if found else ""
 
     def judge_steps(self, now: float) -> str:
-        """A sentence about ranks that are stragglers for long, each named once; "" for none.
-
-        Called about once a second.
-        """
+        """A sentence about ranks that are stragglers for long, each named once; "" for none."""
         if now < self._window_ends_at:
             return ""
         self._window_ends_at = now + WINDOW_S
@@ -103,43 +96,35 @@ class Watch:
         self._named |= {*ranks}
         return found._replace(ranks=ranks).sentence(self._ranks.names(ranks))
 
-    def wants_stacks(self, now: float, silent_s: float) -> bool:
-        """Whether to ask for the stacks of all ranks. Called about once a second.
+    def wants_stacks(self, now: float, printed_at: float) -> bool:
+        """Whether to ask for the stacks of all ranks.
 
-        For `silent_s`, no rank has printed anything. It counts until there are steps.
+        `printed_at`: when a rank has printed something last. It counts until there are steps.
         """
-        if (limit := self._limit_at) is not None:
-            return now >= limit
         ranks = self._ranks
         step, at = max(ranks.steps.values(), default=(0, 0.0))
         if step != self._step:
             if 0 < self._step < step:
                 self._step_s.append((at - self._step_at) / (step - self._step))
             self._step, self._step_at = step, at
-        signs = (step, len(ranks.done), len(ranks.saving), ranks.last_saved_at)
-        has_printed = silent_s + _CHECK_S < now - self._quiet_since
-        if signs != self._signs or (has_printed and not step):
-            self._signs, self._first = signs, None
-            self._quiet_since = now if step else now - silent_s
-            self._sample_at = self._quiet_since + self._patience_s
+        signs = [since for _, since in ranks.steps.values()] if step else [printed_at]
+        quiet_since = max(self._began_at, ranks.last_saved_at, *ranks.done.values(), *signs)
+        if quiet_since != self._quiet_since:
+            self._quiet_since, self._first = quiet_since, None
+            self._sample_at = quiet_since + self._patience_s
         return now >= self._sample_at
-
-    @property
-    def _limit_at(self) -> float | None:
-        """When --hang-timeout is over, if there are steps."""
-        newest = max((at for _, at in self._ranks.steps.values()), default=None)
-        return None if self._timeout_s is None or newest is None else newest + self._timeout_s
 
     @property
     def _patience_s(self) -> float:
         steps_s = QUIET_STEPS * percentile(self._step_s, 50) if self._step_s else 0.0
         return self._timeout_s or max(QUIET_S, steps_s)
 
-    def judge_stacks(self, now: float) -> list[str]:
+    def judge_stacks(self, now: float, printed_at: float) -> list[str]:
         """Sentences about a hang by the stacks, which are there."""
-        if (limit := self._limit_at) is not None:
-            assert self._timeout_s is not None
-            return stuck_sentences(self._ranks, self._timeout_s) if now >= limit else []
+        if not self.wants_stacks(now, printed_at):  # a rank has moved meanwhile
+            return []
+        if self._timeout_s is not None and self._step:
+            return stuck_sentences(self._ranks, self._timeout_s)
         places, before = places_of(self._ranks), self._first
         self._first = None if before else (now, places)
         if before is None:
@@ -179,19 +164,18 @@ class Watch:
 class Stacks:
     """The collection of all ranks' stacks, one at a time, for viewers and for the launcher itself.
 
-    `on` gets the event that the launcher waits for, `then`.
+    Attributes:
+        then: what the launcher does with the stacks; None if it does not wait for them.
     """
 
-    def __init__(
-        self, ranks: Ranks, server: ControlServer, console: Console, on: Callable[[Any], None]
-    ) -> None:
-        self._ranks, self._server, self._console, self._on = ranks, server, console, on
+    def __init__(self, ranks: Ranks, server: ControlServer, console: Console) -> None:
+        self._ranks, self._server, self._console = ranks, server, console
         self._is_on = self._interrupts = False
         self._mute: set[int] = set()  # the ranks that have not answered
         self._viewers: list[Peer] = []  # that wait for the stacks
-        self.then: object = None
+        self.then: Callable[[], None] | None = None
 
-    def collect(self, then: object = None, *, interrupts: bool = False) -> None:
+    def collect(self, then: Callable[[], None] | None = None, *, interrupts: bool = False) -> None:
         """Request the stacks, unless they are on their way.
 
         `interrupts`: scripts that do not answer, for an error line. For a guess, one may only be slow.
@@ -211,9 +195,8 @@ class Stacks:
         if message.kind == "view_stacks":
             self._viewers.append(message.facts["viewer"])
             self.collect()
-        # Of a script, only an early exit is the rank's end.
-        ends = ("stacks", "exited") if message.from_script else ("stacks", "exited", "done", "lost")
-        if message.kind in ends:
+        is_end = not message.from_script and message.kind in ("exited", "done", "lost")
+        if message.kind == "stacks" or is_end:
             self._mute.discard(message.rank)
             if self._is_on and not self._mute:
                 self._report()
@@ -228,24 +211,23 @@ class Stacks:
         viewers, then = self._viewers, self.then
         self._is_on, self._viewers, self.then = False, [], None
         stacks = {rank: facts["text"] for rank, facts in self._ranks.stacks.items()}
-        sentence = places_sentence(self._ranks)
-        facts = {**self._console.facts, "sentence": sentence, "stacks": stacks}
+        sentence = places_sentence(self._ranks) if viewers else ""
         for viewer in viewers:
-            viewer.send(encode("answer", b"", **facts))
+            self._console.answer(viewer, sentence=sentence, stacks=stacks)
         if then is not None:
-            self._on(then)
+            then()
 
 
 # --- where the ranks are ---
 
+# A file, a line, a function, its code; the outermost first.
+_Frames = Sequence[tuple[str, str, str, str]]
+
 
 class Place(NamedTuple):
-    """Where the main thread of a rank is. Without frames, the rank does not answer.
+    """Where the main thread of a rank is. Without frames, the rank does not answer."""
 
-    A frame is a file, a line, a function and the line's code; the outermost one is the first.
-    """
-
-    frames: tuple[tuple[str, str, str, str], ...] = ()
+    frames: _Frames = ()
     cpu_s: float = 0.0  # that the rank and the processes below it have used
     state: str = ""  # of the main thread, as in /proc: "D" waits for a disk, "R" has a core
 
@@ -262,8 +244,6 @@ class Place(NamedTuple):
     @property
     def text(self) -> str:
         """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
-        if not self.frames:
-            return ""
         own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
         at = own[-1] if own else len(self.frames) - 1
         file, line, function, code = self.frames[at]
@@ -272,6 +252,15 @@ class Place(NamedTuple):
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
         return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
+
+    @property
+    def clauses(self) -> tuple[str, str]:
+        """What one rank does here, and what several do."""
+        if not self.frames:
+            mute = "not answer: stopped, or stuck in native code"
+            return f"does {mute}", f"do {mute}"
+        one, several = ("waits", "wait") if self.waits else ("is", "are")
+        return f"{one} in {self.text}", f"{several} in {self.text}"
 
 
 def places_of(ranks: Ranks) -> dict[int, Place]:
@@ -286,44 +275,33 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
     """
     if stacks is None:
         return Place()
-    frames = _main_frames(stacks["text"])
+    frames, *others = _threads(stacks["text"])
     if frames and _JOINS.search(frames[-1][0]):
-        threads = stacks["text"].split("\nthread ")
-        for others in map(
-            _FRAME.findall, (each for each in threads if "MainThread:" not in each[:20])
-        ):
-            if not all(_OF_LIBRARIES.search(frame[0]) for frame in others):
-                frames = others
-                break
-    return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
+        of_script = (
+            each for each in others if not all(_OF_LIBRARIES.search(frame[0]) for frame in each)
+        )
+        frames = next(of_script, frames)
+    return Place(frames, stacks["cpu_s"], stacks["state"])
 
 
-def _main_frames(text: str) -> list[tuple[str, str, str, str]]:
-    return _FRAME.findall(text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0])
+def _threads(text: str) -> list[_Frames]:
+    """The frames of each thread, the main thread's first."""
+    return [_FRAME.findall(each) for each in text.split("\nthread ")]
 
 
 def places_sentence(ranks: Ranks) -> str:
     """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
-    groups: dict[tuple[bool, bool, str], list[int]] = {}
+    groups: dict[tuple[int, str, str], list[int]] = {}  # those that wait first, and the largest
     for rank, place in places_of(ranks).items():
-        key = (not place.waits, bool(place.frames), place.text)
-        groups.setdefault(key, []).append(rank)
+        groups.setdefault((0 if place.waits else 1, *place.clauses), []).append(rank)
+    if finished := sorted(ranks.done):  # others may wait for them in vain
+        groups[2, "has finished", "have finished"] = finished
     clauses = []
     for key, members in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
-        is_outside, answers, text = key
-        if not answers:
-            rest = ("does", "do"), " not answer: stopped, or stuck in native code"
-        else:
-            rest = (("is", "are") if is_outside else ("waits", "wait")), f" in {text}"
-        clauses.append(_clause(ranks, members, *rest))
-    if finished := sorted(ranks.done):  # others may wait for them in vain
-        clauses.append(_clause(ranks, finished, ("has", "have"), " finished"))
+        several = len(members) > _NAMED
+        who = f"{len(members)} ranks" if several else ", ".join(map(ranks.name, members))
+        clauses.append(f"{who} {key[1 if len(members) == 1 else 2]}")
     return "; ".join(clauses) + "."
-
-
-def _clause(ranks: Ranks, members: Sequence[int], verb: tuple[str, str], rest: str) -> str:
-    who = f"{len(members)} ranks" if len(members) > _NAMED else ", ".join(map(ranks.name, members))
-    return f"{who} {verb[len(members) > 1]}{rest}"
 
 
 def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
@@ -336,7 +314,7 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     steps = {rank: stacks[rank]["step"] for rank in left if rank in stacks}
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in left if rank not in steps]
-    held = sorted(ranks.held & steps.keys())
+    held = [rank for rank in steps if stacks[rank]["is_held"]]
     behind = [rank for rank, step in steps.items() if step < furthest]
     outside = [rank for rank in steps if not place_of(stacks[rank]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
@@ -362,7 +340,7 @@ def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
     names = ", ".join(map(ranks.name, missing))
     owner = f"The last words of rank {first}" if others else "Its last words"
     stacks = ranks.stacks.get(first)
-    frames = _main_frames(stacks["text"]) if stacks else []
+    frames = _threads(stacks["text"])[0] if stacks else []
     own = [frame for frame in frames if not frame[0].startswith("<frozen ")]  # of the import system
     if first not in ranks.started:
         words = "none; its Python has not started."

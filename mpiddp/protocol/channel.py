@@ -1,28 +1,41 @@
 """The job channel: what a rank and the server of its job send each other, over one connection.
 
 `mpiddp launch` serves it. Where no launcher listens (a raw mpirun, srun, torchrun), a process beside rank 0
-does, see `mpiddp.runtime.rendezvous.channel_process`. A message is a line: a JSON object with its type, and,
-after a TAB, a value that only ranks read. The server passes values on as they are, and parses none. It pushes
-all news, so nobody polls.
+does, see `mpiddp.runtime.rendezvous.channel_process`. TCP connects several hosts. On one host it is a Unix
+socket in a folder that only its user can open. A message is a line: a JSON object with its type, and, after
+a TAB, a value that only ranks read. The server passes values on as they are, and parses none. It pushes all
+news, so nobody polls.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed, lost
     member -> server   hello, gather, claim, fail, leave
-
-`mpiddp.protocol.messages` has the messages between a rank and a launcher alone, which use the same lines.
+    launcher -> rank   stop, stopping, stacks, end, function, answer
+    rank -> launcher   those of MESSAGES
 
 Both ends prove that they have the job's key, which is never sent: the member by the server's challenge, the
-server by the member's. A MAC covers who speaks, so that no proof passes for another one.
+server by the member's. A MAC covers who speaks, so that no proof passes for another one. MPIDDP_CONTROL is
+the launcher's address, and MPIDDP_CONTROL_SECRET its key. Without these two variables there is no launcher.
+
+Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in place of
+"hello", and has the bytes of the stream after "received". Over one that begins with "input", rank 0 gets the
+launcher's stdin.
+
+A rank's script is a process of its own, with a second connection. "stopping" tells the rank that its script
+has got a "stop". The script of `mpiddp.spawn` asks for its "function", and sends its "answer", see
+`mpiddp.launch.control.Exchange`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import selectors
+import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `_mac`
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-from mpiddp.protocol.messages import LINE_LIMIT
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
 RANK, SCRIPT = "rank", "script"
@@ -32,6 +45,60 @@ VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
 _PARSER = json.JSONDecoder()
+
+LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
+# What a script says of its training: values, and characters of a name or a text of them.
+MOST_SHOWN, LONGEST_SHOWN = 16, 64
+SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
+LARGEST_WHOLE = (1 << 63) - 1
+TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
+
+# What begins a connection that the control server does not read itself.
+INPUT = "input"
+HANDED_OVER = ("output", INPUT)
+VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers ask for
+STREAMS = {1: "stdout", 2: "stderr"}
+OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
+
+UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
+UNIX = "unix:"  # prefix of an address that is a path
+
+# The phases of a step of `mpiddp train`, in this order.
+PHASES = ("data", "forward", "backward", "waiting", "optimizer")
+
+_NUMBER, _MAYBE = (int, float), (int, type(None))
+# The messages that a rank may send, with their required fields and types. The first four are those of every
+# job channel.
+MESSAGES: dict[str, dict[str, Any]] = {
+    "gather": {"key": str, "timeout_s": (int, float, type(None))},
+    "claim": {"key": str},
+    "fail": {"code": int},
+    "leave": {},
+    "started": {"host": str, "pid": int},
+    "joining": {"timeout_s": _NUMBER},
+    "mpi_init": {"active": bool},  # begins, or has succeeded
+    "log": {"path": str},  # of the file that will contain a traceback
+    "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
+    "run_dir": {"path": str},  # a restart waits until it is there
+    "supports_stop": {},
+    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
+    # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
+    # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
+    "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
+    "saving": {"active": bool},  # begins, or has ended
+    # `state` of the main thread, as in /proc.
+    "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
+    "stopped": {},
+    # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the
+    # number of the signal that killed it; and, if the kernel has killed for lack of memory, `oom_kills`, how
+    # often, and `memory_limit`: in bytes, or None.
+    "failed": {"code": int, "error": str, "traceback": str, "is_verdict": bool},
+    "function": {},  # it asks for that of `mpiddp.spawn`
+    "answer": {"is_result": bool, "mac": str},  # and its pickle as the value
+    "exited": {},  # with code 0, but without leaving the job
+    "done": {},
+}
 
 
 def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
@@ -142,3 +209,127 @@ class Lines:
         if len(self._open) > self.limit or any(len(line) > self.limit for line in lines):
             raise ValueError("a line that is too long")
         return lines
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
+
+    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
+    a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
+    `limit` to read.
+    """
+
+    connection: socket.socket
+    selector: selectors.BaseSelector
+    since: float
+    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
+    lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
+    rank: int | None = None
+    group: int = 0
+    limit: int = VALUE_LIMIT  # bytes of a line with a value
+    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
+    _is_written: bool = False  # the selector reports when the connection takes more
+
+    def send(self, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        self._unsent.append(line)
+        if sum(map(len, self._unsent)) > 2 * self.limit:
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self.connection.send(first)
+                if sent < len(first):
+                    self._unsent[0] = memoryview(first)[sent:]
+                    break
+                del self._unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            self._unsent.clear()
+        if bool(self._unsent) is not self._is_written:
+            self._is_written = not self._is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
+            self.selector.modify(self.connection, events, self)
+
+
+def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The messages between the caller of `mpiddp.spawn` and its launcher, each with its value, to the end.
+
+    Raises OSError if the connection has ended.
+    """
+    lines = Lines(1 << 62)  # no limit, between the caller and its own launcher
+    while chunk := connection.recv(1 << 20):
+        for line in lines.split(chunk):
+            yield decode(line)
+
+
+def is_shown(selection: str, rank: int, stream: int) -> bool:
+    """Whether the launcher shows this stream of a rank: by "default", "all", "none", or ranks, "0,5"."""
+    if selection == DEFAULT_RANKS:
+        return rank == 0 or stream == 2
+    if selection in ("all", "none"):
+        return selection == "all"
+    return str(rank) in selection.split(",")
+
+
+def is_short(name: str, value: object) -> bool:
+    """Whether this is a number or a short text, with a short name."""
+    is_number = type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE)
+    is_text = type(value) is str and len(value) <= LONGEST_SHOWN
+    return len(name) <= LONGEST_SHOWN and (is_number or is_text)
+
+
+def is_valid(kind: str, facts: dict[str, Any]) -> bool:
+    """Whether a rank may send this message: its kind, its fields and their types.
+
+    Only a process of the job can send it, so this finds errors, no attacks.
+    """
+    fields = MESSAGES.get(kind)
+    return fields is not None and all(
+        isinstance(facts.get(name, facts), types) for name, types in fields.items()
+    )
+
+
+def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -> None:
+    """Make the kernel end the connection 12 s after the other host stops answering.
+
+    The protocol has no heartbeat: a rank that imports torch, or computes, could not send one. Both ends of
+    a Unix socket are on one host.
+
+    is_read_slowly: the other end may read nothing for long, which is no silence. TCP_USER_TIMEOUT takes it
+    for one.
+    """
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else 12_000),  # ms
+        (socket.TCP_NODELAY, 1),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def recorded_error(path: str) -> str:
+    """The error in the file that torch.distributed's `@record` writes, "" if there is none.
+
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    from mpiddp.paths import read_limited  # a script needs none of it
+
+    try:
+        recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
+        return str(recorded["message"] if isinstance(recorded, dict) else recorded)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""

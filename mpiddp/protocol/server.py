@@ -11,27 +11,30 @@ import errno
 import selectors
 import socket
 import time
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
     CHUNK,
+    HANDED_OVER,
+    LINE_LIMIT,
     RANK,
     SCRIPT,
+    STREAMS,
     VALUE_LIMIT,
+    VIEWS,
+    Peer,
     check_introduction,
     decode,
     encode,
-)
-from mpiddp.protocol.group import KINDS, Group, Peer
-from mpiddp.protocol.messages import (
-    HANDED_OVER,
-    LINE_LIMIT,
-    STREAMS,
-    VIEWS,
     is_valid,
+    listed,
     notice_silence,
 )
 
+_AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
+_NEVER = float("inf")
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
@@ -39,6 +42,108 @@ _ACCEPTED_AT_ONCE = 64
 # What accept() reports while this machine has no file or no memory left.
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+@dataclass
+class _Gather:
+    deadline: float = _NEVER
+    calls: bool = False  # the members that have not given a value yet are told
+    or_gone: bool = False  # a member whose connection has ended gives null
+    values: dict[int, bytes] = field(default_factory=dict)  # by rank
+
+
+class Group:
+    """What the members [0, world_size) agree on. `members` are those that are connected, by rank.
+
+    Nothing here waits: whoever owns it calls `expire` at `next_deadline`, by its own clock, so that a server
+    that is stopped ends no wait.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.members: dict[int, Peer] = {}
+        # The messages of the first member that has failed: by key of its claim, and to end the others, "".
+        self._failed: dict[str, bytes] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._late: dict[str, bytes] = {}  # what those hear who come to a gather that is over
+        self._gone: set[int] = set()  # members whose connection has ended
+
+    def receive(
+        self, rank: int, kind: str, facts: dict[str, Any], value: bytes, now: float
+    ) -> None:
+        """Take a message of a member. Raises ValueError if it violates the protocol."""
+        everyone = range(self.world_size)
+        if kind == "gather":
+            self._gather(rank, facts, value, now)
+        elif kind == "claim":
+            # The first member that claims to have failed first is told so, and all others learn of it.
+            is_first = facts["key"] not in self._failed
+            claimed = encode("claimed", rank=rank, key=facts["key"])
+            line = self._failed.setdefault(facts["key"], claimed)
+            self._tell(everyone if is_first else [rank], line)
+        elif "" not in self._failed:
+            # End the other members with the exit code of the first that asks.
+            self._failed[""] = encode("failed", code=facts["code"])
+            self._tell([each for each in everyone if each != rank], self._failed[""])
+
+    def enter(self, rank: int) -> None:
+        """A member that enters late learns at once of failures, and of the gathers that call it."""
+        self._gone.discard(rank)
+        called = [encode("called", key=key) for key, each in self._gathers.items() if each.calls]
+        for line in (*self._failed.values(), *called):
+            self._tell([rank], line)
+
+    def lose(self, rank: int) -> None:
+        self._gone.add(rank)
+        for key in [key for key, each in self._gathers.items() if each.or_gone]:
+            self._gathers[key].values.setdefault(rank, b"null")
+            self._complete(key)
+
+    @property
+    def next_deadline(self) -> float:
+        """When to call `expire`; infinite if no member waits."""
+        return min((each.deadline for each in self._gathers.values()), default=_NEVER)
+
+    def expire(self, now: float) -> None:
+        """Answer the members whose wait has lasted too long, with the ranks that are missing."""
+        for key in [key for key, each in self._gathers.items() if each.deadline <= now]:
+            values = self._gathers.pop(key).values
+            missing = [rank for rank in range(self.world_size) if rank not in values]
+            self._late[key] = encode("no_answer", key=key, missing=missing)
+            self._tell(values, self._late[key])
+
+    def _tell(self, ranks: Iterable[int], line: bytes) -> None:
+        """Send members a line, which is encoded once. Those that are gone get none."""
+        for rank in ranks:
+            if (member := self.members.get(rank)) is not None:
+                member.send(line)
+
+    def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
+        """Every member gives a value, and gets those of all."""
+        key, timeout_s = facts["key"], facts["timeout_s"]
+        if key in self._late:
+            self._tell([rank], self._late[key])
+            return
+        gather = self._gathers.setdefault(key, _Gather())
+        if rank in gather.values:
+            raise ValueError("a second value")
+        gather.deadline = min(gather.deadline, _NEVER if timeout_s is None else now + timeout_s)
+        gather.values[rank] = value
+        if facts.get("or_gone") is True and not gather.or_gone:
+            gather.or_gone = True
+            gather.values |= dict.fromkeys(self._gone - gather.values.keys(), b"null")
+        if facts.get("calls") is True and not gather.calls:
+            gather.calls = True
+            others = [each for each in range(self.world_size) if each not in gather.values]
+            self._tell(others, encode("called", key=key))
+        self._complete(key)
+
+    def _complete(self, key: str) -> None:
+        """Answer all, if no member is missing."""
+        values = self._gathers[key].values
+        if len(values) == self.world_size:
+            del self._gathers[key]
+            self._tell(range(self.world_size), encode("gathered", listed(values), key=key))
 
 
 class Message(NamedTuple):
@@ -89,16 +194,13 @@ class ChannelServer:
     def close(self) -> None:
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
-            self._drop(peer)
+            self._forget(peer).close()
         self._selector.unregister(self._listener)
 
     @property
-    def connected(self) -> set[int]:
-        return set(self._ranks)
-
-    @property
-    def has_ranks(self) -> bool:
-        return bool(self._ranks)
+    def connected(self) -> KeysView[int]:
+        """The ranks that are connected."""
+        return self._ranks.keys()
 
     @property
     def has_members(self) -> bool:
@@ -136,42 +238,38 @@ class ChannelServer:
         if isinstance(data, socket.socket):
             return self._accept(data)
         assert isinstance(data, Peer)
-        if not data.is_open:  # dropped since the selector returned it
+        if data.connection.fileno() < 0:  # closed since the selector returned it
             return []
         data.flush()
-        try:
-            chunk = data.connection.recv(CHUNK)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            return self.lose(data, silent=not isinstance(error, ConnectionError))
-        if not chunk:
-            return self.lose(data)
         messages: list[Message] = []
         now = time.monotonic()
         try:
+            chunk = data.connection.recv(CHUNK)
             for line in data.lines.split(chunk):
                 if (message := self._take(data, line, now)) is not None:
                     messages.append(message)
                     if message.kind in HANDED_OVER:  # what follows is no message
-                        break
+                        return messages
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            return self.lose(data, silent=not isinstance(error, ConnectionError))
         except _WRONG:
-            messages += self.lose(data)
-        return messages
+            chunk = b""
+        return messages if chunk else messages + self.lose(data)
 
     def lose(self, peer: Peer, *, silent: bool = False) -> list[Message]:
         """Drop a connection that has ended."""
-        self._drop(peer)
+        self._forget(peer).close()
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        now, is_script = time.monotonic(), peer.role == SCRIPT
-        return [Message(peer.rank, "lost", {"silent": silent}, now, is_script)]
+        now = time.monotonic()
+        return [Message(peer.rank, "lost", {"silent": silent}, now, from_script=peer.group > 0)]
 
     # --- connections ---
 
     def _accept(self, listener: socket.socket) -> list[Message]:
-        may_view = listener is not self._listener
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
@@ -181,7 +279,7 @@ class ChannelServer:
                 # The selector would report the socket without end. Now it reports only its errors.
                 self._selector.modify(listener, selectors.EVENT_WRITE, listener)
                 full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
-                return [] if may_view else [full]
+                return [full] if listener is self._listener else []
             now = time.monotonic()
             # Strangers that are late or too many make room, the oldest first. A rank answers at once, so the
             # oldest is none. A rank that is dropped all the same comes again.
@@ -189,8 +287,8 @@ class ChannelServer:
                 is_late = now - oldest.since > PROOF_TIMEOUT_S
                 if not is_late and len(self._strangers) < PER_RANK * self.world_size + STRANGERS:
                     break
-                self._drop(oldest)
-            peer = Peer(connection, self._selector, now, may_view)
+                self._forget(oldest).close()
+            peer = Peer(connection, self._selector, now)
             self._strangers[peer] = None
             connection.setblocking(False)
             notice_silence(connection)
@@ -210,17 +308,18 @@ class ChannelServer:
             facts["body"] = value
         elif bool(value) is not (kind == "gather"):
             raise ValueError(kind)
-        if kind in KINDS:
+        if kind in _AGREEMENTS:
             self._groups[peer.group].receive(peer.rank, kind, facts, value, now)
             if kind != "claim":
                 return None
             facts = {}
-        return Message(peer.rank, kind, facts, now, peer.role == SCRIPT)
+        return Message(peer.rank, kind, facts, now, from_script=peer.group > 0)
 
     def _introduce(self, peer: Peer, facts: dict[str, Any], now: float) -> Message | None:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
         kind = facts["type"]
-        if kind in VIEWS and peer.may_view:
+        # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
+        if kind in VIEWS and peer.connection.family == socket.AF_UNIX:
             return Message(-1, kind, {"viewer": peer}, now)
         rank = facts["rank"]
         is_rank = type(rank) is int and 0 <= rank < self.world_size
@@ -249,22 +348,18 @@ class ChannelServer:
         if number == len(self._groups):
             self._groups.append(Group(self.world_size))
         self._groups[number].members[rank] = peer
-        peer.rank, peer.role, peer.group, peer.limit = rank, role, number, self.value_limit
+        peer.rank, peer.group, peer.limit = rank, number, self.value_limit
         peer.lines.limit = self.value_limit + LINE_LIMIT
         del self._strangers[peer]
         peer.send(encode("received", proof=proof, group=number))
         self._groups[number].enter(rank)
         return None
 
-    def _drop(self, peer: Peer) -> None:
-        self._forget(peer).close()
-
     def _forget(self, peer: Peer) -> socket.socket:
         self._strangers.pop(peer, None)
         if peer.rank is not None:
-            if peer.role == SCRIPT:
+            if peer.group:
                 del self._scripts[peer.rank]
             del self._groups[peer.group].members[peer.rank]
-        peer.is_open = False
         self._selector.unregister(peer.connection)
         return peer.connection

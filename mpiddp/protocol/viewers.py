@@ -1,21 +1,21 @@
 """Where `mpiddp ps`, `top`, `stacks` and `stop` find the launchers of this user.
 
 A launcher has a Unix socket in a new folder of its own, which only its user may enter. It speaks the job
-channel there, see `mpiddp.protocol.messages`: a viewer asks for one of VIEWS, and gets one line.
+channel there, see `mpiddp.protocol.channel`: a viewer asks for one of VIEWS, and gets one line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
 import stat
 import struct
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
+from mpiddp.protocol.channel import Peer, encode
 from mpiddp.text import escaped
 
 _SOCKET = "job"
@@ -23,7 +23,7 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 class Console:
-    """The socket of a job, over all of its attempts. Without a folder to listen in, it runs unseen.
+    """The socket of a job, over all of its attempts. Without a name or a folder for it, the job runs unseen.
 
     Attributes:
         attempts: that have begun. The server of each answers.
@@ -34,12 +34,16 @@ class Console:
         self._began_at = time.time()
         self.attempts = 0
         self.listener: socket.socket | None = None
-        self._folder = Path()
+        self._opened = ExitStack()
+        for parent in _parents() if name else ():
+            if self.listener is None:
+                with suppress(OSError):
+                    self._listen(parent / f"{_prefix()}{os.urandom(8).hex()}")
+        self.close = self._opened.close
 
-    def listen(self, parent: Path) -> None:
-        """Listen in a new folder of this one. The socket gets its name last: viewers remove a dead one."""
-        folder = parent / f"{_prefix()}{os.urandom(8).hex()}"
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+    def _listen(self, folder: Path) -> None:
+        """Listen in this new folder. The socket gets its name last: viewers remove a dead one."""
+        with ExitStack() as stack:
             folder.mkdir(mode=0o700)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -47,34 +51,20 @@ class Console:
             listener.listen()
             listener.setblocking(False)
             (folder / "new").rename(folder / _SOCKET)
-            self.listener, self._folder = listener, folder
-            stack.pop_all()
+            self.listener, self._opened = listener, stack.pop_all()
 
-    def close(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a viewer is told of the job itself."""
+    def answer(self, viewer: Peer, **facts: object) -> None:
+        """Send a viewer these facts, and those of the job itself."""
         age_s = time.time() - self._began_at
-        return {"pid": os.getpid(), "name": self._name, "age_s": age_s, "attempt": self.attempts}
-
-
-def open_console(name: str) -> Console:
-    console = Console(name)
-    for parent in _parents():
-        if console.listener is None:
-            console.listen(parent)
-    return console
+        own = {"pid": os.getpid(), "name": self._name, "age_s": age_s, "attempt": self.attempts}
+        viewer.send(encode("answer", b"", **own, **facts))
 
 
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user, and those that dead ones have left."""
     found = []
     for folder in (each for parent in _parents() for each in parent.glob(f"{_prefix()}*")):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             status = folder.lstat()
             # Another user may make a folder of any name in /tmp.
             is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077

@@ -30,7 +30,7 @@ from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.paths import named_by
 from mpiddp.protocol import variables
-from mpiddp.protocol.messages import GO, INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
+from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.connection import Server, connect_to_server
@@ -169,8 +169,6 @@ class Agent:
             self._log_to(Path(folder).absolute(), "--log-dir")
         if world.rank == 0:
             connection, _ = connect_to_server(launcher, world, INPUT)
-            with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
-                connection.sendall(GO)  # what follows is no message
             self.files[0] = connection.detach()
         else:
             self.files[0] = os.open(os.devnull, os.O_RDONLY)
@@ -278,8 +276,7 @@ class Agent:
         for file in (control, self._wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        next_at = min([self._ends_at, *(stream.flushes_at for stream in self._streams)])
-        wait_s = min(1.0, max(0.0, next_at - time.monotonic()))
+        wait_s = min(1.0, max(0.0, self._ends_at - time.monotonic()))
         ready = dict(poll.poll(1 + 1000 * wait_s))
         longest = max((stream.act(ready) for stream in self._streams), default=0)
         if 0 < longest < SHORT:

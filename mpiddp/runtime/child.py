@@ -31,8 +31,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import STOPPED, UserError
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
 from mpiddp.paths import cause_of, check_program, named_by
-from mpiddp.protocol.channel import Lines
-from mpiddp.protocol.messages import LINE_LIMIT, recorded_error
+from mpiddp.protocol.channel import LINE_LIMIT, Lines, recorded_error
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.text import escaped

@@ -1,7 +1,7 @@
 """The function of `mpiddp.spawn`: its caller pickles it, every rank runs it and answers with its result.
 
 It is the module that `mpiddp launch` runs on every rank. The function comes from the launcher, and the answer
-goes back to it, over the connection of the rank's script: see `mpiddp.launch.exchange`.
+goes back to it, over the connection of the rank's script: see `mpiddp.launch.control.Exchange`.
 
 cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
 the installed packages, but not the files beside the caller's script. So these modules are pickled by value.

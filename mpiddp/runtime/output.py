@@ -1,4 +1,4 @@
-"""The streams of a script: its agent reads them, writes them to files, and sends whole lines to the launcher.
+"""The streams of a script: its agent reads them, writes them to files, and sends them to the launcher.
 
 The agent never reads ahead of a slow launcher, so a stopped terminal stops the script as a full pipe does,
 and nothing is lost. Without a launcher, the script has the streams of the MPI.
@@ -12,12 +12,11 @@ import os
 import select
 import socket
 import termios
-import time
 import tty
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpiddp.protocol.messages import FRAME, LONGEST_LINE, OPEN_S, STREAMS, notice_silence
+from mpiddp.protocol.channel import STREAMS, notice_silence
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.world import World
 
@@ -52,8 +51,6 @@ class Stream:
         self._file: int | None = None
         self._unfiled = bytearray()  # until there is a file
         self._dropped = 0  # bytes that `_unfiled` could not take
-        self._line = bytearray()  # an open line that is not in `_unsent`
-        self._line_since = 0.0
         self._unsent = bytearray()
         self._has_complained = False
 
@@ -69,11 +66,6 @@ class Stream:
     def is_done(self) -> bool:
         """Whether it is at its end, and all has been sent."""
         return self.source is None and not self._unsent
-
-    @property
-    def flushes_at(self) -> float:
-        """When an open line is sent, in time.monotonic()'s seconds."""
-        return self._line_since + OPEN_S if self._line else float("inf")
 
     def register(self, poll: select.poll) -> None:
         """Let `poll` report what `act` needs."""
@@ -98,8 +90,6 @@ class Stream:
                 self._lose()
             else:
                 self._send()
-        if time.monotonic() >= self.flushes_at:
-            self._flush()
         return len(chunk)
 
     def end(self) -> None:
@@ -107,14 +97,6 @@ class Stream:
         if self.source is not None:
             os.close(self.source)
             self.source = None
-            self._flush()
-
-    def _flush(self) -> None:
-        """Send the line that is still open."""
-        if self._line:
-            self._unsent += FRAME.pack(len(self._line)) + self._line
-            self._line.clear()
-            self._send()
 
     def _send(self) -> None:
         try:
@@ -131,7 +113,6 @@ class Stream:
             self.connection.close()
             self.connection = None
         self._unsent.clear()
-        self._line.clear()
 
     def write_to(self, path: Path) -> None:
         """Write to this file, beginning with what was read so far. It grows at a restart."""
@@ -162,16 +143,6 @@ class Stream:
                 self._forward(gap.encode(errors="backslashreplace"))
 
     def _forward(self, chunk: bytes) -> None:
-        """Send whole lines, and keep an open one."""
-        if self.connection is None:
-            return
-        whole, newline, rest = chunk.rpartition(b"\n")
-        if newline:
-            self._line += whole + newline
-            self._flush()
-        if rest and self.connection is not None:  # sending has not failed
-            if not self._line:
-                self._line_since = time.monotonic()
-            self._line += rest
-            if len(self._line) >= LONGEST_LINE:
-                self._flush()
+        if self.connection is not None:
+            self._unsent += chunk
+            self._send()

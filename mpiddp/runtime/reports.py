@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.protocol.messages import LARGEST_WHOLE, LINE_LIMIT
+from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.job.session import BY_SCRIPT, script_session
 from mpiddp.text import shown

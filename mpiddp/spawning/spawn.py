@@ -26,8 +26,7 @@ from typing import IO, Any, TextIO, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.launch.exchange import messages_over
-from mpiddp.protocol.channel import encode
+from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
 from mpiddp.runtime.function import name_of, pickled_call, unpickled
 from mpiddp.world import World, is_joined
@@ -176,7 +175,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
 def _launched(
     call: bytes, cwd: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Run a launcher with this call, see `mpiddp.launch.exchange`, and show what it prints.
+    """Run a launcher with this call, see `mpiddp.launch.control.Exchange`, and show what it prints.
 
     Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
     the one that has failed first. Nothing of the job is left then.

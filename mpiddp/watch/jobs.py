@@ -15,8 +15,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol.channel import encode
-from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
+from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, encode
 from mpiddp.protocol.viewers import peer, sockets
 from mpiddp.text import listed, shown
 

@@ -25,7 +25,7 @@ from docs import troubleshooting
 from mpiddp import errors
 from mpiddp.arguments import VERBS, duration
 from mpiddp.launch.options import option_parser
-from mpiddp.protocol.messages import DEFAULT_RANKS
+from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.train.options import option_parser as train_parser
 from tests.support.ranks import ROOT, clean_env
 

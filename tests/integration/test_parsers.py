@@ -37,7 +37,7 @@ from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist,
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile, render
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.variables import parse_env_file
-from mpiddp.protocol.messages import MESSAGES, is_valid
+from mpiddp.protocol.channel import MESSAGES, is_valid
 from mpiddp.world import RANK_SOURCES, World, likely_ranks
 
 # Its default is .hypothesis in the checkout.

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/status.py, mpiddp/protocol/viewers.py.
+Tests mpiddp/watch/, mpiddp/launch/ranks.py, mpiddp/protocol/viewers.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -22,12 +22,10 @@ import pytest
 from mpiddp.cli import main
 from mpiddp.errors import UserError
 from mpiddp.launch.control import TimedSelector
-from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.status import job_facts
-from mpiddp.protocol.channel import encode
-from mpiddp.protocol.messages import VIEW_JOB, VIEW_STACKS
+from mpiddp.launch.ranks import Ranks, job_facts
+from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS
 from mpiddp.protocol.server import ChannelServer, Message
-from mpiddp.protocol.viewers import open_console, sockets
+from mpiddp.protocol.viewers import Console, sockets
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -66,8 +64,7 @@ def serving(console):
             while not is_over.is_set():
                 for key, _ in selector.select(0.01):
                     for message in server.receive(key.data):
-                        facts = {**console.facts, **answers[message.kind]}
-                        message.facts["viewer"].send(encode(message.kind, **facts))
+                        console.answer(message.facts["viewer"], **answers[message.kind])
             server.close()
 
     thread = threading.Thread(target=run)
@@ -82,7 +79,7 @@ def serving(console):
 
 @pytest.fixture(name="job")
 def a_job(folder):
-    with serving(open_console("viewed.py")):
+    with serving(Console("viewed.py")):
         yield folder
 
 
@@ -138,7 +135,7 @@ def test_a_job_of_another_container_is_shown_and_not_stopped(job):
 def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(jobs, limit, 0.5)
-    console = open_console("viewed.py")
+    console = Console("viewed.py")
     try:
         assert main(["ps"]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if PID in line.split()]
@@ -153,7 +150,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, ca
 
 
 def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
-    with serving(open_console("viewed.py")):
+    with serving(Console("viewed.py")):
         job = jobs.find_job(PID)
     with pytest.raises(UserError, match=error("has ended", f"job {PID} (viewed.py) ")):
         job.now()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpiddp.launch.control import ControlServer, TimedSelector
 from mpiddp.launch.output import JobOutput
-from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
+from mpiddp.protocol.channel import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 

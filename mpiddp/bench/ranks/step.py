@@ -26,7 +26,7 @@ from mpiddp.bench.ranks.training import (
     synthetic_order,
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
-from mpiddp.protocol.messages import PHASES
+from mpiddp.protocol.channel import PHASES
 from mpiddp.train.checkpoint import open_checkpoints
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import decode, introduction
-from mpiddp.protocol.messages import UNIX, UNPROVED_LINE_LIMIT, notice_silence
+from mpiddp.protocol.channel import UNIX, UNPROVED_LINE_LIMIT, decode, introduction, notice_silence
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands

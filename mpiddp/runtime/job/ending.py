@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
-from mpiddp.protocol.messages import TEXT_LIMIT
+from mpiddp.protocol.channel import TEXT_LIMIT
 from mpiddp.text import signal_name
 
 

@@ -28,8 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.protocol.channel import SCRIPT
-from mpiddp.protocol.messages import MOST_SHOWN, SHOWN_BYTES, TEXT_LIMIT, is_short
+from mpiddp.protocol.channel import MOST_SHOWN, SCRIPT, SHOWN_BYTES, TEXT_LIMIT, is_short
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator

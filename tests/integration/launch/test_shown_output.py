@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.screen import Screen, Source
-from mpiddp.protocol.messages import LONGEST_LINE, is_shown
+from mpiddp.launch.screen import LONGEST_LINE, Screen, Source
+from mpiddp.protocol.channel import is_shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 

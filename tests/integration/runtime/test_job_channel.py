@@ -1,6 +1,6 @@
 """The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
 
-Tests mpiddp/protocol/channel.py, server.py, group.py, mpiddp/runtime/job/connection.py and coordinator.py.
+Tests mpiddp/protocol/channel.py, server.py, mpiddp/runtime/job/connection.py and coordinator.py.
 python -m pytest tests/integration/runtime/test_job_channel.py
 """
 
@@ -21,6 +21,7 @@ import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.protocol.channel import (
+    LINE_LIMIT,
     RANK,
     SCRIPT,
     Lines,
@@ -28,7 +29,6 @@ from mpiddp.protocol.channel import (
     encode,
     member_proof,
 )
-from mpiddp.protocol.messages import LINE_LIMIT
 from mpiddp.protocol.server import ChannelServer, Message
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
@@ -283,7 +283,7 @@ def test_a_rank_that_ends_is_reported(job: Job) -> None:
     cut(rank)
     assert job.receives("leave").facts == {}
     assert job.receives("lost").facts == {"silent": False}
-    assert not job.server.has_ranks
+    assert not job.server.connected
 
 
 # --- strangers ---

@@ -30,8 +30,7 @@ from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
-from mpiddp.protocol.channel import RANK, encode, member_proof
-from mpiddp.protocol.messages import UNIX
+from mpiddp.protocol.channel import RANK, UNIX, encode, member_proof
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress
@@ -96,7 +95,7 @@ class Job:
 
     @property
     def timers(self) -> list[Any]:
-        return [event for _, event in self.selector._timers]
+        return [*self.selector.timers]
 
     def until(self, event: object) -> None:
         """Wait for the timers, until this event is over."""
@@ -204,7 +203,7 @@ def test_a_failure_has_time_to_reach_the_others(
     job.join()
     job.say(1, "lost", silent=silent)
     now = time.monotonic()
-    times = {event: at - now for at, event in job.selector._timers}
+    times = {event: at - now for event, at in job.selector.timers.items()}
     assert round(times[job.attempt._end_ranks]) == seconds
     assert round(times[job.attempt._end_mpirun]) == seconds + 1
     job.attempt._end_ranks()

@@ -103,7 +103,7 @@ def test_a_rank_reports_and_is_lost(job: Job) -> None:
     cut(rank)
     (lost,) = job.receives("lost")
     assert (lost.rank, lost.facts) == (1, {"silent": False})
-    assert not job.server.has_ranks
+    assert not job.server.connected
 
 
 def test_what_the_launcher_asks_of_a_rank(job: Job) -> None:

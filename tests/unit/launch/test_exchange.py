@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/{exchange,main}.py, mpiddp/runtime/function.py.
+Tests mpiddp/launch/{control,main}.py, mpiddp/runtime/function.py.
 python -m pytest tests/unit/launch/test_exchange.py
 """
 
@@ -16,8 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
-from mpiddp.launch.control import ControlServer, TimedSelector
-from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.control import ControlServer, Exchange, TimedSelector
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac

@@ -1,6 +1,6 @@
 """What stands below the output on a terminal.
 
-Tests mpiddp/launch/status.py.
+Tests mpiddp/launch/ranks.py.
 python -m pytest tests/unit/launch/test_status.py
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.status import status_lines
-from mpiddp.protocol.messages import is_valid
+from mpiddp.launch.ranks import Ranks, status_lines
+from mpiddp.protocol.channel import is_valid
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
 

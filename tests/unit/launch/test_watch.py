@@ -43,7 +43,8 @@ def stack(frames: Frames) -> str:
         f'  File "{file}", line {line}, in {name}\n    {code}\n'
         for file, line, name, code in frames
     ]
-    return f'thread watch:\n  File "x.py", line 1, in run\n    pass\n\nthread MainThread:\n{"".join(lines)}'
+    watch = 'thread watch:\n  File "/mpiddp/runtime/x.py", line 1, in run\n    pass\n'
+    return f"thread MainThread:\n{''.join(lines)}\n{watch}"
 
 
 class Job:
@@ -82,14 +83,14 @@ class Job:
             self.now += passed
             for rank in self.busy:
                 self.cpu_s[rank] += self.cores * passed
-            if self.watch.wants_stacks(self.now, self.now - self.printed_at):
+            if self.watch.wants_stacks(self.now, self.printed_at):
                 self.looks += 1
                 self.ranks.stacks.clear()
                 for rank, frames in self.stacks.items():
                     state = "R" if rank in self.busy else "S"
                     facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
                     self.note(rank, "stacks", **facts)
-                said += " ".join(self.watch.judge_stacks(self.now))
+                said += " ".join(self.watch.judge_stacks(self.now, self.printed_at))
         return said
 
 
@@ -225,7 +226,6 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
-        ([], ""),
         ([("/home/me/data.py", 40, "load", "for each in files():")],
          "load (data.py:40): for each in files()"),
         ([("/home/me/data.py", 40, "load", "max")], "load (data.py:40): max"),
@@ -247,7 +247,7 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     assert watch.wants_stacks(60.0, 0.0)
     ranks.note(Message(0, "progress", progress(2), 61.0))
     assert not watch.wants_stacks(61.5, 0.0)
-    assert watch.judge_stacks(65.0) == []
+    assert watch.judge_stacks(65.0, 0.0) == []
 
 
 EVALUATES = [

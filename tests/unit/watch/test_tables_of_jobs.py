@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
-Tests mpiddp/watch, mpiddp/launch/status.py.
+Tests mpiddp/watch, mpiddp/launch/ranks.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.status import job_facts
+from mpiddp.launch.ranks import Ranks, job_facts
 from mpiddp.protocol.server import Message
 from mpiddp.watch import jobs
 from mpiddp.watch.jobs import Job
