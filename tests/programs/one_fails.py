@@ -1,100 +1,26 @@
-"""The ranks make steps together, and rank 1 fails or hangs at step 10.
+"""The ranks of alone.py make their steps together, so that those that do not fail are its victims.
 
-    mpiddp launch -H localhost:3 tests/programs/one_fails.py HOW [FOLDER]
-
-HOW is a name of `HOW`. Each rank prints "ready" before its first step, and rank 0 prints every 50th step.
-The ranks end with code 0 once FOLDER/finish exists, and with 75 after a request to stop.
+mpiddp launch -H localhost:3 tests/programs/one_fails.py HOW [FOLDER]
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
-import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from alone import main
 
 import mpiddp
 
-FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 
-
-def fail() -> None:
-    raise RuntimeError("a bug")
-
-
-def crash() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.string_at(0)
-
-
-def leave_a_process() -> None:
-    """It has a session of its own, ignores SIGTERM, and gets no signal that is sent to the rank."""
-    text = "trap '' TERM; echo ready; exec sleep 6000"
-    process = subprocess.Popen(["setsid", "sh", "-c", text], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    sys.exit(3)
-
-
-def wait_for_a_lock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def hold_the_interpreter() -> None:
-    """Wait in native code without releasing the interpreter's lock."""
-    lock = ctypes.create_string_buffer(64)
-    for _ in range(2):
-        ctypes.PyDLL(None).pthread_mutex_lock(lock)
-
-
-def load() -> None:
-    """Wait for a pipe until somebody writes to it."""
-    assert FOLDER is not None
-    (FOLDER / "pipe").read_text()
-
-
-HOW = {
-    "never": lambda: None,
-    "raise": fail,
-    "exit": lambda: sys.exit(3),
-    "kill": lambda: os.kill(os.getpid(), 9),
-    "crash": crash,
-    "os._exit": lambda: os._exit(3),
-    "os._exit(0)": lambda: os._exit(0),
-    "leave a process": leave_a_process,
-    "lock": wait_for_a_lock,
-    "stop": lambda: os.kill(os.getpid(), 19),
-    "native": hold_the_interpreter,
-    "load": load,
-}
-
-
-def main(act: str) -> int:
-    with mpiddp.process_group(backend="gloo") as world:
-        print("ready\n", end="", flush=True)
-        for step in range(1, 1_000_000):
-            ends = torch.tensor([float(FOLDER is not None and (FOLDER / "finish").exists())])
-            dist.all_reduce(ends)
-            if ends.item():
-                return 0
-            if mpiddp.should_stop():
-                return 75
-            if world.rank == 1 and step == 10:
-                HOW[act]()
-            if world.rank == 0 and step % 50 == 0:
-                print(f"step {step}\n", end="", flush=True)
-            time.sleep(0.02)
-    return 1
+def any_rank(ends: bool) -> bool:
+    found = torch.tensor([float(ends)])
+    dist.all_reduce(found)
+    return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    with mpiddp.process_group(backend="gloo"):
+        code = main(any_rank)
+    sys.exit(code)

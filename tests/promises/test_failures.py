@@ -42,20 +42,21 @@ def verdict(done: Done) -> str:
     return sentence
 
 
-def is_named(place: Place, done: Done, how: str, ranks: int) -> bool:
+def is_named(place: Place, done: Done, how: str) -> bool:
     """Whether rank 1 is named with this end, and nobody else."""
-    sentence = rf"rank 1 on {place.hosts_of(ranks)[1]} ({ENDS[how]}){re.escape(OTHERS)}"
+    sentence = rf"rank 1 on {place.hosts_of(2)[1]} ({ENDS[how]}){re.escape(OTHERS)}"
     return bool(re.fullmatch(sentence, verdict(done)))
 
 
-def failing(place: Place, how: str, ranks: int, *, mpi: str | None = None) -> Done:
+def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> Done:
     """A job whose rank 1 ends so. It ends with code 1 within a minute, and leaves no process."""
-    job = place.start("launch", *place.where(ranks), program("one_fails.py"), how, mpi=mpi)
-    job.until("ready", times=ranks)
+    job = place.start("launch", *place.where(2), program(script), how, mpi=mpi)
+    job.until("ready", times=2)
     since = time.monotonic()
     done = job.wait()
     assert done.code == 1, done.stderr
     assert time.monotonic() - since < A_MINUTE_S
+    assert is_named(place, done, how), done.stderr
     eventually(lambda: not place.processes())
     return done
 
@@ -63,23 +64,21 @@ def failing(place: Place, how: str, ranks: int, *, mpi: str | None = None) -> Do
 # --- a rank ---
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "kill", "crash", "os._exit"])
+@pytest.mark.parametrize("how", ["raise", "kill", "crash", "os._exit", "os._exit(0)"])
 def test_who_failed_first(here: Here, how: str) -> None:
     """The rank that failed first is named, with its host and how it ended. Its victims are not."""
-    done = failing(here, how, 3)
-    assert is_named(here, done, how, 3), done.stderr
+    done = failing(here, "one_fails.py", how)
     # The stack of an exception, and that of a crash in native code.
     function = {"raise": "in fail", "crash": "in crash"}.get(how, "")
-    assert re.search(rf'one_fails.py", line \d+,? {function}', done.stderr) or not function
+    assert re.search(rf'alone.py", line \d+,? {function}', done.stderr) or not function
     assert "\nThread 0x" not in done.stderr  # of the threads, only the one that crashed
 
 
 @every_mpi
-@pytest.mark.parametrize("how", ["exit", "kill", "os._exit(0)"])
+@pytest.mark.parametrize("how", ["exit", "kill"])
 def test_every_mpi_ends_the_job(hosts: Hosts, mpi: str, how: str) -> None:
     """Under every MPI, a rank that exits or is killed ends the job on all hosts within a minute."""
-    done = failing(hosts, how, 2, mpi=mpi)
-    assert is_named(hosts, done, how, 2), done.stderr
+    failing(hosts, "alone.py", how, mpi=mpi)
 
 
 CATCHES = """
@@ -96,13 +95,11 @@ for step in range(1000):
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])  # MPICH does not tell of signals
-def test_victims_that_catch_the_error(here: Here, mpi: str) -> None:
+def test_victims_that_catch_the_error(here: Here) -> None:
     """A killed rank is named even if the others catch the error of their collective and exit first."""
-    script = here.script(CATCHES, "catches.py")
-    done = here.run("launch", *here.where(3), script, mpi=mpi)
+    done = here.run("launch", *here.where(3), here.script(CATCHES))
     assert done.code == 1
-    assert is_named(here, done, "kill", 3), done.stderr
+    assert is_named(here, done, "kill"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_the_end_after_the_main_part(here: Here, how: str, end: str) -> None:
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
     done = here.run("launch", *here.where(2), program("ends_late.py"), how)
     assert done.code == 1
-    assert is_named(here, done, end, 2), done.stderr
+    assert is_named(here, done, end), done.stderr
 
 
 RECORDED = """
@@ -134,8 +131,7 @@ except RuntimeError:
 
 def test_the_error_that_torch_recorded(here: Here) -> None:
     """The error line of a rank that exits silently has the error that torch's @record wrote."""
-    script = here.script(RECORDED, "recorded.py")
-    done = here.run("launch", *here.where(2), script)
+    done = here.run("launch", *here.where(2), here.script(RECORDED))
     assert done.code == 1
     assert re.match(r"rank 1 on .* RuntimeError: a bug of rank 1", verdict(done)), done.stderr
 
@@ -151,8 +147,7 @@ sys.stdin.read()
 
 def test_a_known_cause(here: Here) -> None:
     """A failure whose cause is known is followed by its cause and its fix."""
-    script = here.script(FILLS_A_DISK)
-    done = here.run("launch", *here.where(2), script)
+    done = here.run("launch", *here.where(2), here.script(FILLS_A_DISK))
     assert done.code == 1
     named = f"rank 1 on {here.hosts[0]} failed first: OSError: [Errno 28] No space"
     assert verdict(done).startswith(named)
@@ -200,24 +195,16 @@ os._exit(0)
 """
 
 
-@every_mpi
-def test_all_ranks_leave(here: Here, mpi: str) -> None:
-    """Under every MPI, a job succeeds if all of its ranks end by os._exit(0)."""
-    script = here.script(LEAVES, "leaves.py")
-    done = here.run("launch", *here.where(2), script, "all", "", mpi=mpi).assert_ok()
-    assert done.said == []
-
-
-@pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", ""), ("1", "raise")])
-def test_one_rank_leaves(here: Here, who: str, how: str) -> None:
-    """If one rank ends by os._exit(0), the others go on. If they fail then, that rank is named."""
-    script = here.script(LEAVES, "leaves.py")
-    done = here.run("launch", *here.where(2), script, who, how)
-    assert (done.code, done.stdout) == (1 if how else 0, "went on\n"), done.stderr
-    assert (
-        "frame #" not in done.stderr
-    )  # the native stacks of the others, which lost rank 0's store
-    if how:
+@pytest.mark.parametrize(("who", "how"), [("all", ""), ("0", ""), ("1", "raise")])
+def test_ranks_leave(here: Here, who: str, how: str) -> None:
+    """If ranks end by os._exit(0), the others go on. If those fail then, the rank that left is named."""
+    done = here.run("launch", *here.where(2), here.script(LEAVES), who, how)
+    assert (done.code, done.stdout) == (bool(how), "went on\n" * (who != "all")), done.stderr
+    # The native stacks of the others, which lost rank 0's store.
+    assert "frame #" not in done.stderr
+    if not how:
+        assert done.said == []
+    else:
         assert re.match(rf"rank 1 on {here.hosts[0]} .*(ended|exited)", verdict(done)), done.stderr
         assert "killed" not in verdict(done)  # its code was 0
 
@@ -225,10 +212,12 @@ def test_one_rank_leaves(here: Here, who: str, how: str) -> None:
 # --- hosts and programs of the MPI ---
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])
-def test_a_cut_link(hosts: Hosts, mpi: str) -> None:
+@pytest.mark.parametrize(
+    ("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"]
+)
+def test_a_cut_link(hosts: Hosts, mpi: str, script: str) -> None:
     """A host whose network link is cut is named as lost, and the ranks on it end as well."""
-    job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
+    job = hosts.start("launch", *hosts.where(3), program(script), "never", mpi=mpi)
     job.until("ready", times=3)
     since = time.monotonic()
     hosts["node1"].link("down")
@@ -246,9 +235,9 @@ def test_a_cut_link(hosts: Hosts, mpi: str) -> None:
 def test_a_short_outage(hosts: Hosts) -> None:
     """A job survives a network outage of three seconds."""
     job = hosts.start(
-        "launch", *hosts.where(3), program("one_fails.py"), "never", str(hosts.folder)
+        "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
     )
-    job.until("ready", times=3)
+    job.until("ready", times=2)
     hosts["node1"].link("down")
     time.sleep(3)
     hosts["node1"].link("up")
@@ -268,8 +257,9 @@ PROGRAMS = {
 @pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
 def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> None:
     """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within a minute."""
-    job = hosts.start("launch", *hosts.where(3), program("one_fails.py"), "never", mpi=mpi)
-    job.until("ready", times=3)
+    script = program("one_fails.py" if part == "daemon" else "alone.py")
+    job = hosts.start("launch", *hosts.where(2), script, "never", mpi=mpi)
+    job.until("ready", times=2)
     since = time.monotonic()
     if part == "launcher":
         job.signal(signal.SIGKILL)
@@ -309,20 +299,12 @@ def test_a_killed_launcher_leaves_nothing(here: Here) -> None:
         assert not [*Path(sessions).iterdir()]
 
 
-WAITS = """
-import time, mpiddp
-mpiddp.init(backend="gloo")
-print("ready", flush=True)
-time.sleep(6000)
-"""
-
-
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_mpirun(here: Here, mpi: str, number: signal.Signals) -> None:
     """An mpirun that somebody else ends by SIGINT or SIGHUP is named with the signal, and no rank is."""
-    job = here.start("launch", *here.where(2), here.script(WAITS), mpi=mpi)
-    job.until("ready")
+    job = here.start("launch", *here.where(2), program("alone.py"), "never", mpi=mpi)
+    job.until("ready", times=2)
     _, name = PROGRAMS[mpi]["mpirun"]
     found = [each for each in here.processes() if is_program(each.command, name)]
     here.kill(found[0], number)
@@ -341,7 +323,7 @@ def is_program(command: str, name: str) -> bool:
 def test_orphans(hosts: Hosts) -> None:
     """Every process that a rank has started ends with the job. Processes of other jobs are not touched."""
     bystander = hosts["node1"].popen(["sleep", "6001"])
-    done = hosts.run("launch", *hosts.where(3), program("one_fails.py"), "leave a process")
+    done = hosts.run("launch", *hosts.where(2), program("alone.py"), "leave a process")
     killed = r"killed leftover processes of the job on node1: [1-9]\d*\."
     assert any(re.fullmatch(killed, line) for line in done.said), done.stderr
     eventually(lambda: [each.command for each in hosts.processes()] == ["sleep 6001"])
@@ -393,10 +375,10 @@ def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
 
 def test_a_script_within_a_command(here: Here) -> None:
     """If a Python script within a command fails, its error is named, and not only the command's exit code."""
-    line = shlex.join([sys.executable, program("one_fails.py"), "raise"])
+    line = shlex.join([sys.executable, program("alone.py"), "raise"])
     done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
     assert done.code == 1
-    assert is_named(here, done, "raise", 2), done.stderr
+    assert is_named(here, done, "raise"), done.stderr
 
 
 def test_a_killed_rank_with_a_command(here: Here) -> None:
@@ -419,10 +401,10 @@ def parent(pid: int) -> int:
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])
 def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
     """Under a raw mpirun, too, the rank that failed first is named, and the job ends with its exit code."""
-    rank = ["-m", "mpiddp", "run", program("one_fails.py"), how]
+    job = [program("one_fails.py" if how == "raise" else "alone.py"), how]
     if how == "command":
-        rank[3:] = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
-    done = here.run(*mpirun_command(3, *rank))
+        job = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
+    done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", *job))
     assert done.code == code
     named = re.findall(r"^rank \d on .*", done.stderr, re.MULTILINE)
     assert len(named) == (how != "raise"), done.stderr  # Python's traceback says it
@@ -461,9 +443,7 @@ with mpiddp.process_group(backend="gloo"):
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('a bug')", 1)]
-)
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3)])
 def test_ranks_without_any_launcher(here: Here, end: str, code: int) -> None:
     """Without any launcher, a rank that fails ends the others. An error that the script catches does not."""
     first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
