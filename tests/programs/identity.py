@@ -1,4 +1,4 @@
-"""Print who this rank is, its arguments and its folder: one line of JSON for each rank."""
+"""Print who this rank is, its arguments, folder and network: one line of JSON for each rank."""
 
 import json
 import os
@@ -19,8 +19,12 @@ def user() -> str:
 
 def tell(**more: object) -> None:
     who = {name: int(os.environ[name]) for name in NUMBERS}
-    where = {"host": socket.gethostname(), "user": user()}
-    line = json.dumps({**who, **where, "argv": sys.argv[1:], "cwd": str(Path.cwd()), **more})
+    where = {"host": socket.gethostname(), "user": user(), "cwd": str(Path.cwd())}
+    network = {
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "master": os.environ["MASTER_ADDR"],
+    }
+    line = json.dumps({**who, **where, **network, "argv": sys.argv[1:], **more})
     # A line and its newline in one piece: Intel's mpirun would mix the pieces of two ranks.
     os.write(1, f"{line}\n".encode())
 

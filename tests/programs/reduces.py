@@ -1,7 +1,5 @@
 """Form a process group as any script for torchrun, and print who this rank is, and what it has received."""
 
-import os
-
 import torch
 import torch.distributed as dist
 from identity import tell
@@ -9,11 +7,5 @@ from identity import tell
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-tell(
-    sum=total.item(),
-    interface=os.environ.get("GLOO_SOCKET_IFNAME"),
-    master=os.environ["MASTER_ADDR"],
-    threads=torch.get_num_threads(),
-    torch=torch.__version__,
-)
+tell(sum=total.item(), torch=torch.__version__)
 dist.destroy_process_group()

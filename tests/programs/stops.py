@@ -1,9 +1,9 @@
 """Ranks without a collective, of which rank 0 is three times as slow, stop at the same step on request.
 
-    mpiddp launch -H localhost:3 tests/programs/stops.py
+    mpiddp launch -H localhost:3 tests/programs/stops.py [SECONDS]
 
-Only the agreement on a step keeps the ranks together. Each prints "ready" once a request reaches it, and
-"saved STEP" when it stops.
+Only the agreement on a step keeps the ranks together. Each prints "ready" once a request reaches it, "saving"
+when it stops, and "saved STEP" after so many seconds.
 """
 
 from __future__ import annotations
@@ -21,5 +21,7 @@ print("ready\n", end="", flush=True)
 for step in range(1, 1_000_000):
     time.sleep(0.003 if rank else 0.01)
     if mpiddp.should_stop():
+        print("saving\n", end="", flush=True)
+        time.sleep(float((sys.argv[1:] or ["0"])[0]))
         print(f"saved {step}\n", end="", flush=True)
         sys.exit(75)

@@ -66,7 +66,8 @@ def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> N
 
 def test_bad_input(here: Here) -> None:
     """A job that fails for bad input is not restarted."""
-    done = here.run("launch", *here.where(1), "--max-restarts", "2", *TRAIN, "--lr", "much")
+    script = here.script("raise SystemExit(2)")
+    done = here.run("launch", *here.where(1), "--max-restarts", "2", script)
     assert done.code == 2
     assert "restart" not in done.stderr
 
@@ -293,12 +294,11 @@ def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
 
 def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
     """A restart reads the hostfile again. A hostfile with an error changes nothing."""
-    run = started(hosts, ["node0", "node1"], "--max-restarts", "4")
+    run = started(hosts, ["node0", "node1"], "--max-restarts", "3")
     run.wait_for_ranks(2, restarts=0)
     for restarts, (names, ranks) in enumerate(
         [
             (["node0", "node1 slots="], 2),
-            (["node0", "node1", "node2"], 3),
             (["node0", "nowhere", "node1", "node2"], 3),  # as many hosts as before remain
             (["node0", "node2"], 2),
         ],
@@ -312,10 +312,9 @@ def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
     assert any(line.startswith("leaving out a host: nowhere: ") for line in done.said)
     restarting = [line for line in done.said if line.startswith("restarting on")]
     assert restarting == [
-        "restarting on node0 and node1 (restart 1 of 4).",
-        "restarting on node0, node1 and node2 (restart 2 of 4).",
-        "restarting on node0, node1 and node2 (restart 3 of 4).",
-        "restarting on node0 and node2 (restart 4 of 4).",
+        "restarting on node0 and node1 (restart 1 of 3).",
+        "restarting on node0, node1 and node2 (restart 2 of 3).",
+        "restarting on node0 and node2 (restart 3 of 3).",
     ]
 
 

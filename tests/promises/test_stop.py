@@ -37,11 +37,12 @@ def saved_steps(stdout: str) -> list[str]:
     return re.findall(r"^saved (\d+)$", stdout, re.MULTILINE)
 
 
-def stopping(place: Place, *options: str, ranks: int = 2, mpi: str | None = None) -> Job:
-    """A job whose ranks all say that a request would reach them."""
-    job = place.start(
-        "launch", *LONG_GRACE, *place.where(ranks), *options, program("stops.py"), mpi=mpi
-    )
+def stopping(
+    here: Here, *options: str, save_s: int = 0, ranks: int = 2, mpi: str | None = None
+) -> Job:
+    """A job whose ranks all say that a request would reach them. Their save takes so many seconds."""
+    script = [program("stops.py"), *([str(save_s)] if save_s else [])]
+    job = here.start("launch", *(options or LONG_GRACE), *here.where(ranks), *script, mpi=mpi)
     return job.until("ready", times=ranks)
 
 
@@ -106,10 +107,11 @@ def test_the_printed_command_resumes(here: Here) -> None:
 
 def test_the_command_as_it_was_typed(here: Here) -> None:
     """The last line of a stopped job is the command that resumes it, as it was typed."""
-    job = stopping(here, "--max-restarts", "2")
+    options = (*LONG_GRACE, "--max-restarts", "2")
+    job = stopping(here, *options)
     job.signal(signal.SIGTERM)
-    options = [*LONG_GRACE, *here.where(2), "--max-restarts", "2", program("stops.py")]
-    assert job.wait().said[-1] == f"to resume: {shlex.join(['mpiddp', 'launch', *options])}"
+    typed = ("mpiddp", "launch", *options, *here.where(2), program("stops.py"))
+    assert job.wait().said[-1] == f"to resume: {shlex.join(typed)}"
 
 
 # --- to every process ---
@@ -125,11 +127,14 @@ def signal_all(place: Place) -> None:
 
 
 # Intel's mpirun is a shell, which dies of the signal.
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"], indirect=True)
-@pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+@pytest.mark.parametrize(
+    ("place", "mpi"),
+    [("here", "openmpi5"), ("hosts", "openmpi5"), ("hosts", "openmpi4"), ("hosts", "mpich")],
+    indirect=True,
+)
 def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
     """The ranks save even if every process of a host gets SIGTERM, as batch systems send it."""
-    job = place.start("launch", *LONG_GRACE, *place.where(2), program("slow_save.py"), "3", mpi=mpi)
+    job = place.start("launch", *LONG_GRACE, *place.where(2), program("loader.py"), mpi=mpi)
     job.until("ready", times=2)
     signal_all(place)
     done = job.wait()
@@ -139,13 +144,13 @@ def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
     """A second Ctrl-C ends the job at once, even during a save."""
-    job = here.start("launch", *here.where(2), program("slow_save.py"), "600", mpi=mpi)
-    job.until("ready", times=2).signal(signal.SIGINT)
+    job = stopping(here, save_s=600, mpi=mpi)
+    job.signal(signal.SIGINT)
     job.until("saving")
     time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
     job.signal(signal.SIGINT)
     done = job.wait()
-    assert (done.code, done.lines.count("saved")) == (130, 0)
+    assert (done.code, saved_steps(done.stdout)) == (130, [])
     eventually(lambda: not here.processes())
 
 
@@ -176,10 +181,10 @@ def test_after_the_grace_period(here: Here) -> None:
 
 def test_a_save_outlasts_the_grace_period(here: Here) -> None:
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
-    job = here.start("launch", "--grace", "1", *here.where(2), program("slow_save.py"), "4")
-    job.until("ready", times=2).signal(signal.SIGTERM)
+    job = stopping(here, "--grace", "1", save_s=4)
+    job.signal(signal.SIGTERM)
     done = job.wait()
-    assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
+    assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
     assert re.search(r"^mpiddp: .*still saving", done.stderr, re.MULTILINE)
 
 
@@ -303,7 +308,7 @@ def test_a_training_alone(here: Here, number: int) -> None:
 
 def test_a_raw_mpirun(here: Here) -> None:
     """SIGUSR1 to a raw mpirun stops all ranks after the same step, and their data loaders keep working."""
-    job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("slow_save.py"), "0"))
+    job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("loader.py")))
     job.until("ready", times=2).signal(signal.SIGUSR1)
     done = job.wait()
     assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr

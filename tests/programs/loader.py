@@ -1,6 +1,6 @@
-"""Ranks whose save takes SECONDS, and needs the workers of their DataLoader.
+"""Ranks that need the workers of their DataLoader to save, which takes some seconds.
 
-mpiddp launch -H localhost:2 tests/programs/slow_save.py SECONDS
+mpiddp launch -H localhost:2 tests/programs/loader.py
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ mpiddp.should_stop()
 print("ready\n", end="", flush=True)
 while not mpiddp.should_stop():
     next(loader)
-print("saving\n", end="", flush=True)
-time.sleep(float(sys.argv[1]))
+time.sleep(2)
 for _ in range(50):
     next(loader)  # the workers are still there
 print("saved\n", end="", flush=True)
