@@ -2,7 +2,7 @@
 
     mpiddp launch -n 3 tests/programs/diverging.py WHAT
 
-WHAT is "parameter", "optimizer", "shard", or "nothing"; each rank has other statistics of BatchNorm.
+WHAT is "parameter", "optimizer" or "shard". Each rank has other statistics of BatchNorm.
 """
 
 import sys
@@ -34,6 +34,8 @@ def flip(tensor):
     tensor.detach().view(torch.int32)[-1] ^= 1
 
 
+mpiddp.check_divergence(ddp, optimizer, step=100)
+print("equal before\n", end="", flush=True)
 if what == "shard":
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copy", "shard"))
     layer = nn.Linear(4, 12, bias=False)

@@ -113,13 +113,20 @@ def test_training_resumes_bit_for_bit(here: Here, ranks: int, options: str) -> N
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole run of examples/ddp_with_checkpoints.py on two ranks."""
     place = Here(tmp_path_factory.mktemp("undisturbed"))
-    job = example(place.folder)
-    place.run("launch", *place.where(2), job).assert_ok()
-    yield place.folder
-    place.clear()
+    place.run("launch", *place.where(2), example(place.folder)).assert_ok()
+    return place.folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a model in two shards, saved after steps 1 and 2. Tests use copies of it."""
+    place = Here(tmp_path_factory.mktemp("sharded"))
+    save = (program("sharded_script.py"), "save", "run", "sharded")
+    place.run("launch", *place.where(2), *save).assert_ok()
+    return place.folder / "run"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -173,7 +180,7 @@ def test_each_rank_gets_its_own_state(here: Here) -> None:
     """All ranks get the shared state back, and each rank its own state and random numbers."""
     job = program("per_rank.py")
     here.run("launch", *here.where(2), job, "run").assert_ok()
-    for ranks in (2, 3, 1):
+    for ranks in (3, 1):
         done = here.run("launch", *here.where(ranks), job, "run").assert_ok()
         found = sorted(json.loads(line) for line in done.lines if line.startswith("["))
         for rank, (number, own, world_size, state) in enumerate(each[1:] for each in found):
@@ -185,14 +192,16 @@ def test_each_rank_gets_its_own_state(here: Here) -> None:
         assert len(found) == ranks
 
 
-@pytest.mark.parametrize("form", ["sharded", "whole"])
-def test_shards_at_any_number_of_ranks(here: Here, form: str) -> None:
+def test_shards_at_any_number_of_ranks(here: Here, sharded: Path) -> None:
     """A sharded model resumes at any number of ranks, and as a whole model, and the other way round."""
-    job = program("sharded_script.py")
-    here.run("launch", *here.where(2), job, "save", "run", form).assert_ok()
-    for ranks, into in ((3, "sharded"), (1, "whole"), (1, "sharded")):
-        shutil.copytree(here.folder / "run", here.folder / f"{ranks} {into}")
-        here.run("launch", *here.where(ranks), job, "resume", f"{ranks} {into}", into).assert_ok()
+    job, whole = program("sharded_script.py"), here.folder / "whole"
+    here.run("launch", *here.where(1), job, "save", whole, "whole").assert_ok()
+    for run, ranks, into in (
+        *((sharded, 3, "sharded"), (sharded, 1, "whole"), (sharded, 1, "sharded")),
+        (whole, 2, "sharded"),
+    ):
+        copy = shutil.copytree(run, here.folder / f"{ranks} {into}")
+        here.run("launch", *here.where(ranks), job, "resume", copy, into).assert_ok()
 
 
 def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
@@ -303,7 +312,8 @@ def test_timed_saves(here: Here) -> None:
 @pytest.mark.parametrize("how", ["returns", "exits", "forks", "raises", "destroys"])
 def test_last_save_is_waited_for(here: Here, how: str) -> None:
     """The last save of a script is completed, however the script ends."""
-    done = here.run("launch", *here.where(2), program("last_save.py"), "run", how)
+    ranks = 2 if how == "raises" else 1
+    done = here.run("launch", *here.where(ranks), program("last_save.py"), "run", how)
     assert done.code == (1 if how == "raises" else 0), done.stderr
     assert steps_kept(here.folder / "run") == [2]
 
@@ -313,8 +323,8 @@ def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
     """A job whose last save fails does not exit with 0, and its older checkpoint is kept."""
     start = {
         "launch": ["launch", *here.where(2)],
-        "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
-        "torchrun": ["python", "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+        "mpirun": [*mpirun_command(1), "-m", "mpiddp", "run"],
+        "torchrun": ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1"],
     }[launcher]
     done = here.run(*start, program("last_save.py"), "run", "full")
     assert done.code == 1, done.stderr
@@ -351,24 +361,19 @@ def test_what_cannot_be_saved(here: Here) -> None:
     assert not (here.folder / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("config", "width 1, now 2"),
-        ("model", "size mismatch"),
-        ("no resume", "step_00000001"),
-    ],
-)
-def test_wrong_resume_is_refused_by_all_ranks(here: Here, change: str, words: str) -> None:
+WRONGS = {"config": "width 1, now 2", "model": "size mismatch", "no resume": "step_00000001"}
+
+
+def test_wrong_resume_is_refused_by_all_ranks(here: Here) -> None:
     """A checkpoint of another config or model, or a forgotten resume(), is refused, without a restart."""
-    job = program("wrong_resume.py")
-    here.run("launch", *here.where(2), job, "run", "nothing").assert_ok()
-    done = here.run("launch", *here.where(2), "--max-restarts", "3", job, "run", change)
-    assert done.code == 2, done.stderr
-    assert done.stderr.count(words) == 1, done.stderr
-    assert "restart" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert steps_kept(here.folder / "run") == [1]
+    job = (program("wrong_resume.py"), "run")
+    here.run("launch", *here.where(1), *job, "nothing").assert_ok()
+    for wrong, words in WRONGS.items():
+        done = here.run("launch", *here.where(2), "--max-restarts", "3", *job, wrong)
+        assert (done.code, done.stderr.count(words)) == (2, 1), done.stderr
+        assert "restart" not in done.stderr
+        assert "Traceback" not in done.stderr
+        assert steps_kept(here.folder / "run") == [1]
 
 
 @here_and_on_hosts
@@ -414,11 +419,11 @@ def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
     assert int(ended[1]) > kills / 5, "too few kills during a write"
 
 
-def test_any_flipped_bit_or_cut_is_found(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_flipped_bit_or_cut_is_found(
+    tmp_path: Path, sharded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`mpiddp checkpoints verify` finds any flipped bit and any truncated file."""
-    save = (program("sharded_script.py"), "save", "run", "sharded")
-    here.run("launch", *here.where(2), *save).assert_ok()
-    folder = step_folder(here.folder / "run", 2)
+    folder = step_folder(shutil.copytree(sharded, tmp_path / "run"), 2)
     files, draw = sorted(folder.iterdir()), random.Random(0)
     assert main(["checkpoints", "verify", str(folder)]) == 0
     for number in range(100):
@@ -439,41 +444,44 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "parallel"), [(flip_a_bit, "ddp"), (cut, "fsdp"), (Path.unlink, "fsdp")]
+    ("ranks", "parallel", "name", "damages"),
+    [(1, "ddp", "model.pt", [flip_a_bit]), (2, "fsdp", "shard_00001.pt", [cut, Path.unlink])],
 )
 def test_damaged_checkpoint_gives_way(
-    here: Here, damage: Callable[[Path], None], parallel: str
+    here: Here, ranks: int, parallel: str, name: str, damages: list[Callable[[Path], None]]
 ) -> None:
     """If the newest checkpoint is damaged, the run names the file and resumes the checkpoint before it."""
     train = (*MODEL, "--use-syn", "--global-batch-size=4", "--epochs=1", "--steps-per-epoch=3")
-    train += (f"--parallel={parallel}", *SAVE_ALL, "--out=run")
-    assert here.run("launch", *here.where(2), *train, "--stop-at-step=2").code == 75
-    name = "shard_00001.pt" if parallel == "fsdp" else "model.pt"
-    damage(step_folder(here.folder / "run", 2) / name)
-    done = here.run("launch", *here.where(2), *train).assert_ok()
-    assert resumed_step(done) == 1
-    assert re.search(rf"step_00000002: .*{name}.*step_00000001 \(1 steps? lost\)", done.stdout)
-    assert steps_kept(here.folder / "run")[-2:] == [2, 3]
+    launch = ("launch", *here.where(ranks), *train, f"--parallel={parallel}", *SAVE_ALL)
+    stopped = here.folder / "stopped"
+    assert here.run(*launch, "--stop-at-step=2", f"--out={stopped}").code == 75
+    for damage in damages:
+        run = shutil.copytree(stopped, here.folder / damage.__name__)
+        damage(step_folder(run, 2) / name)
+        done = here.run(*launch, f"--out={run}").assert_ok()
+        assert resumed_step(done) == 1
+        assert re.search(rf"step_00000002: .*{name}.*step_00000001 \(1 steps? lost\)", done.stdout)
+        assert steps_kept(run)[-2:] == [2, 3]
 
 
-@pytest.mark.parametrize("what", ["renamed", "code"])
-def test_foreign_checkpoint_is_refused(here: Here, what: str) -> None:
+def test_foreign_checkpoint_is_refused(here: Here) -> None:
     """A checkpoint under a wrong name is refused, and no file of a checkpoint can run code."""
-    here.run("python", program("records.py"), "run", "1", "2").assert_ok()
-    folder = step_folder(here.folder / "run", 2)
-    if what == "renamed":  # it would stay the newest one, and a run would repeat the same steps
-        folder.rename(step_folder(here.folder / "run", 9))
-    else:
-        torch.save([Touch()], folder / "ranks.pt")
-        entries = json.loads((folder / "manifest.json").read_text())
-        content = (folder / "ranks.pt").read_bytes()
-        entries["ranks.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-        (folder / "manifest.json").write_text(json.dumps(entries))
-        proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
-        (folder / "COMPLETE").write_text(proof)
-    done = here.run("python", program("records.py"), "run", "1", "4")
-    assert done.code in (1, 2), done.stdout
-    assert "step_0000000" in done.stderr
+    saved, renamed, forged = (here.folder / name for name in ("saved", "renamed", "forged"))
+    here.run("python", program("records.py"), saved, "1", "2").assert_ok()
+    shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
+    step_folder(renamed, 2).rename(step_folder(renamed, 9))
+    folder = step_folder(shutil.copytree(saved, forged), 2)
+    torch.save([Touch()], folder / "ranks.pt")
+    entries = json.loads((folder / "manifest.json").read_text())
+    content = (folder / "ranks.pt").read_bytes()
+    entries["ranks.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(entries))
+    proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    (folder / "COMPLETE").write_text(proof)
+    for run in (renamed, forged):
+        done = here.run("python", program("records.py"), run, "1", "4")
+        assert done.code in (1, 2), done.stdout
+        assert "step_0000000" in done.stderr
     assert not (here.folder / "run-code").exists()
 
 
@@ -498,11 +506,9 @@ def test_failing_disk_starts_nothing_anew(here: Here) -> None:
     assert complete.is_symlink()
 
 
-def test_checkpoint_commands(here: Here) -> None:
+def test_checkpoint_commands(here: Here, sharded: Path) -> None:
     """`mpiddp checkpoints` lists, verifies, prunes and exports checkpoints."""
-    save = (program("sharded_script.py"), "save", "run", "sharded")
-    here.run("launch", *here.where(2), *save).assert_ok()
-    run = here.folder / "run"
+    run = shutil.copytree(sharded, here.folder / "run")
     shutil.copytree(step_folder(run, 2), step_folder(run, 3))
     flip_a_bit(step_folder(run, 3) / "shard_00000.pt")
     cut(step_folder(run, 1) / "model.pt")
