@@ -154,7 +154,7 @@ def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
 def test_torchrun_with_a_name_as_master(hosts: Hosts) -> None:
     """`torchrun … -m mpiddp train` works with a master whose own name resolves to 127.0.1.1."""
     train = "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=4 --epochs=1"
-    where = "--nnodes=2 --nproc-per-node=2 --master-addr=node0 --master-port=29512"
+    where = "--nnodes=2 --nproc-per-node=1 --master-addr=node0 --master-port=29512"
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where.split()]
     job = [*train.split(), "--steps-per-epoch=2", "--out=run"]
     agents = [
@@ -163,7 +163,7 @@ def test_torchrun_with_a_name_as_master(hosts: Hosts) -> None:
     ]
     # The agents' exit codes are ignored: on a busy machine node0's was 1 once.
     outputs = [agent.communicate() for agent in agents]
-    assert "4 on 2 hosts (node0 2, node1 2)" in "".join(out for out, _ in outputs), outputs
+    assert "2 on 2 hosts (node0 1, node1 1)" in "".join(out for out, _ in outputs), outputs
     assert (hosts.folder / "run" / "summary.json").exists()
 
 
@@ -208,21 +208,19 @@ def left(engine: Hosts) -> list[str]:
 @every_mpi
 def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
     """In a job of Grid Engine, every MPI starts the ranks on the job's slots, without ssh."""
-    job = program("reduces.py" if mpi == "openmpi5" else "identity.py")
-    done = qsub("--mpirun", mpirun_of(mpi), job, pe="fill", slots="6")
+    done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill", slots="6")
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
     first, *rest = placed(done)
     other = {"node0": "node1", "node1": "node0"}  # the job may begin on either host
     assert [first, *rest] in (expected, [(other[host], *place) for host, *place in expected])
     assert done.said[0].startswith("no hosts given: using Grid Engine job ")
-    assert {rank.get("sum", 21) for rank in done.records} == {21}
 
 
 def test_a_user_of_grid_engine(engine: Hosts, qsub: Callable[..., Done]) -> None:
     """In a job of Grid Engine, a user without root gets the same."""
     engine.folder.chmod(0o777)
-    done = qsub(program("identity.py"), user=USER)
-    assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
+    done = qsub(program("reduces.py"), user=USER)
+    assert [(rank["user"], rank["sum"]) for rank in done.assert_ok().records] == [(USER, 6)] * 3
 
 
 # mpirun and its qrsh die at once, and nothing tells the ranks.

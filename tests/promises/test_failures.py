@@ -102,14 +102,32 @@ def test_victims_that_catch_the_error(here: Here) -> None:
     assert is_named(here, done, "kill"), done.stderr
 
 
+ENDS_LATE = """
+import atexit, os, threading, time
+def act():
+    time.sleep(0.5)
+    END
+if os.environ["RANK"] == "1":
+    START
+"""
+THREAD = "threading.Thread(target=act).start()"
+
+
 @pytest.mark.parametrize(
-    ("how", "end"), [("kill", "kill"), ("os._exit", "exit"), ("os._exit in atexit", "exit")]
+    ("end", "start", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", THREAD, "kill"),
+        ("os._exit(3)", THREAD, "exit"),
+        ("os._exit(3)", "atexit.register(act)", "exit"),
+    ],
+    ids=["kill", "exit", "exit in atexit"],
 )
-def test_the_end_after_the_main_part(here: Here, how: str, end: str) -> None:
+def test_the_end_after_the_main_part(here: Here, end: str, start: str, how: str) -> None:
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
-    done = here.run("launch", *here.where(2), program("ends_late.py"), how)
+    script = here.script(ENDS_LATE.replace("END", end).replace("START", start))
+    done = here.run("launch", *here.where(2), script)
     assert done.code == 1
-    assert is_named(here, done, end), done.stderr
+    assert is_named(here, done, how), done.stderr
 
 
 RECORDED = """

@@ -120,10 +120,8 @@ def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequ
         file.write_text(f"node1 slots=2 user={USER} port={PORT}\nnode0 slots=1\n")
         done = hosts.run("launch", "--hostfile", str(file), program("identity.py"), mpi=mpi)
         ranks = done.assert_ok().records
-        assert [(rank["host"], rank["user"]) for rank in ranks] == [
-            *[("node1", USER)] * 2,
-            ("node0", "root"),
-        ]
+        placed = [(rank["host"], rank["user"]) for rank in ranks]
+        assert placed == [*[("node1", USER)] * 2, ("node0", "root")]
         for line, fault in ((f"user={USER}", "refused"), (f"port={PORT}", "publickey")):
             file.write_text(f"node1 {line} slots=1\nnode0 slots=1\n")
             done = hosts.run("launch", "--hostfile", str(file), program("identity.py"), mpi=mpi)
@@ -137,12 +135,8 @@ def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequ
 
 @pytest.fixture(scope="module")
 def odd() -> Iterator[Cluster]:
-    layout = Layout(
-        interfaces=("eth0", "ens5", "enp3s0"),
-        own_name_is_loopback=True,
-        decoys=("docker0", "virbr0"),
-        dead_network=True,
-    )
+    odd = {"own_name_is_loopback": True, "decoys": ("docker0", "virbr0"), "dead_network": True}
+    layout = Layout(interfaces=("eth0", "ens5", "enp3s0"), **odd)
     with test_cluster.up_or_skip(3, layout=layout) as up:
         yield up
 
@@ -162,11 +156,8 @@ def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
     job = program("reduces.py" if mpi == "openmpi5" else "identity.py")
     done = odd_hosts.run("launch", "-v", *where, job, mpi=mpi)
     ranks = done.assert_ok().records
-    assert [(rank["host"], rank["interface"]) for rank in ranks] == [
-        *[("node1", "ens5")] * 2,
-        ("node0", "eth0"),
-        ("node2", "enp3s0"),
-    ]
+    placed = [(rank["host"], rank["interface"]) for rank in ranks]
+    assert placed == [*[("node1", "ens5")] * 2, ("node0", "eth0"), ("node2", "enp3s0")]
     master = odd_hosts["node1"].address
     assert {(rank["master"], rank.get("sum", 10)) for rank in ranks} == {(master, 10)}
     assert "node1's own name resolves to 127.0.1.1" in done.stdout  # -v has the reason
@@ -184,10 +175,8 @@ def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
 
 def test_an_interface_that_one_host_lacks(odd_hosts: Hosts) -> None:
     """If one host lacks the interface of --interface, nothing starts, and the error names the host."""
-    done = odd_hosts.run(
-        "launch", "--interface", "eth0", "-H", "node0:1,node1:1", program("identity.py")
-    )
-    (sentence,) = refusal(done)
+    options = ("--interface", "eth0", "-H", "node0:1,node1:1")
+    (sentence,) = refusal(odd_hosts.run("launch", *options, program("identity.py")))
     assert re.fullmatch(error("interface", '"eth0"', "node1", "ens5"), sentence), sentence
 
 
@@ -324,11 +313,11 @@ def test_every_launcher_trains_the_same_bits(
 
 @pytest.mark.parametrize(
     ("launcher", "way"),
-    [("openmpi5", ()), ("torchrun-c10d", ()), ("torchrun-c10d", RUN), ("srun", RUN)],
+    [("openmpi5", ()), ("torchrun-c10d", ()), ("srun", RUN)],
     indirect=["launcher"],
 )
 def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> None:
-    """A script for torchrun runs unchanged under every kind of launcher, with or without `mpiddp run`."""
+    """A script for torchrun runs unchanged under every kind of launcher."""
     _, run = launcher
     stdout = run(*way, EXAMPLE, "--backend", "gloo")
     # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.

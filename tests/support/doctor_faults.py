@@ -93,10 +93,9 @@ def prepared() -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class Report:
-    """What the doctor says: its exit code, the duration, and its lines that are not ok, by their status."""
+    """What the doctor says: its exit code, and its lines that are not ok, by their status."""
 
     code: int
-    seconds: float
     warnings: list[str]  # and failures
     unknown: list[str]
 
@@ -111,7 +110,7 @@ def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> Report:
     said: dict[str, list[str]] = {"ok": [], "warn": [], "fail": [], "unknown": []}
     for line in result["lines"]:
         said[line["status"]].append(" ".join(map(str, line.values())))
-    return Report(done.returncode, result["seconds"], said["warn"] + said["fail"], said["unknown"])
+    return Report(done.returncode, said["warn"] + said["fail"], said["unknown"])
 
 
 def shell(host: Host, script: str, stdin: str | None = None) -> None:
@@ -256,6 +255,7 @@ def _in_etc_hosts(name: str, before: str, after: str) -> Inject:
 
 
 OTHER_TORCH = {"torch": "raise ImportError('no libcudart')"}
+BLACKHOLE, SET_MTU = "blackhole 10.77.0.3/32", "ip link set dev eth0 mtu"
 FAULTS: Mapping[str, Fault] = {
     "wrong key": Fault("node1", r"\(publickey\).*ssh-copy-id", on("node1", faults.key_refused)),
     "unknown host key": Fault(
@@ -343,22 +343,10 @@ FAULTS: Mapping[str, Fault] = {
     "blackholed route": Fault(
         "node3",
         "node3 → node2.*no route|node2 → node3.*no answer",
-        on(
-            "node3",
-            shelled,
-            "ip route add blackhole 10.77.0.3/32",
-            "ip route del blackhole 10.77.0.3/32",
-        ),
+        on("node3", shelled, f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),
     ),
     "small MTU": Fault(
-        "node3",
-        "MTU is 1400",
-        on(
-            "node3",
-            shelled,
-            "ip link set dev eth0 mtu 1400",
-            "ip link set dev eth0 mtu 1500",
-        ),
+        "node3", "MTU is 1400", on("node3", shelled, f"{SET_MTU} 1400", f"{SET_MTU} 1500")
     ),
     "skewed clock": Fault("node3", "clock.*ahead", on("node3", clock_ahead)),
     "low nofile": Fault("node3", "256 files", on("node3", limited, "nofile", 256)),

@@ -102,20 +102,6 @@ def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return run_command([sys.executable, "-m", "mpiddp", *arguments], ROOT, **extra)
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun --nproc-per-node RANKS ARGUMENTS…`, whose result ours is compared with."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), *arguments],
-        env=clean_env(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-
-
 def script(folder: Path, text: str) -> str:
     """Write a script with this text into the folder, and return its path."""
     path = folder / "script.py"
