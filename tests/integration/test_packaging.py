@@ -1,6 +1,8 @@
 """`pip install mpiddp` brings the launcher alone. It works without torch, and a verb names what it lacks.
 
-Tests setup.py, mpiddp/cli.py.
+What an import loads; what the unit tests need; and that the files of examples/kubernetes agree.
+
+Tests setup.py, mpiddp/cli.py, examples/kubernetes.
 python -m pytest tests/integration/test_packaging.py
 """
 
@@ -11,11 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
-from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mpiddp
 from tests.support import ranks
@@ -28,13 +32,9 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 BUILD = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w")
 
 
-def run(
-    *command: object, cwd: Path | None = None, path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = clean_env()
     del env["PYTHONPATH"]  # it names this checkout
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -67,26 +67,14 @@ def sdist(wheel: Path) -> Path:
     return next(folder.glob("*.tar.gz"))
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
-def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that has this package and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
-    assert run(sys.executable, "-m", "venv", "--without-pip", folder).returncode == 0
-    python, tools = folder / "bin/python", folder / "tools"
-    link_setuptools(tools)
-    install = ("install", "--no-index", "--no-build-isolation")
-    file = request.getfixturevalue(request.param)
-    installed = run(*PIP, "--python", python, *install, file, path=tools)
+    venv.create(folder)
+    installed = run(*PIP, "--python", folder / "bin/python", "install", "--no-index", wheel)
     assert installed.returncode == 0, installed.stderr
     return folder / "bin"
-
-
-def link_setuptools(folder: Path) -> None:
-    """Link what builds an sdist, which pip would download, into a folder of its own."""
-    folder.mkdir()
-    site_packages = Path(str(distribution("setuptools").locate_file("")))
-    for path in (*site_packages.glob("setuptools*"), site_packages / "_distutils_hack"):
-        (folder / path.name).symlink_to(path)
 
 
 def files(wheel: Path) -> set[str]:
@@ -164,3 +152,84 @@ def test_a_module_that_a_script_lacks_is_the_scripts_own_error(tmp_path: Path) -
     done = run(sys.executable, "-m", "mpiddp", "run", "script.py", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: No module named 'numpy.")
+
+
+# --- what an import loads. import-linter holds what the launcher may import ---
+
+HEAVY = ("torch", "mpi4py", "numpy", "PIL", "bokeh")
+EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("from mpiddp import UserError, World", set()),
+        ("import mpiddp.cli, mpiddp.launch.main, mpiddp.hosts.main", set()),
+        ("import mpiddp.train.main, mpiddp.checkpoints.main, mpiddp.report.main", set()),
+        ("import mpiddp.runtime.agent, mpiddp.spawning.spawn", set()),
+        (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
+    ],
+)
+def test_what_an_import_loads(statement: str, heavy: set[str]) -> None:
+    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
+    done = run(sys.executable, "-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == heavy
+
+
+NEEDED = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+
+
+@pytest.mark.slow
+def test_the_unit_tests_need_python_and_pytest_alone(tmp_path: Path) -> None:
+    """They pass without an mpirun, too."""
+    venv.create(tmp_path)
+    [packages] = tmp_path.glob("lib/python*/site-packages")
+    for name in NEEDED:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin)
+        source = source.parent if source.name == "__init__.py" else source
+        (packages / source.name).symlink_to(source)
+    done = subprocess.run(
+        [tmp_path / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit"],
+        cwd=ROOT,
+        env={**clean_env(), "PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- Kubernetes ---
+
+KUBERNETES = ROOT / "examples" / "kubernetes"
+ENTRY = KUBERNETES / "entrypoint.sh"
+
+
+def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
+    job = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
+    assert f"SSH_KEYS:-{job['sshAuthMountPath']}}}" in ENTRY.read_text()
+    containers = {
+        name: each["template"]["spec"]["containers"][0]
+        for name, each in job["mpiReplicaSpecs"].items()
+    }
+    assert containers["Worker"]["args"] == ["worker"]
+    assert containers["Launcher"]["args"][:2] == ["mpiddp", "launch"]
+    image = (KUBERNETES / "Dockerfile").read_text()
+    for used in re.findall(r"/opt/mpiddp/([\w./]+)", image):
+        assert (ROOT / used).exists(), used
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", image, re.M) for name in line.split()}
+    assert copied >= {*SOURCES, "constraints.txt", str(ENTRY.relative_to(ROOT))}
+    (extras,) = re.findall(r"/opt/mpiddp\[([\w,]+)\]", image)
+    assert set(extras.split(",")) == {"train", "openmpi"}  # pip ignores one that setup.py lacks
+    assert ENTRY.stat().st_mode & 0o111
+
+
+def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path: Path) -> None:
+    done = run("env", f"HOME={tmp_path}", f"SSH_KEYS={tmp_path}/none", ENTRY, "true")
+    where = f"Set sshAuthMountPath: {tmp_path}/none in the MPIJob."
+    assert done.returncode == 2
+    assert done.stderr == f"entrypoint.sh: no key pair in {tmp_path}/none. {where}\n"
