@@ -136,14 +136,14 @@ def test_two_ranks_of_one_gpu_sum_and_average_gradients() -> None:
     assert result(run(mpirun_command(2, RANKS, "sum"))) == {"sum": 3.0, "gradient": 0.5}
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how: str) -> None:
     output = run([*LAUNCH, "-H", "localhost:1", "--grace=2s", RANKS, "fail", how], 1)
     assert "planned failure" in output
     assert "rank 0" in output
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how: str) -> None:
     with running(mpirun_command(2, RANKS, "fail", how)) as process:
         assert process.stdout is not None
@@ -262,7 +262,7 @@ def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path
     assert abs(synced - one) < abs(apart - one) / 10
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=needs_gpu), 2])
 def test_cuda_graphs_compute_the_losses_without_them(tmp_path: Path, passes: int) -> None:
     """torch silently runs without graphs where it cannot capture them."""
     steps = size(30, 2)

@@ -25,8 +25,16 @@ from tests.programs.prints_lines import LAST_WORDS, PARTS
 from tests.support.cluster.slurm import Slurm
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
-from tests.support.place import Done, Here, Hosts, Place, eventually, every_mpi, program
-from tests.support.place import here_and_on_hosts as on_both
+from tests.support.place import (
+    MPIS,
+    Done,
+    Here,
+    Hosts,
+    Place,
+    eventually,
+    every_mpi_on_hosts,
+    program,
+)
 from tests.support.ranks import clean_env
 
 HOST = socket.gethostname()
@@ -52,8 +60,7 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
         assert text.count("<") == len(hosts) * PARTS // 2
 
 
-@every_mpi
-@on_both
+@every_mpi_on_hosts
 def test_lines_are_whole(place: Place, mpi: str) -> None:
     """Lines arrive whole, with their rank in front. A killed rank loses none. Each host keeps log files."""
     logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
@@ -336,8 +343,11 @@ def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, word
 # --- stdin ---
 
 
-@every_mpi
-@pytest.mark.parametrize("way", [(), ("--", sys.executable)], ids=["script", "command"])
+@pytest.mark.parametrize(
+    ("mpi", "way"),
+    [*((mpi, ()) for mpi in MPIS), ("openmpi5", ("--", sys.executable))],
+    indirect=["mpi"],
+)
 def test_stdin_is_that_of_rank_0(here: Here, mpi: str, way: tuple[str, ...]) -> None:
     """Rank 0 reads the launcher's stdin, line by line as in a conversation. Other ranks have no stdin."""
     options = ("--mpirun", mpirun_of(mpi), *here.where(2))

@@ -24,8 +24,16 @@ from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import MPIS, Done, Here, Hosts, Place, every_mpi, program
-from tests.support.place import here_and_on_hosts as on_both
+from tests.support.place import (
+    MPIS,
+    Done,
+    Here,
+    Hosts,
+    Place,
+    every_mpi,
+    every_mpi_on_hosts,
+    program,
+)
 from tests.support.ranks import ROOT, mpirun_command, own_lines
 
 RUN = ("-m", "mpiddp", "run")
@@ -39,8 +47,7 @@ def refusal(done: Done) -> list[str]:
     return done.stderr.splitlines()
 
 
-@every_mpi
-@on_both
+@every_mpi_on_hosts
 def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
     """One command starts a rank on every slot, with the script's arguments and the launcher's folder."""
     done = place.run("launch", *place.where(3), program("identity.py"), "-n", "5", mpi=mpi)
@@ -122,9 +129,11 @@ def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequ
         ranks = done.assert_ok().records
         placed = [(rank["host"], rank["user"]) for rank in ranks]
         assert placed == [*[("node1", USER)] * 2, ("node0", "root")]
+        if mpi != "openmpi5":
+            return
         for line, fault in ((f"user={USER}", "refused"), (f"port={PORT}", "publickey")):
             file.write_text(f"node1 {line} slots=1\nnode0 slots=1\n")
-            done = hosts.run("launch", "--hostfile", str(file), program("identity.py"), mpi=mpi)
+            done = hosts.run("launch", "--hostfile", str(file), program("identity.py"))
             (sentence,) = refusal(done)
             assert sentence.startswith("ssh node1: "), sentence
             assert fault in sentence  # so the job above shows that both reach ssh

@@ -181,39 +181,32 @@ def test_sync_bn(here: Here) -> None:
     assert difference(weights("plain", 2), alone) > 4e-3  # the test can fail
 
 
-def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
-    """fsdp has the losses of ddp, and each rank holds only its share of the state."""
+def halves_the_state(place: Place, where: tuple[str, ...], ranks: int, parallel: str) -> None:
+    """This parallelism has the losses of ddp, and each rank holds half of the state."""
     found = {}
-    for parallel, share in (("ddp", 1), ("fsdp", 1 / 2)):
-        folder = here.folder / parallel
+    for name, share in (("ddp", 1), (parallel, 1 / 2)):
+        folder = place.folder / name
         folder.mkdir()
-        job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=30")
-        options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
-        here.run("launch", *here.where(2), *job, *options).assert_ok()
-        found[parallel] = losses(folder / "run")
-        for rank in (0, 1):
+        job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=20")
+        options = (f"--parallel={name}", "--lr=0.001", f"--out={folder}/run")
+        place.run("launch", *where, *job, *options).assert_ok()
+        found[name] = losses(folder / "run")
+        for rank in range(ranks):
             own, one_copy = map(int, (folder / f"bytes_{rank}").read_text().split())
             assert one_copy == 3 * 4 * summary(folder / "run")["num_parameters"]
             assert own == pytest.approx(share * one_copy, rel=0.1)
-    assert found["fsdp"] == pytest.approx(found["ddp"], rel=1e-5)
-    assert found["ddp"][1] != pytest.approx(found["ddp"][30], rel=0.01)  # it has trained
+    assert found[parallel] == pytest.approx(found["ddp"], rel=1e-5)
+    assert found["ddp"][1] != pytest.approx(found["ddp"][20], rel=0.01)  # it has trained
+
+
+def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
+    """fsdp has the losses of ddp, and each rank holds only its share of the state."""
+    halves_the_state(here, here.where(2), 2, "fsdp")
 
 
 def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
     """hsdp has the losses of ddp, and shards within each host. It refuses hosts with unequal ranks."""
-    where = ("-H", "node0:2,node1:2")
-    found = {}
-    for parallel, share in (("ddp", 1), ("hsdp", 1 / 2)):
-        folder = hosts.folder / parallel
-        folder.mkdir()
-        job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=10")
-        options = (f"--parallel={parallel}", "--lr=0.001", f"--out={folder}/run")
-        hosts.run("launch", *where, *job, *options).assert_ok()
-        found[parallel] = losses(folder / "run")
-        for rank in range(4):
-            own, one_copy = map(int, (folder / f"bytes_{rank}").read_text().split())
-            assert own == pytest.approx(share * one_copy, rel=0.1)
-    assert found["hsdp"] == pytest.approx(found["ddp"], rel=1e-5)
+    halves_the_state(hosts, ("-H", "node0:2,node1:2"), 4, "hsdp")
     unequal_hosts = ("-H", "node0:2,node1:1", *TRAIN, "--use-syn", "--parallel=hsdp", "--out=no")
     refused = hosts.run("launch", *unequal_hosts)
     assert refused.code == 2, refused.stderr

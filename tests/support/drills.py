@@ -55,11 +55,11 @@ class Right:
 _TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 2 --save-every 5 --epochs 2"
 RIGHT = {
     "mpiddp train": Right((*_TRAIN.split(), "--steps-per-epoch", "20", "--out", "{out}")),
-    "Lightning": Right((f"{FOLDER}/lightning_training.py", "{out}"), "lightning"),
+    "Lightning": Right((f"{FOLDER}/lightning_training.py", "{out}"), "lightning", "kill-in-save"),
     "transformers": Right(
         (f"{FOLDER}/transformers_training.py", "{out}", "24"), "transformers", "kill"
     ),
-    "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate"),
+    "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate", "kill-in-save"),
     "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),
     "plain": Right((SCRIPT, "{out}"), faults="kill,kill-in-save,full,hang,launcher,timeout"),
 }  # fmt: skip

@@ -45,6 +45,9 @@ DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_ex
 
 every_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
 here_and_on_hosts = pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+every_mpi_on_hosts = pytest.mark.parametrize(
+    ("place", "mpi"), [("here", "openmpi5"), *(("hosts", mpi) for mpi in MPIS)], indirect=True
+)
 
 Arg = str | os.PathLike[str]
 
