@@ -415,7 +415,7 @@ def test_a_script_that_uses_mpi4py(here: Here) -> None:
     """A script under mpirun may use mpi4py after mpiddp.init(keep_mpi=True). Otherwise the import fails."""
     kept = here.run(*mpirun_command(2, here.script(KEEPS_MPI))).assert_ok()
     assert kept.lines == ["2", "2"]
-    done = here.run(*mpirun_command(1, *RUN, here.script(USES_MPI)))
+    done = here.run(*mpirun_command(2, *RUN, here.script(USES_MPI)))
     assert done.code == 1
     assert "ImportError" in done.stderr
     assert "keep_mpi=True" in done.stderr

@@ -257,7 +257,7 @@ def test_seed(here: Here) -> None:
     found = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         options = ("--steps-per-epoch=3", f"--seed={seed}", f"--out={name}")
-        train(here, 2, *SYNTHETIC, *options).assert_ok()
+        train(here, 1, *SYNTHETIC, *options).assert_ok()
         found[name] = contents(here.folder / name, 3)
     assert unequal(found["again"], found["one"]) == []
     assert unequal(found["other"]["model"], found["one"]["model"]) != []
@@ -304,13 +304,9 @@ def test_diverged_training_is_not_saved(here: Here) -> None:
     options = (*SYNTHETIC, "--steps-per-epoch=6", "--save-every=2", "--keep=9")
     options += ("--check-divergence=4",)
     job = (program("faulty_training.py"), "flip", "momentum", "1", "4", *options, "--out=faulty")
-    done = here.run("launch", *here.where(2), *job)
-    assert done.code == 1, done.stdout
-    assert "momentum_buffer of fc.weight (1 of 118 tensors)" in done.stderr
-    assert steps_kept(here.folder / "faulty") == [2]
-    shutil.rmtree(here.folder / "faulty")
     done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
-    assert "resuming from" in done.stdout
+    assert "momentum_buffer of fc.weight (1 of 118 tensors)" in done.stderr
+    assert re.search("resuming from .*step 2$", done.stdout, re.MULTILINE), done.stdout
     train(here, 2, *options[:-1], "--out=sound").assert_ok()
     sound = contents(here.folder / "sound", 6)
     assert unequal(contents(here.folder / "faulty", 6), sound) == []
