@@ -16,7 +16,7 @@ STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")
 PITFALLS = ROOT / "examples/pitfalls"
 
 
-def test_the_example_adds_fewer_than_ten_lines() -> None:
+def test_the_example_adds_fewer_than_ten_lines():
     texts = [path.read_text().partition('"""\n\n')[2].splitlines() for path in (PLAIN, EXAMPLE)]
     differences = list(difflib.ndiff(*texts))
     added = [line for line in differences if line.startswith("+ ") and line[2:].strip()]
@@ -25,7 +25,7 @@ def test_the_example_adds_fewer_than_ten_lines() -> None:
     assert removed == ["-     for step in range(1, STEPS + 1):"]
 
 
-def test_the_page_shows_the_lines_of_the_example() -> None:
+def test_the_page_shows_the_lines_of_the_example():
     page = (ROOT / "docs/your-own-script.md").read_text()
     example_lines = {line.strip() for line in EXAMPLE.read_text().splitlines()}
     for step in ("## 1. ", "## 3. "):
@@ -35,7 +35,7 @@ def test_the_page_shows_the_lines_of_the_example() -> None:
         assert lines <= example_lines, step
 
 
-def test_the_page_shows_lines_that_each_step_adds() -> None:
+def test_the_page_shows_lines_that_each_step_adds():
     page = (SERIES / "README.md").read_text()
     for number, (before, after) in enumerate(pairwise(STEPS), 2):
         section = page.partition(f" to {number}: ")[2].partition("\n## ")[0]
@@ -49,6 +49,6 @@ def stripped(text: str) -> set[str]:
     return {line.strip() for line in text.splitlines()} - {""}
 
 
-def test_the_page_of_the_pitfalls_names_each_script() -> None:
+def test_the_page_of_the_pitfalls_names_each_script():
     page = (PITFALLS / "README.md").read_text()
     assert [path.name for path in PITFALLS.glob("*.py") if f"]({path.name})" not in page] == []

@@ -67,12 +67,12 @@ def prose(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_out_of_the_site_lead_to_a_file(page: Path) -> None:
+def test_links_out_of_the_site_lead_to_a_file(page):
     for link in re.findall(r"]\(([^)\s#]+)", prose(page)):
         assert re.match("https?:", link) or (page.parent / link).exists(), link
 
 
-def test_files_name_only_pages_that_exist() -> None:
+def test_files_name_only_pages_that_exist():
     """In docstrings, error sentences and comments."""
     grep = ["git", "grep", "-IohE", r"docs/[a-z/-]+\.(md|svg|png)"]
     found = set(subprocess.check_output(grep, cwd=ROOT, text=True).split())
@@ -80,18 +80,18 @@ def test_files_name_only_pages_that_exist() -> None:
     assert [each for each in sorted(found) if not (ROOT / each).exists()] == []
 
 
-def test_the_command_that_runs_a_test_alone_names_its_file() -> None:
+def test_the_command_that_runs_a_test_alone_names_its_file():
     for file in (ROOT / "tests").rglob("test_*.py"):
         head = ast.get_docstring(ast.parse(file.read_text())) or ""
         named = re.findall(r"python -m pytest (tests/\S+)", head)
         assert [path for path in named if not (ROOT / path).exists()] == [], file
 
 
-def test_the_pages_of_known_failures_are_current() -> None:
+def test_the_pages_of_known_failures_are_current():
     assert troubleshooting.PAGE.read_text() == troubleshooting.text()
 
 
-def test_every_variable_in_use_has_a_row() -> None:
+def test_every_variable_in_use_has_a_row():
     page = (ROOT / "docs/reference.md").read_text()
     table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]+ \|){3}$", page, re.MULTILINE)
     files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
@@ -142,7 +142,7 @@ def is_default(written: str, actual: object) -> bool:
     return written.split(":")[0].strip("`") == str(actual)
 
 
-def test_the_table_of_launch_has_every_option_with_its_default() -> None:
+def test_the_table_of_launch_has_every_option_with_its_default():
     actual = defaults(option_parser()) | numbers_of_help(option_parser())
     left_out = {"-h", "--help", "-m", "--verbose", "--help-all"}
     written: dict[str, str] = {}
@@ -158,7 +158,7 @@ def test_the_table_of_launch_has_every_option_with_its_default() -> None:
     assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
 
 
-def test_the_tables_of_train_have_no_other_option() -> None:
+def test_the_tables_of_train_have_no_other_option():
     actual = defaults(train_parser())
     table = rows("docs/train.md", "| option | default | meaning |")
     table += rows("docs/parallelism.md", "| option | under fsdp and hsdp |")
@@ -180,13 +180,13 @@ def says(text: str, actual: object) -> bool:
     return text.strip("`") in (("off", "none") if off else (str(actual),))
 
 
-def test_the_table_of_python_has_every_public_name() -> None:
+def test_the_table_of_python_has_every_public_name():
     cells = [name for name, _ in rows("docs/reference.md", "| name | does |")]
     names = [name for cell in cells for name in re.findall(r"\w+(?=`)", cell)]
     assert sorted(names) == mpiddp.__all__
 
 
-def test_the_exit_codes_are_those_of_the_program() -> None:
+def test_the_exit_codes_are_those_of_the_program():
     written = {
         int(code): name
         for code, name, *_ in rows("docs/reference.md", "| code | name | means | what to do |")
@@ -198,7 +198,7 @@ def test_the_exit_codes_are_those_of_the_program() -> None:
     assert epilog == f"Exit codes: {', '.join(f'{code} {name}' for code, name in written.items())}."
 
 
-def test_the_limits_of_the_failures_page_are_the_defaults() -> None:
+def test_the_limits_of_the_failures_page_are_the_defaults():
     actual = defaults(option_parser())
     for flag, default, *_ in rows(
         "docs/failures.md", "| limit | default | applies to | afterwards |"
@@ -207,7 +207,7 @@ def test_the_limits_of_the_failures_page_are_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_python_of_the_pages_is_python_and_its_names_exist(page: Path) -> None:
+def test_python_of_the_pages_is_python_and_its_names_exist(page):
     code = [block.text for block in blocks(page) if block.kind == "python"]
     for text in code:
         ast.parse(text if not text.startswith(" ") else f"if True:\n{text}")
@@ -220,7 +220,7 @@ def test_python_of_the_pages_is_python_and_its_names_exist(page: Path) -> None:
 # ---- versions
 
 
-def test_every_python_that_setup_py_claims_has_passed() -> None:
+def test_every_python_that_setup_py_claims_has_passed():
     """With the launcher alone; the oldest and the newest of them with torch, too."""
     minors = re.search(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())
     assert minors is not None
@@ -245,10 +245,7 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines += re.findall(r"^    +(.*\bmpiddp .*)$", prose(page), re.MULTILINE)
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
-        if found := re.search(
-            rf"(?:^|\s)mpiddp ((?:{'|'.join(VERBS)}) .*)",
-            line,
-        ):
+        if found := re.search(rf"(?:^|\s)mpiddp ((?:{'|'.join(VERBS)}) .*)", line):
             lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|&;><")
             lexer.whitespace_split = True
             try:
@@ -315,11 +312,11 @@ def unknown(words: list[str], known: frozenset[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_have_options_that_exist(page: Path) -> None:
+def test_commands_have_options_that_exist(page):
     assert [(words, wrong) for words in commands(page) if (wrong := wrong_options(words))] == []
 
 
-def test_each_help_opens_with_two_examples() -> None:
+def test_each_help_opens_with_two_examples():
     for verb in VERBS:
         head = re.split(
             r"^(?:options|positional arguments|  scaling)", help_text(verb), flags=re.M
@@ -387,7 +384,7 @@ def not_in_tests(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=named)
-def test_commands_are_run_or_marked(page: Path) -> None:
+def test_commands_are_run_or_marked(page):
     wrong = {command: missing for command in unmarked(page) if (missing := not_in_tests(command))}
     assert wrong == {}
     if MARK in (text := page.read_text()):

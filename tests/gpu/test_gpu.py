@@ -101,13 +101,13 @@ def images(folder: Path) -> list[str]:
 
 
 @needs_gpu
-def test_nvidia_smi_and_torch_name_the_same_gpus() -> None:
+def test_nvidia_smi_and_torch_name_the_same_gpus():
     count = torch.cuda.device_count()
     assert gpu_names() == [torch.cuda.get_device_name(index) for index in range(count)]
 
 
 @needs_gpu
-def test_convolutions_in_fp32_use_tf32_and_matrix_products_do_not() -> None:
+def test_convolutions_in_fp32_use_tf32_and_matrix_products_do_not():
     def error(of: Any, *inputs: Tensor) -> float:
         exact = of(*inputs)
         found = of(*(each.float().cuda() for each in inputs)).double().cpu()
@@ -122,7 +122,7 @@ def test_convolutions_in_fp32_use_tf32_and_matrix_products_do_not() -> None:
     assert error(lambda a, b: F.conv2d(a, b, padding=1), batch, weights) > 5e-5
 
 
-def test_the_group_forms_on_the_ranks_gpu_ends_and_forms_again() -> None:
+def test_the_group_forms_on_the_ranks_gpu_ends_and_forms_again():
     found = result(run([*LAUNCH, "-H", "localhost:1", RANKS, "group"]))
     backend, device = ("nccl", "cuda:0") if ON_GPU else ("gloo", "cpu")
     bound = device if ON_GPU else "None"
@@ -132,19 +132,19 @@ def test_the_group_forms_on_the_ranks_gpu_ends_and_forms_again() -> None:
     assert found["is_destroyed"]
 
 
-def test_two_ranks_of_one_gpu_sum_and_average_gradients() -> None:
+def test_two_ranks_of_one_gpu_sum_and_average_gradients():
     assert result(run(mpirun_command(2, RANKS, "sum"))) == {"sum": 3.0, "gradient": 0.5}
 
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
-def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how: str) -> None:
+def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how):
     output = run([*LAUNCH, "-H", "localhost:1", "--grace=2s", RANKS, "fail", how], 1)
     assert "planned failure" in output
     assert "rank 0" in output
 
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
-def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how: str) -> None:
+def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
     with running(mpirun_command(2, RANKS, "fail", how)) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -163,7 +163,7 @@ def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_the_number_of_ranks_follows_the_visible_gpus() -> None:
+def test_the_number_of_ranks_follows_the_visible_gpus():
     def group(*where: str, **env: str) -> dict[str, Any]:
         groups: list[dict[str, Any]] = result(run([*LAUNCH, *where, RANKS, "group"], **env))[
             "groups"
@@ -184,7 +184,7 @@ def test_the_number_of_ranks_follows_the_visible_gpus() -> None:
 # ---- training
 
 
-def test_ctrl_c_saves_and_the_resumed_run_equals_one_without_a_stop(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_resumed_run_equals_one_without_a_stop(tmp_path):
     options = [*TINY, NEVER, "--steps-per-epoch=100000", "--deterministic"]
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
     job = ("-m", "mpiddp", "train", f"--out={stopped}", *options)
@@ -199,7 +199,7 @@ def test_ctrl_c_saves_and_the_resumed_run_equals_one_without_a_stop(tmp_path: Pa
     assert_equal(stopped, straight, saved + 5)
 
 
-def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path: Path) -> None:
+def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     device = torch.device("cuda" if ON_GPU else "cpu")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
@@ -224,7 +224,7 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path: Path)
             assert unequal([each.cpu() for each in found], expected) == []
 
 
-def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path: Path) -> None:
+def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path):
     """The first run saves at every step while it trains on: no later step changes what is being copied."""
     arch = f"--arch=resnet{size(50, 18)}"
     steps = ["--epochs=1", "--steps-per-epoch=8", "--log-every=1", "--keep=100"]
@@ -238,7 +238,7 @@ def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("amp", ["auto", pytest.param("fp16", marks=needs_gpu)])
-def test_two_ranks_save_and_resume_exactly(tmp_path: Path, amp: str) -> None:
+def test_two_ranks_save_and_resume_exactly(tmp_path, amp):
     """With fp16 a run resumes with its gradient scale."""
     options = ["--use-syn", "--arch=resnet20", "--batch-size=16", "--deterministic", f"--amp={amp}"]
     options += ["--epochs=1", "--steps-per-epoch=6", "--log-every=1", NEVER]
@@ -250,7 +250,7 @@ def test_two_ranks_save_and_resume_exactly(tmp_path: Path, amp: str) -> None:
 
 
 @needs_gpu
-def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path: Path) -> None:
+def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path):
     source = [word for word in images(tmp_path) if not word.startswith("--batch-size")]
     options = [*source, "--global-batch-size=16", "--arch=resnet18", "--amp=off", "--epochs=1"]
     options += ["--steps-per-epoch=2", "--lr=0.05", "--log-every=1", NEVER]
@@ -263,7 +263,7 @@ def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path
 
 
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=needs_gpu), 2])
-def test_cuda_graphs_compute_the_losses_without_them(tmp_path: Path, passes: int) -> None:
+def test_cuda_graphs_compute_the_losses_without_them(tmp_path, passes):
     """torch silently runs without graphs where it cannot capture them."""
     steps = size(30, 2)
     options = ["--use-syn", "--arch=resnet20", f"--batch-size={size(128, 4)}", "--epochs=1"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -20,12 +19,12 @@ from mpiddp.train.options import option_parser as train_parser
 from tests.support.ranks import ROOT, run_command
 
 
-def test_a_command_has_a_limit() -> None:
+def test_a_command_has_a_limit():
     with pytest.raises(BenchJobFailed, match=r"it did not end within 0\.2 s\."):
         time_command([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
 
 
-def test_spread_and_tables() -> None:
+def test_spread_and_tables():
     values = [3.0, 1.0, 2.5]
     assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
     assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
@@ -33,13 +32,13 @@ def test_spread_and_tables() -> None:
     assert aligned(head, rows) == "a   number\nbc       1\nd       22"
 
 
-def test_a_source_that_is_far_faster_than_the_model_says_so() -> None:
+def test_a_source_that_is_far_faster_than_the_model_says_so():
     source = {"source": "cifar10", "images_per_s": spread([9000.0]), "times_model": 120.0}
     results = {"ranks": 1, "batch_size": 4, "arch": "a", "model_images_per_s": 75.0}
     assert loader.table({**results, "sources": [source]}).split()[-1] == ">10"
 
 
-def test_turns_change_their_order_in_every_round() -> None:
+def test_turns_change_their_order_in_every_round():
     order = list(turns("abc", 4, warmup=1))
     by_round = [[name for at, name in order if at == number] for number in range(5)]
     assert ["".join(names) for names in by_round] == ["abc", "cba", "bca", "acb", "cab"]
@@ -64,7 +63,7 @@ print(*set(last.values()))
 
 
 @pytest.mark.parametrize("name", ["scaling", "step"])
-def test_every_loop_reads_the_images_that_the_options_ask_for(name: str, tmp_path: Path) -> None:
+def test_every_loop_reads_the_images_that_the_options_ask_for(name, tmp_path):
     """--low-res-epochs was accepted, and the images were whole ones."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
     done = run_command([sys.executable, "-c", SIZES, name, *training], tmp_path)
@@ -77,7 +76,7 @@ SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_of_benchmarks_has_help_and_a_row(script: str) -> None:
+def test_every_script_of_benchmarks_has_help_and_a_row(script):
     done = run_command([sys.executable, "-m", f"benchmarks.{script}", "--help"])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")
@@ -90,7 +89,7 @@ def test_every_script_of_benchmarks_has_help_and_a_row(script: str) -> None:
         assert set(re.findall(r"--[a-z][a-z-]*|-H", command)) <= known, command
 
 
-def test_light_clients_speak_the_language_of_the_launcher(tmp_path: Path) -> None:
+def test_light_clients_speak_the_language_of_the_launcher(tmp_path):
     command = [sys.executable, "-m", "benchmarks.scale", "--ranks", "16", "--out", str(tmp_path)]
     done = run_command(command, ROOT)
     assert done.returncode == 0, done.stderr

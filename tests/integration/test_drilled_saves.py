@@ -10,7 +10,6 @@ import io
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def drilled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "kill", kill)
 
 
-def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:
+def test_a_script_that_saves_files_is_killed_within_one(tmp_path):
     """`mpiddp.Checkpoints` first saves a rank's own state into memory, where nothing can be torn."""
     _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save", in_files=True)))
     own = len(packed({"a": torch.ones(1)}))
@@ -51,13 +50,13 @@ def test_a_script_that_saves_files_is_killed_within_one(tmp_path: Path) -> None:
     assert 0 < (tmp_path / "model.pt").stat().st_size < own
 
 
-def test_a_script_that_saves_into_memory_alone_is_killed_there(tmp_path: Path) -> None:
+def test_a_script_that_saves_into_memory_alone_is_killed_there(tmp_path):
     _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save")))
     with pytest.raises(Killed):
         torch.save({"a": torch.ones(1)}, io.BytesIO())
 
 
-def test_a_full_disk_has_space_for_half_of_a_save(tmp_path: Path) -> None:
+def test_a_full_disk_has_space_for_half_of_a_save(tmp_path):
     """Of every save of that attempt, and of none of a later one."""
     _watch_saves(_Observer(tmp_path, 0, Plan("full", in_files=True)))
     for name in ("a.pt", "b.pt"):
@@ -67,7 +66,7 @@ def test_a_full_disk_has_space_for_half_of_a_save(tmp_path: Path) -> None:
     later.saving(str(tmp_path / "c.pt"), (tmp_path / "c.pt").write_bytes, b"whole")
 
 
-def test_the_files_of_a_save_count_at_the_step_of_its_first(tmp_path: Path) -> None:
+def test_the_files_of_a_save_count_at_the_step_of_its_first(tmp_path):
     """A thread writes them while the training goes on, and a fault of step 6 spares the save of step 5."""
     observer = _Observer(tmp_path, 0, Plan("kill-in-save", step=6, in_files=True))
     _watch_saves(observer)
@@ -98,7 +97,7 @@ def trained(observer: _Observer, batches: Iterator[tuple[torch.Tensor]]) -> list
     return found
 
 
-def test_batches_that_an_early_break_leaves_in_workers_are_forgotten(tmp_path: Path) -> None:
+def test_batches_that_an_early_break_leaves_in_workers_are_forgotten(tmp_path):
     """From the second epoch on, each batch had the numbers of another one."""
     _watch_batches(observer := _Observer(tmp_path, 0, Plan()))
     batches = loader(2)
@@ -108,7 +107,7 @@ def test_batches_that_an_early_break_leaves_in_workers_are_forgotten(tmp_path: P
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_batches_that_a_resumed_script_skips_are_not_read_twice(tmp_path: Path, ahead: int) -> None:
+def test_batches_that_a_resumed_script_skips_are_not_read_twice(tmp_path, ahead):
     """Also where a framework has the next batch already when it calls the model."""
     first = _Observer(tmp_path, 0, Plan())
     first._file.close()

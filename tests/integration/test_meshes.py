@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -59,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @FIXED
 @given(cases())
-def test_any_mesh_has_every_rank_once_and_tp_inside_hosts(case: Case) -> None:
+def test_any_mesh_has_every_rank_once_and_tp_inside_hosts(case):
     """Of the dimensions from the fastest on, those that divide every host send nothing over the network."""
     layout = Layout(case.sizes, tuple(block(case.counts)))
     layout.require_tp_inside_hosts()
@@ -76,7 +75,7 @@ def test_any_mesh_has_every_rank_once_and_tp_inside_hosts(case: Case) -> None:
 
 
 @pytest.mark.parametrize("letters", ["ababaa", "abba"])
-def test_ranks_that_are_not_numbered_host_by_host(letters: str) -> None:
+def test_ranks_that_are_not_numbered_host_by_host(letters):
     layout = Layout({"dp": len(letters) // 2, "tp": 2}, tuple(letters))
     values = ("tp=2 ", "ranks 0, 1,", "a and b", "mpiddp launch", "mpirun --map-by slot")
     assert re.fullmatch(error("which are", *values), refusal(layout.require_tp_inside_hosts))
@@ -107,7 +106,7 @@ HOSTS = block([8] * 64)
         ("cp=2 tp=4 ep=2", {"dp": 32, "ep": 2, "cp": 2, "tp": 4}),
     ],
 )
-def test_sizes(requested: str, expected: dict[str, int]) -> None:
+def test_sizes(requested, expected):
     found = resolve(parse_sizes(requested.split()), HOSTS)
     assert list(found.items()) == list(expected.items())
 
@@ -130,17 +129,17 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         ("pp=-1 dp=4 tp=8", HOSTS, "pp=16 is more than 4 layers"),
     ],
 )
-def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], sentence: str) -> None:
+def test_sizes_that_do_not_fit(requested, hosts_of_ranks, sentence):
     call = lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks, layers=4)  # noqa: E731
     assert refusal(call).startswith(sentence)
 
 
 @pytest.mark.parametrize("text", ["width=8", "tp=8 tp=4", "tp=0", "tp=-2", "tp=two", "tp", "=8"])
-def test_bad_sizes(text: str) -> None:
+def test_bad_sizes(text):
     assert refusal(lambda: parse_sizes(text.split()))
 
 
-def test_bad_sizes_of_a_script() -> None:
+def test_bad_sizes_of_a_script():
     for size in (0, -2, 1.5, "2", None):
         said = refusal(lambda size=size: check_sizes({"tp": size}))  # type: ignore[misc]
         assert said.startswith(f"tp={size!r}: expected a whole number, 1 or more, or -1")
@@ -154,20 +153,20 @@ def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
     return {each.dimension: (each.inside, each.network) for each in traffic(layout, training)}
 
 
-def test_a_ring_crosses_each_hosts_network_once() -> None:
+def test_a_ring_crosses_each_hosts_network_once():
     """Two hosts of two GPUs, all of them in one group: in each host one GPU sends inside, one outside."""
     (sent,) = traffic(Layout({"dp": 4}, tuple(block([2, 2]))), Training(params=100, value_bytes=4))
     volume = 2 * 3 / 4 * 400
     assert (sent.inside, sent.network) == (volume, volume)
 
 
-def test_a_stage_between_two_others_sends_both_ways() -> None:
+def test_a_stage_between_two_others_sends_both_ways():
     training = Training(layers=3, hidden=10, seq=10, micro_batches=2)
     (sent,) = traffic(Layout({"pp": 3}, tuple(block([1, 1, 1]))), training)
     assert sent.network == 800
 
 
-def test_sharded_data_parallelism() -> None:
+def test_sharded_data_parallelism():
     training = Training(params=800, value_bytes=2, micro_batches=2)
     layout = Layout({"dp_replicate": 2, "dp_shard": 4}, tuple(block([4, 4])))
     found = of(layout, training)
@@ -186,7 +185,7 @@ def run(capsys: pytest.CaptureFixture[str], line: str) -> str:
 BIG = "--hosts 64 --gpus 8 dp=32 tp=8 pp=2"
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(capsys):
     found = json.loads(run(capsys, f"{BIG} --params 7e9 --json"))
     assert found["mesh"] == {"pp": 2, "dp": 32, "tp": 8}
     assert sum(found["hosts"].values()) == 512
@@ -195,7 +194,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "network_bytes_per_host" not in found["dimensions"]["tp"]
 
 
-def test_named_hosts_with_unequal_slots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_named_hosts_with_unequal_slots(capsys, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
     shown = run(capsys, f"--hostfile {file} tp=2")
@@ -205,9 +204,7 @@ def test_named_hosts_with_unequal_slots(capsys: pytest.CaptureFixture[str], tmp_
     assert "dp: 2 groups of 3 ranks, each over 2 hosts\n  0-4:2  1-5:2" in shown
 
 
-def test_the_hosts_of_an_allocation(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hosts_of_an_allocation(capsys, monkeypatch):
     for name, value in {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[1-2]",
@@ -218,13 +215,13 @@ def test_the_hosts_of_an_allocation(
     assert run(capsys, "tp=4") == run(capsys, "-H n1:4,n2:4 tp=4")
 
 
-def test_only_what_is_known_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_known_has_figures(capsys):
     assert "sent in one step" not in run(capsys, "--hosts 2 tp=4 dp=4")
     sent = run(capsys, "--hosts 2 tp=4 cp=2 dp=2 --params 1e9").partition("sent in one step")[2]
     assert [line.split()[0] for line in sent.splitlines()[1:3]] == ["dp", "all"]
 
 
-def test_layers_alone_limit_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_alone_limit_the_stages(capsys):
     """They were refused without --hidden and --seq."""
     assert "pp=4" in run(capsys, "--hosts 2 pp=4 --layers 8")
     assert "4 layers" in refusal(lambda: main.main(["--hosts", "2", "pp=16", "--layers", "4"]))

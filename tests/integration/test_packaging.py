@@ -82,7 +82,7 @@ def files(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
-def test_the_wheel_needs_nothing_and_names_the_extras(wheel: Path) -> None:
+def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith("/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -95,13 +95,13 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel: Path) -> None:
     assert modules | {"mpiddp/py.typed"} <= files(wheel)
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+def test_the_sdist_builds_the_same_wheel(wheel, sdist, tmp_path):
     built = run(*PIP, *BUILD, tmp_path, sdist)
     assert built.returncode == 0, built.stderr
     assert files(next(tmp_path.glob("*.whl"))) == files(wheel)
 
 
-def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) -> None:
+def test_the_launcher_works_in_a_bare_environment(bare, tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=2\nnode1 slots=2\n")
     checked = run(bare / "mpiddp", "hosts", "check", tmp_path / "hosts")
     assert (checked.returncode, checked.stdout) == (2, "")
@@ -117,7 +117,7 @@ def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) ->
     assert "script.py" in planned.stdout
 
 
-def test_a_script_needs_no_torch(bare: Path, tmp_path: Path) -> None:
+def test_a_script_needs_no_torch(bare, tmp_path):
     (tmp_path / "script.py").write_text("print('runs')\n")
     mpirun = ranks.find_mpirun()
     options = ("--mpirun", mpirun, "-H", "localhost:1")
@@ -129,9 +129,7 @@ def test_a_script_needs_no_torch(bare: Path, tmp_path: Path) -> None:
     ("command", "package", "extra"),
     [(["train"], "torch", "train"), (["report", "."], "bokeh", "report")],
 )
-def test_a_verb_names_the_extra_that_it_lacks(
-    bare: Path, tmp_path: Path, command: list[str], package: str, extra: str
-) -> None:
+def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path, command, package, extra):
     (tmp_path / "metrics.jsonl").touch()
     done = run(bare / "mpiddp", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -140,14 +138,14 @@ def test_a_verb_names_the_extra_that_it_lacks(
     assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
 
 
-def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare: Path) -> None:
+def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare):
     done = run(bare / "python", "-c", "import mpiddp; mpiddp.World; mpiddp.Checkpoints")
     last = done.stderr.splitlines()[-1]
     values = ("ImportError: mpiddp.Checkpoints ", "torch", "-m pip install '", "[train]' ")
     assert re.fullmatch(error("have. Run", *values), last), last
 
 
-def test_a_module_that_a_script_lacks_is_the_scripts_own_error(tmp_path: Path) -> None:
+def test_a_module_that_a_script_lacks_is_the_scripts_own_error(tmp_path):
     (tmp_path / "script.py").write_text("import numpy.nothing\n")
     done = run(sys.executable, "-m", "mpiddp", "run", "script.py", cwd=tmp_path)
     assert done.returncode == 1
@@ -170,7 +168,7 @@ EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
         (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
     ],
 )
-def test_what_an_import_loads(statement: str, heavy: set[str]) -> None:
+def test_what_an_import_loads(statement, heavy):
     code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
     done = run(sys.executable, "-c", code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -181,7 +179,7 @@ NEEDED = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygmen
 
 
 @pytest.mark.slow
-def test_the_unit_tests_need_python_and_pytest_alone(tmp_path: Path) -> None:
+def test_the_unit_tests_need_python_and_pytest_alone(tmp_path):
     """They pass without an mpirun, too."""
     venv.create(tmp_path)
     [packages] = tmp_path.glob("lib/python*/site-packages")
@@ -209,7 +207,7 @@ KUBERNETES = ROOT / "examples" / "kubernetes"
 ENTRY = KUBERNETES / "entrypoint.sh"
 
 
-def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
+def test_the_manifest_the_image_and_the_entry_point_agree():
     job = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
     assert f"SSH_KEYS:-{job['sshAuthMountPath']}}}" in ENTRY.read_text()
     containers = {
@@ -228,7 +226,7 @@ def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
     assert ENTRY.stat().st_mode & 0o111
 
 
-def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path):
     done = run("env", f"HOME={tmp_path}", f"SSH_KEYS={tmp_path}/none", ENTRY, "true")
     where = f"Set sshAuthMountPath: {tmp_path}/none in the MPIJob."
     assert done.returncode == 2

@@ -239,7 +239,7 @@ PARSERS: dict[str, Parser] = {
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_any_text_gives_a_value_or_the_documented_error(name: str) -> None:
+def test_any_text_gives_a_value_or_the_documented_error(name):
     @(settings() if IS_LONG else IN_THE_SUITE)
     @given(PARSERS[name].inputs)
     def check(text: object) -> None:
@@ -249,7 +249,7 @@ def test_any_text_gives_a_value_or_the_documented_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hostfile", "-H", "--env-file", "nodelist", "counts"])
-def test_a_long_text_takes_little_time(name: str) -> None:
+def test_a_long_text_takes_little_time(name):
     is_bytes = name in ("hostfile", "--env-file")
     for unit in ("1", " ", ":", "[", "a,", "[1],", "\n", "=", "0.", "a:1 \n", "{", '"'):
         for end in ("", "x"):

@@ -39,10 +39,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def run_sh(
-    root: Path,
-    *arguments: str,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    root: Path, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [root / "run.sh", *arguments],
@@ -95,9 +92,7 @@ NO_PIP = (
     ],
     ids=["absent", "too old", "no pip", "old pip"],
 )
-def test_an_unsuitable_python_is_refused(
-    tmp_path: Path, modules: dict[str, str], sentence: str
-) -> None:
+def test_an_unsuitable_python_is_refused(tmp_path, modules, sentence):
     root = copy(tmp_path / "tree")
     done = run_sh(root, env={"PATH": path_with_python(tmp_path, modules)})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"run.sh: {sentence}\n")
@@ -105,7 +100,7 @@ def test_an_unsuitable_python_is_refused(
     assert not (root / ".venv.lock").exists()
 
 
-def test_unsuitable_values_of_variables_are_refused(tmp_path: Path) -> None:
+def test_unsuitable_values_of_variables_are_refused(tmp_path):
     root = copy(tmp_path / "tree")
     for name in ("MPIDDP_MPIRUN", "MPIDDP_PYTHON"):
         done = run_sh(root, env={name: str(tmp_path)})
@@ -122,7 +117,7 @@ def test_unsuitable_values_of_variables_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_needs_no_set_up(tmp_path: Path, option: str) -> None:
+def test_help_needs_no_set_up(tmp_path, option):
     root = copy(tmp_path / "tree")
     done = run_sh(root, option)
     assert (done.returncode, done.stderr) == (0, "")
@@ -134,7 +129,7 @@ def test_help_needs_no_set_up(tmp_path: Path, option: str) -> None:
 # --- one set-up at a time ---
 
 
-def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
+def test_a_second_set_up_waits_for_the_first(tmp_path):
     root = copy(tmp_path / "tree")
     lock = root / ".venv.lock"
     lock.mkdir()
@@ -154,7 +149,7 @@ def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-def test_the_lock_of_a_killed_set_up_is_named(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_set_up_is_named(tmp_path):
     root = copy(tmp_path / "tree")
     lock = root / ".venv.lock"
     lock.mkdir()
@@ -201,9 +196,7 @@ def failed(tree: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_an_environment_of_another_mpi_is_removed_with_a_message(
-    tree: Path, failed: subprocess.CompletedProcess[str]
-) -> None:
+def test_an_environment_of_another_mpi_is_removed_with_a_message(tree, failed):
     assert failed.stderr.splitlines()[0] == (
         f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
         f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
@@ -221,9 +214,7 @@ def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_the_error_of_a_failed_step_names_it_and_the_fix(
-    tree: Path, failed: subprocess.CompletedProcess[str]
-) -> None:
+def test_the_error_of_a_failed_step_names_it_and_the_fix(tree, failed):
     assert failed.returncode == 2
     packages = (
         "torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle pytest pytest-xdist "
@@ -237,12 +228,12 @@ def test_the_error_of_a_failed_step_names_it_and_the_fix(
 
 
 @pytest.mark.slow
-def test_a_failed_set_up_is_continued(ready: Path) -> None:
+def test_a_failed_set_up_is_continued(ready):
     assert (ready / ".venv" / "kept").exists()
 
 
 @pytest.mark.slow
-def test_a_second_set_up_changes_nothing(ready: Path, tmp_path: Path) -> None:
+def test_a_second_set_up_changes_nothing(ready, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -250,7 +241,7 @@ def test_a_second_set_up_changes_nothing(ready: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
+def test_a_change_of_setup_py_only_installs_mpiddp_again(ready):
     with (ready / "setup.py").open("a") as file:
         file.write("# changed\n")
     done = run_sh(ready, "setup")
@@ -258,9 +249,7 @@ def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_sh_trains_from_another_folder_with_the_same_environment(
-    ready: Path, tmp_path: Path
-) -> None:
+def test_run_sh_trains_from_another_folder_with_the_same_environment(ready, tmp_path):
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("\n\n")[2]
@@ -278,8 +267,8 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(
     ],
 )
 def test_the_job_of_a_scheduler_takes_the_place_of_the_default_hostfile(
-    ready: Path, tmp_path: Path, job: dict[str, str], id: str, values: list[str]
-) -> None:
+    ready, tmp_path, job, id, values
+):
     done = run_sh(ready, *TRAINING, cwd=tmp_path, env=job)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(error(id, *values), done.stderr), done.stderr

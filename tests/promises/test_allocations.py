@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.support import cluster as test_cluster
-from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
+from tests.support.allocations import DRY_RUNS, PBS, documented_dry_runs, enter_folder
 from tests.support.cluster import USER, Cluster, Layout, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
@@ -77,7 +77,7 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
     return submit
 
 
-def test_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+def test_a_slurm_job(hosts, sbatch):
     """In a Slurm job, `mpiddp launch` starts a rank for each task on the job's hosts, without ssh."""
     folder = hosts.folder / "without_ssh"
     folder.mkdir()
@@ -92,7 +92,7 @@ def test_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
     assert network == [("eth0", master, 10)] * 2 + [("ens5", master, 10)] * 2
 
 
-def test_a_launch_from_a_login_node(hosts: Hosts, batch: Slurm) -> None:
+def test_a_launch_from_a_login_node(hosts, batch):
     """`salloc … mpiddp launch` works on a login node, which is not one of the job's nodes."""
     salloc = ("salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1")
     options = ("--interface", "10.77.0.0/24")
@@ -102,20 +102,20 @@ def test_a_launch_from_a_login_node(hosts: Hosts, batch: Slurm) -> None:
 
 
 @every_mpi
-def test_an_mpirun_in_a_slurm_job(sbatch: Callable[..., Done], mpi: str) -> None:
+def test_an_mpirun_in_a_slurm_job(sbatch, mpi):
     """In a Slurm job, --mpirun and -H start the ranks over ssh instead, in other numbers than Slurm's."""
     options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
     done = sbatch(*options, program("identity.py"))
     assert placed(done) == [("node1", 0, 0), ("node0", 0, 1), ("node0", 1, 1), ("node0", 2, 1)]
 
 
-def test_ranks_of_slurm_that_end_silently(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+def test_ranks_of_slurm_that_end_silently(hosts, sbatch):
     """In a Slurm job, ranks that end by os._exit(0) lose no output."""
     text = "import os\nos.write(1, b'line\\n' * 1000)\nos._exit(0)\n"
     assert sbatch(hosts.script(text)).assert_ok().stdout.count("line\n") == 4000
 
 
-def test_a_command_in_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+def test_a_command_in_a_slurm_job(hosts, sbatch):
     """In a Slurm job, a command can be a rank. A command that fails is named, and ends the others."""
     text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE; env"
     done = sbatch("--", "sh", "-c", text).assert_ok()
@@ -128,7 +128,7 @@ def test_a_command_in_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> 
     assert hosts.processes("sleep 6000") == []
 
 
-def test_each_task_of_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> None:
+def test_each_task_of_a_slurm_job(hosts, sbatch):
     """`srun mpiddp launch` is refused, because it would start a job in each task."""
     done = sbatch(program("identity.py"), how="srun --mpi=none")
     assert (done.code, done.records) == (2, [])
@@ -136,7 +136,7 @@ def test_each_task_of_a_slurm_job(hosts: Hosts, sbatch: Callable[..., Done]) -> 
     assert re.search(error("launch starts", *values), done.stdout), done.stdout
 
 
-def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
+def test_the_shell_of_srun_pty(hosts, batch):
     """`mpiddp launch` works in the shell of `srun --pty`, but not in tasks that srun starts from there."""
     launch = shlex.join([*LAUNCH, program("identity.py")])
     dry_run = shlex.join([*LAUNCH, "--dry-run", program("identity.py")])
@@ -151,7 +151,7 @@ def test_the_shell_of_srun_pty(hosts: Hosts, batch: Slurm) -> None:
     assert done.records == []
 
 
-def test_torchrun_with_a_name_as_master(hosts: Hosts) -> None:
+def test_torchrun_with_a_name_as_master(hosts):
     """`torchrun … -m mpiddp train` works with a master whose own name resolves to 127.0.1.1."""
     train = "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=4 --epochs=1"
     where = "--nnodes=2 --nproc-per-node=1 --master-addr=node0 --master-port=29512"
@@ -206,7 +206,7 @@ def left(engine: Hosts) -> list[str]:
 
 
 @every_mpi
-def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
+def test_a_grid_engine_job(qsub, mpi):
     """In a job of Grid Engine, every MPI starts the ranks on the job's slots, without ssh."""
     done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill", slots="6")
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
@@ -216,7 +216,7 @@ def test_a_grid_engine_job(qsub: Callable[..., Done], mpi: str) -> None:
     assert done.said[0].startswith("no hosts given: using Grid Engine job ")
 
 
-def test_a_user_of_grid_engine(engine: Hosts, qsub: Callable[..., Done]) -> None:
+def test_a_user_of_grid_engine(engine, qsub):
     """In a job of Grid Engine, a user without root gets the same."""
     engine.folder.chmod(0o777)
     done = qsub(program("reduces.py"), user=USER)
@@ -239,7 +239,7 @@ time.sleep(6000)
 
 
 @pytest.mark.parametrize("end", [FAILS, KILLS_MPIRUN], ids=["a rank fails", "mpirun is killed"])
-def test_a_grid_engine_job_that_fails(engine: Hosts, qsub: Callable[..., Done], end: str) -> None:
+def test_a_grid_engine_job_that_fails(engine, qsub, end):
     """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
     done = qsub(engine.script(end))
     assert done.code == 1, done.stdout
@@ -248,7 +248,7 @@ def test_a_grid_engine_job_that_fails(engine: Hosts, qsub: Callable[..., Done], 
     assert left(engine) == []
 
 
-def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
+def test_qdel(engine, without_sshd):
     """qdel ends the ranks of a Grid Engine job on all hosts."""
     login, output = engine["node0"], engine.folder / "output"
     submit = ["qsub", "-terse", "-pe", "spread", "2", "-S", "/bin/sh", "-wd", engine.folder]
@@ -261,7 +261,7 @@ def test_qdel(engine: Hosts, without_sshd: GridEngine) -> None:
     eventually(lambda: not left(engine))
 
 
-def test_an_environment_that_starts_nothing_elsewhere(qsub: Callable[..., Done]) -> None:
+def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
     line = one_line(qsub(program("identity.py"), pe="loose"), "failed")
     assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
@@ -313,7 +313,7 @@ def pbs_hosts() -> Iterator[Cluster]:
 
 
 @every_mpi
-def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
+def test_an_lsf_job(lsf_hosts, mpi, request):
     """In a job of LSF, every MPI starts the ranks with blaunch, without ssh."""
     bin_ = lsf_hosts.shared / "bin"
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
@@ -330,7 +330,7 @@ def test_an_lsf_job(lsf_hosts: Cluster, mpi: str, request: pytest.FixtureRequest
         assert re.fullmatch(error("Where ssh", *values), line)
 
 
-def test_a_pbs_job_without_ssh(pbs_hosts: Cluster) -> None:
+def test_a_pbs_job_without_ssh(pbs_hosts):
     """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
     bin_ = pbs_hosts.shared / "bin"
     mpirun = Path(mpirun_of("intelmpi"))
@@ -396,7 +396,7 @@ def pods() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
-def test_an_mpijob(pods: Cluster, mpi: str) -> None:
+def test_an_mpijob(pods, mpi):
     """The example for Kubeflow's MPIJob starts the ranks in the workers as soon as all pods have a name."""
     spec = yaml.safe_load((KUBERNETES / "mpijob.yaml").read_text())["spec"]
     container = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
@@ -418,7 +418,7 @@ def test_an_mpijob(pods: Cluster, mpi: str) -> None:
     assert [rank["host"] for rank in done.records] == ["node1", "node2"]
 
 
-def test_a_pod_of_another_job(pods: Cluster) -> None:
+def test_a_pod_of_another_job(pods):
     """The example for Kubeflow's MPIJob keeps ssh's checks: a pod with another job's key is refused."""
     pod = pods["node0"]
     ssh = ["ssh", "-o", "BatchMode=yes", WORKERS[0], "true"]
@@ -434,7 +434,7 @@ def test_a_pod_of_another_job(pods: Cluster) -> None:
     assert "Host key verification failed" in refused.stderr
 
 
-def test_a_pytorchjob(hosts: Hosts) -> None:
+def test_a_pytorchjob(hosts):
     """`mpiddp run` works in the pods of a Kubeflow PyTorchJob as they are."""
     env = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     # The master's own MASTER_ADDR is localhost, as Kubeflow's operator sets it.
@@ -468,7 +468,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("kind", VARIABLES)
-def test_local_ranks_that_nobody_sets(here: Here, kind: str) -> None:
+def test_local_ranks_that_nobody_sets(here, kind):
     """Ranks of Flux, PALS, jsrun and Hydra get local ranks, although their launchers set none."""
     mpi = "openmpi5" if kind == "jsrun" else "mpich"
     options = ("--allow-run-as-root", "--oversubscribe") if mpi == "openmpi5" else ()
@@ -498,7 +498,7 @@ def in_folder(here: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
-def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
+def test_the_hosts_of_each_scheduler(in_folder, name):
     """The command for each scheduler has the hosts, slots and remote program that docs/clusters.md shows."""
     mpi, variables = DRY_RUNS[name]
     folder = in_folder.folder
@@ -527,14 +527,14 @@ def test_the_hosts_of_each_scheduler(in_folder: Here, name: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_never_silently_alone(here: Here, variables: Env, words: str) -> None:
+def test_never_silently_alone(here, variables, words):
     """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
     done = here.run("launch", program("identity.py"), env=variables)
     assert words in one_line(done, words)
     assert done.records == []
 
 
-def test_a_pbs_job_that_has_no_ssh(in_folder: Here) -> None:
+def test_a_pbs_job_that_has_no_ssh(in_folder):
     """In a PBS job without any ssh, the error has the command that installs it, and the way without."""
     variables = PBS | {"PBS_NODEFILE": str(in_folder.folder / "node_file"), "PATH": "/nowhere"}
     line = one_line(in_folder.run("launch", "train.py", env=variables), "ssh")

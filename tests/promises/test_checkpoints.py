@@ -89,7 +89,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
         (2, "--amp=off --global-batch-size=8 --grad-accum-steps=2 --parallel=fsdp --clip-grad-norm=1"),
     ],
 )  # fmt: skip
-def test_training_resumes_bit_for_bit(here: Here, ranks: int, options: str) -> None:
+def test_training_resumes_bit_for_bit(here, ranks, options):
     """A training that is stopped and resumed ends with the same bits as one that never stopped."""
     launch = ("launch", *here.where(ranks), *two_epochs(here), *options.split())
     whole = here.folder / "whole"
@@ -130,7 +130,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def test_killed_script_restarts(here: Here, undisturbed: Path) -> None:
+def test_killed_script_restarts(here, undisturbed):
     """A restart repeats a script's steps since its last save, and ends with the same bits."""
     job = example(here.folder, each_step=DIES)
     done = here.run("launch", *here.where(2), "--max-restarts", "1", job).assert_ok()
@@ -140,7 +140,7 @@ def test_killed_script_restarts(here: Here, undisturbed: Path) -> None:
     assert steps_kept(here.folder / "runs/ddp") == [35, 40]
 
 
-def test_stopped_script_resumes_under_any_launcher(here: Here, undisturbed: Path) -> None:
+def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
     """A stop saves a script's last step, and any launcher resumes it with the same bits."""
     slow = '\n        __import__("time").sleep(0.1); print("made a step")\n'
     job = example(here.folder, every=1000, each_step=slow)
@@ -161,7 +161,7 @@ def test_stopped_script_resumes_under_any_launcher(here: Here, undisturbed: Path
         assert unequal(weights(folder), weights(undisturbed)) == [], launcher
 
 
-def test_state_of_a_script(here: Here) -> None:
+def test_state_of_a_script(here):
     """A script gets its model, optimizer, schedulers, values and random numbers back as they were saved."""
     script = ("python", program("script_state.py"), "run")
     first, second = (here.run(*script).assert_ok() for _ in range(2))
@@ -172,7 +172,7 @@ def test_state_of_a_script(here: Here) -> None:
 # Another number of ranks, another form
 
 
-def test_each_rank_gets_its_own_state(here: Here) -> None:
+def test_each_rank_gets_its_own_state(here):
     """All ranks get the shared state back, and each rank its own state and random numbers."""
     job = program("per_rank.py")
     here.run("launch", *here.where(2), job, "run").assert_ok()
@@ -188,7 +188,7 @@ def test_each_rank_gets_its_own_state(here: Here) -> None:
         assert len(found) == ranks
 
 
-def test_shards_at_any_number_of_ranks(here: Here, sharded: Path) -> None:
+def test_shards_at_any_number_of_ranks(here, sharded):
     """A sharded model resumes at any number of ranks, and as a whole model, and the other way round."""
     job, whole = program("sharded_script.py"), here.folder / "whole"
     here.run("launch", *here.where(1), job, "save", whole, "whole").assert_ok()
@@ -200,7 +200,7 @@ def test_shards_at_any_number_of_ranks(here: Here, sharded: Path) -> None:
         here.run("launch", *here.where(ranks), job, "resume", copy, into).assert_ok()
 
 
-def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
+def test_ddp_fsdp_and_exports_continue_each_other(here):
     """A training resumes under ddp, under fsdp, or from an export, which is a plain state_dict."""
     options = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL)
     launch = ("launch", *here.where(2), *options, "--global-batch-size=8")
@@ -230,7 +230,7 @@ def test_ddp_fsdp_and_exports_continue_each_other(here: Here) -> None:
     assert torch.load(step_folder(here.folder / "ddp", 6) / "model.pt").keys() == names
 
 
-def test_each_image_once_an_epoch(here: Here) -> None:
+def test_each_image_once_an_epoch(here):
     """Each epoch uses each image once, even with restarts at other numbers of ranks."""
     data = tiny_data.numbered_images(here.folder / "data", 101)
     train = (program("watched_training.py"), str(here.folder), "--arch=resnet20", "--epochs=2")
@@ -260,7 +260,7 @@ def test_each_image_once_an_epoch(here: Here) -> None:
 # Going back, keeping, saving
 
 
-def test_going_back(here: Here) -> None:
+def test_going_back(here):
     """--resume goes back to an earlier checkpoint once, or starts from another run, and deletes nothing."""
     train = (*ALONE, "--steps-per-epoch=4")
     older, run = here.folder / "older", here.folder / "run"
@@ -278,7 +278,7 @@ def test_going_back(here: Here) -> None:
     assert steps_kept(run)[-1] == 8
 
 
-def test_keep_counts_verified_checkpoints(here: Here) -> None:
+def test_keep_counts_verified_checkpoints(here):
     """--keep counts verified checkpoints only, and never removes the last good one."""
     train = (*ALONE, "--steps-per-epoch=5", "--save-every=1", "--keep=2", "--out=run")
     assert here.run(*train, "--stop-at-step=2").code == 75
@@ -296,7 +296,7 @@ def test_keep_counts_verified_checkpoints(here: Here) -> None:
     assert steps_kept(run) == [4, 5]
 
 
-def test_timed_saves(here: Here) -> None:
+def test_timed_saves(here):
     """With saves every so many seconds, all ranks save at the same steps."""
     train = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60")
     options = ("--save-every=0.05s", "--parallel=fsdp", "--out=run")  # each rank writes its shards
@@ -306,7 +306,7 @@ def test_timed_saves(here: Here) -> None:
 
 
 @pytest.mark.parametrize("how", ["returns", "exits", "forks", "raises", "destroys"])
-def test_last_save_is_waited_for(here: Here, how: str) -> None:
+def test_last_save_is_waited_for(here, how):
     """The last save of a script is completed, however the script ends."""
     ranks = 2 if how == "raises" else 1
     done = here.run("launch", *here.where(ranks), program("last_save.py"), "run", how)
@@ -315,7 +315,7 @@ def test_last_save_is_waited_for(here: Here, how: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["launch", "mpirun", "torchrun"])
-def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
+def test_lost_last_save_is_a_failure(here, launcher):
     """A job whose last save fails does not exit with 0, and its older checkpoint is kept."""
     start = {
         "launch": ["launch", *here.where(2)],
@@ -328,7 +328,7 @@ def test_lost_last_save_is_a_failure(here: Here, launcher: str) -> None:
     assert steps_kept(here.folder / "run") == [1]
 
 
-def test_records_of_a_script(here: Here) -> None:
+def test_records_of_a_script(here):
     """mpiddp.log_metrics keeps one record for each step, even after a resume, and writes NaN as null."""
     here.run("python", program("records.py"), "run", "1", "4").assert_ok()
     shutil.rmtree(step_folder(here.folder / "run", 4))
@@ -342,7 +342,7 @@ def test_records_of_a_script(here: Here) -> None:
 # Refusals
 
 
-def test_what_cannot_be_saved(here: Here) -> None:
+def test_what_cannot_be_saved(here):
     """If a state cannot be saved, a TypeError names the key at fault before anything is written."""
     for state, where, kind in (
         ({"lr": np.float64(1)}, "state['lr']", "numpy.float64"),
@@ -360,7 +360,7 @@ def test_what_cannot_be_saved(here: Here) -> None:
 WRONGS = {"config": "width 1, now 2", "model": "size mismatch", "no resume": "step_00000001"}
 
 
-def test_wrong_resume_is_refused_by_all_ranks(here: Here) -> None:
+def test_wrong_resume_is_refused_by_all_ranks(here):
     """A checkpoint of another config or model, or a forgotten resume(), is refused, without a restart."""
     job = (program("wrong_resume.py"), "run")
     here.run("launch", *here.where(1), *job, "nothing").assert_ok()
@@ -373,7 +373,7 @@ def test_wrong_resume_is_refused_by_all_ranks(here: Here) -> None:
 
 
 @here_and_on_hosts
-def test_run_in_use_is_refused(place: Place) -> None:
+def test_run_in_use_is_refused(place):
     """A second job in the folder of a running job is refused. After a kill, the next job resumes at once."""
     train = (*ALONE, "--save-every=1", "--out=run")
     first = place.start(*train).until("step 20/")
@@ -394,7 +394,7 @@ def test_run_in_use_is_refused(place: Place) -> None:
     assert third.wait().code == 75
 
 
-def test_silent_rank_in_a_save(here: Here) -> None:
+def test_silent_rank_in_a_save(here):
     """A rank that falls silent during a save is named within the time limit, and the job restarts."""
     job = (program("silent_save.py"), "run")
     done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
@@ -407,7 +407,7 @@ def test_silent_rank_in_a_save(here: Here) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "kills"), [("whole", 30), ("sharded", 10)])
-def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
+def test_kill_at_any_moment(here, form, kills):
     """A kill at any moment leaves a verified checkpoint, and costs at most the save in progress."""
     done = here.run("python", program("killed_saves.py"), "run", str(kills), form).assert_ok()
     ended = re.fullmatch(rf"{kills} kills, (\d+) in the middle of a save, .*", done.lines[-1])
@@ -415,9 +415,7 @@ def test_kill_at_any_moment(here: Here, form: str, kills: int) -> None:
     assert int(ended[1]) > kills / 5, "too few kills during a write"
 
 
-def test_any_flipped_bit_or_cut_is_found(
-    tmp_path: Path, sharded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_flipped_bit_or_cut_is_found(tmp_path, sharded, capsys):
     """`mpiddp checkpoints verify` finds any flipped bit and any truncated file."""
     folder = step_folder(shutil.copytree(sharded, tmp_path / "run"), 2)
     files, draw = sorted(folder.iterdir()), random.Random(0)
@@ -443,9 +441,7 @@ def cut(file: Path) -> None:
     ("ranks", "parallel", "name", "damages"),
     [(1, "ddp", "model.pt", [flip_a_bit]), (2, "fsdp", "shard_00001.pt", [cut, Path.unlink])],
 )
-def test_damaged_checkpoint_gives_way(
-    here: Here, ranks: int, parallel: str, name: str, damages: list[Callable[[Path], None]]
-) -> None:
+def test_damaged_checkpoint_gives_way(here, ranks, parallel, name, damages):
     """If the newest checkpoint is damaged, the run names the file and resumes the checkpoint before it."""
     train = (*MODEL, "--use-syn", "--global-batch-size=4", "--epochs=1", "--steps-per-epoch=3")
     launch = ("launch", *here.where(ranks), *train, f"--parallel={parallel}", *SAVE_ALL)
@@ -460,7 +456,7 @@ def test_damaged_checkpoint_gives_way(
         assert steps_kept(run)[-2:] == [2, 3]
 
 
-def test_foreign_checkpoint_is_refused(here: Here) -> None:
+def test_foreign_checkpoint_is_refused(here):
     """A checkpoint under a wrong name is refused, and no file of a checkpoint can run code."""
     saved, renamed, forged = (here.folder / name for name in ("saved", "renamed", "forged"))
     here.run("python", program("records.py"), saved, "1", "2").assert_ok()
@@ -488,7 +484,7 @@ class Touch:
         return os.system, ("touch run-code",)
 
 
-def test_failing_disk_starts_nothing_anew(here: Here) -> None:
+def test_failing_disk_starts_nothing_anew(here):
     """If the disk fails to read a checkpoint, the run fails, and does not start over."""
     train = (*ALONE, "--steps-per-epoch=2")
     here.run(*train, "--out=run").assert_ok()
@@ -502,7 +498,7 @@ def test_failing_disk_starts_nothing_anew(here: Here) -> None:
     assert complete.is_symlink()
 
 
-def test_checkpoint_commands(here: Here, sharded: Path) -> None:
+def test_checkpoint_commands(here, sharded):
     """`mpiddp checkpoints` lists, verifies, prunes and exports checkpoints."""
     run = shutil.copytree(sharded, here.folder / "run")
     shutil.copytree(step_folder(run, 2), step_folder(run, 3))
@@ -545,7 +541,7 @@ def private(hosts: Hosts, name: str) -> Path:
     return hosts[name].path(PRIVATE)
 
 
-def test_lost_host_of_rank_0(apart: Hosts) -> None:
+def test_lost_host_of_rank_0(apart):
     """Hosts without a shared disk each keep every checkpoint. The loss of any host loses nothing."""
     train = (*MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
     train += ("--amp=off", "--save-every=2", f"--out={PRIVATE}")
@@ -569,7 +565,7 @@ def test_lost_host_of_rank_0(apart: Hosts) -> None:
     assert list(losses(node1)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_damaged_copy_is_replaced(apart: Hosts) -> None:
+def test_damaged_copy_is_replaced(apart):
     """A checkpoint that is damaged on one host is replaced by another host's copy, and no step is lost."""
     train = (*MODEL, "--use-syn", "--batch-size=2", "--epochs=1", f"--out={PRIVATE}")
     assert launch(apart, "node0:1,node1:1", *train, "--stop-at-step=2").code == 75
@@ -581,7 +577,7 @@ def test_damaged_copy_is_replaced(apart: Hosts) -> None:
     assert steps_kept(node0) == steps_kept(node1) == [2, 3]
 
 
-def test_lost_host_of_shards(apart: Hosts) -> None:
+def test_lost_host_of_shards(apart):
     """Without a shared disk, each shard is on two hosts. The loss of one host loses no step."""
     train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=8")
     train += ("--save-every=2", "--parallel=fsdp", f"--out={PRIVATE}")
@@ -611,7 +607,7 @@ def test_lost_host_of_shards(apart: Hosts) -> None:
     assert "step_00000008: shard_00001.pt" in done.stdout
 
 
-def test_script_on_hosts_apart(apart: Hosts, undisturbed: Path) -> None:
+def test_script_on_hosts_apart(apart, undisturbed):
     """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
     job = str(example(apart.folder / "job", each_step=DIES, run=str(PRIVATE)))
     done = launch(apart, "node0:1,node1:1", "--max-restarts", "1", job).assert_ok()
@@ -629,7 +625,7 @@ def test_script_on_hosts_apart(apart: Hosts, undisturbed: Path) -> None:
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
 
 
-def test_hsdp_resumes_bit_for_bit(hosts: Hosts) -> None:
+def test_hsdp_resumes_bit_for_bit(hosts):
     """On a shared disk, hsdp saves each shard once, resumes bit for bit, and can continue as ddp."""
     train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=6")
     train += ("--amp=off", "--lr=0.01", *SAVE_ALL)
@@ -669,7 +665,7 @@ def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
         node0.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk(apart: Hosts) -> None:
+def test_full_disk(apart):
     """A full disk damages no checkpoint. The training goes on, and its exit code is not 0."""
     train = (*ALONE, "--amp=off", "--batch-size=4")
     train += ("--steps-per-epoch=5", "--save-every=1", f"--out={PRIVATE}")
@@ -691,7 +687,7 @@ def test_full_disk(apart: Hosts) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["read-only", "full"])
-def test_disk_that_works_again(apart: Hosts, trouble: str) -> None:
+def test_disk_that_works_again(apart, trouble):
     """If a disk is full or read-only for a while, the training goes on, and saves again afterwards."""
     train = (*ALONE, "--amp=off", "--batch-size=4", "--save-every=1", f"--out={PRIVATE}")
     node0, run = apart["node0"], private(apart, "node0")

@@ -26,7 +26,7 @@ from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
 from tests.support.drills import DEFECTS, RIGHT, SCRIPT, command
 from tests.support.own_script import example
 from tests.support.patience import eventually
-from tests.support.place import Done, Here, Hosts, Process
+from tests.support.place import Done, Hosts, Process
 from tests.support.ranks import ROOT
 
 # --- doctor ---
@@ -59,7 +59,7 @@ BUSY = ("is slow", "carries")
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_doctor_names_all_faults(cluster: Cluster, group: str) -> None:
+def test_doctor_names_all_faults(cluster, group):
     """`mpiddp doctor` finds all faults of all hosts in one run, and raises no false alarm beside them."""
     names, arguments = GROUPS[group]
     present = {name: FAULTS[name] for name in names}
@@ -77,7 +77,7 @@ def test_doctor_names_all_faults(cluster: Cluster, group: str) -> None:
     assert [line for line in false if not any(words in line for words in BUSY)] == []
 
 
-def test_doctor_raises_no_false_alarm(cluster: Cluster) -> None:
+def test_doctor_raises_no_false_alarm(cluster):
     """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
     report = doctor(cluster, *JOB)
     assert report.code == 0
@@ -87,7 +87,7 @@ def test_doctor_raises_no_false_alarm(cluster: Cluster) -> None:
         assert "mpiddp" not in str(host.processes())
 
 
-def test_doctor_names_a_hang_of_its_job(hosts: Hosts) -> None:
+def test_doctor_names_a_hang_of_its_job(hosts):
     """`mpiddp doctor` names the rank that hangs in its own small job."""
     job = hosts.start("doctor", *hosts.where(2))
 
@@ -117,7 +117,7 @@ def explained(log: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.stem)
-def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_knows_the_root_cause(text, capsys):
     """`mpiddp explain` names the root cause of a failure from what real programs printed."""
     code, first = explained(text, capsys)
     assert code == 0
@@ -125,9 +125,7 @@ def test_explain_knows_the_root_cause(text: Path, capsys: pytest.CaptureFixture[
     assert str(text) in first
 
 
-def test_explain_knows_a_failure_of_today(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_knows_a_failure_of_today(tmp_path, capsys):
     """`mpiddp explain` knows what the installed programs print today."""
     name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
     script = ROOT / "tests/support/provoke_failures.sh"
@@ -152,9 +150,7 @@ Starting epoch 2 after Segmentation fault tests passed
 """
 
 
-def test_explain_finds_nothing_in_a_good_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_finds_nothing_in_a_good_log(tmp_path, capsys):
     """`mpiddp explain` finds no failure in the log of a healthy job."""
     log = tmp_path / "train.log"
     log.write_text(HEALTHY)
@@ -178,7 +174,7 @@ def results(done: Done) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_drill_names_the_defect(here: Here, defect: str) -> None:
+def test_drill_names_the_defect(here, defect):
     """`mpiddp drill` names the defect of a script that does not resume correctly."""
     planted = DEFECTS[defect]
     options = ("-n", str(planted.ranks), "--only", planted.fault, "--seed", "3", "--json")
@@ -191,7 +187,7 @@ def test_drill_names_the_defect(here: Here, defect: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
-def test_drill_passes_a_right_script(here: Here, name: str) -> None:
+def test_drill_passes_a_right_script(here, name):
     """`mpiddp drill` finds nothing in a script that resumes correctly, with any framework."""
     right = RIGHT[name]
     env = installs.environment(right.package) if right.package else {}
@@ -201,7 +197,7 @@ def test_drill_passes_a_right_script(here: Here, name: str) -> None:
     assert [fault for fault, each in results(done).items() if not each["passed"]] == []
 
 
-def test_drill_stops_and_resumes(here: Here, tmp_path: Path) -> None:
+def test_drill_stops_and_resumes(here, tmp_path):
     """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares the weights."""
     job = example(tmp_path / "job", every=5)
     done = here.run("drill", "-n", "2", "--only", "sigterm,flip", "--seed", "3", "--json", job)
@@ -212,7 +208,7 @@ def test_drill_stops_and_resumes(here: Here, tmp_path: Path) -> None:
     assert all(found[name]["weights_equal"] for name in ("sigterm", "flip"))
 
 
-def test_drill_on_hosts(request: pytest.FixtureRequest) -> None:
+def test_drill_on_hosts(request):
     """`mpiddp drill` works on several hosts."""
     with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         options = ("--only", "sigterm", "--seed", "3", "--json")

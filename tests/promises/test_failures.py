@@ -65,7 +65,7 @@ def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> D
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "crash", "os._exit", "os._exit(0)"])
-def test_who_failed_first(here: Here, how: str) -> None:
+def test_who_failed_first(here, how):
     """The rank that failed first is named, with its host and how it ended. Its victims are not."""
     done = failing(here, "one_fails.py", how)
     # The stack of an exception, and that of a crash in native code.
@@ -76,7 +76,7 @@ def test_who_failed_first(here: Here, how: str) -> None:
 
 @every_mpi
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_every_mpi_ends_the_job(hosts: Hosts, mpi: str, how: str) -> None:
+def test_every_mpi_ends_the_job(hosts, mpi, how):
     """Under every MPI, a rank that exits or is killed ends the job on all hosts within a minute."""
     failing(hosts, "alone.py", how, mpi=mpi)
 
@@ -95,7 +95,7 @@ for step in range(1000):
 """
 
 
-def test_victims_that_catch_the_error(here: Here) -> None:
+def test_victims_that_catch_the_error(here):
     """A killed rank is named even if the others catch the error of their collective and exit first."""
     done = here.run("launch", *here.where(3), here.script(CATCHES))
     assert done.code == 1
@@ -122,7 +122,7 @@ THREAD = "threading.Thread(target=act).start()"
     ],
     ids=["kill", "exit", "exit in atexit"],
 )
-def test_the_end_after_the_main_part(here: Here, end: str, start: str, how: str) -> None:
+def test_the_end_after_the_main_part(here, end, start, how):
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
     script = here.script(ENDS_LATE.replace("END", end).replace("START", start))
     done = here.run("launch", *here.where(2), script)
@@ -147,7 +147,7 @@ except RuntimeError:
 """
 
 
-def test_the_error_that_torch_recorded(here: Here) -> None:
+def test_the_error_that_torch_recorded(here):
     """The error line of a rank that exits silently has the error that torch's @record wrote."""
     done = here.run("launch", *here.where(2), here.script(RECORDED))
     assert done.code == 1
@@ -163,7 +163,7 @@ sys.stdin.read()
 """
 
 
-def test_a_known_cause(here: Here) -> None:
+def test_a_known_cause(here):
     """A failure whose cause is known is followed by its cause and its fix."""
     done = here.run("launch", *here.where(2), here.script(FILLS_A_DISK))
     assert done.code == 1
@@ -173,7 +173,7 @@ def test_a_known_cause(here: Here) -> None:
     assert cause.startswith('"OSError: [Errno 28] No space left on device" has a known cause.')
 
 
-def test_a_kill_for_lack_of_memory(here: Here) -> None:
+def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
     memory = Path("/sys/fs/cgroup/memory")
     if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
@@ -214,7 +214,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("who", "how"), [("all", ""), ("0", ""), ("1", "raise")])
-def test_ranks_leave(here: Here, who: str, how: str) -> None:
+def test_ranks_leave(here, who, how):
     """If ranks end by os._exit(0), the others go on. If those fail then, the rank that left is named."""
     done = here.run("launch", *here.where(2), here.script(LEAVES), who, how)
     assert (done.code, done.stdout) == (bool(how), "went on\n" * (who != "all")), done.stderr
@@ -233,7 +233,7 @@ def test_ranks_leave(here: Here, who: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"]
 )
-def test_a_cut_link(hosts: Hosts, mpi: str, script: str) -> None:
+def test_a_cut_link(hosts, mpi, script):
     """A host whose network link is cut is named as lost, and the ranks on it end as well."""
     job = hosts.start("launch", *hosts.where(3), program(script), "never", mpi=mpi)
     job.until("ready", times=3)
@@ -250,7 +250,7 @@ def test_a_cut_link(hosts: Hosts, mpi: str, script: str) -> None:
     eventually(lambda: not hosts.processes())  # sshd and the MPI's daemon, once the link is up
 
 
-def test_a_short_outage(hosts: Hosts) -> None:
+def test_a_short_outage(hosts):
     """A job survives a network outage of three seconds."""
     job = hosts.start(
         "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
@@ -273,7 +273,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
-def test_a_killed_part_of_the_launcher(hosts: Hosts, mpi: str, part: str) -> None:
+def test_a_killed_part_of_the_launcher(hosts, mpi, part):
     """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within a minute."""
     script = program("one_fails.py" if part == "daemon" else "alone.py")
     job = hosts.start("launch", *hosts.where(2), script, "never", mpi=mpi)
@@ -303,7 +303,7 @@ time.sleep(6000)
 """
 
 
-def test_a_killed_launcher_leaves_nothing(here: Here) -> None:
+def test_a_killed_launcher_leaves_nothing(here):
     """What a script has started ends with a killed launcher. The next launch removes its session folder."""
     with tempfile.TemporaryDirectory() as sessions:  # a longer path is no folder for sockets
         launch, env = ("launch", *here.where(1)), {"TMPDIR": sessions}
@@ -322,7 +322,7 @@ WAITS = "import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n"
 
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_mpirun(here: Here, mpi: str, number: signal.Signals) -> None:
+def test_a_signal_to_mpirun(here, mpi, number):
     """An mpirun that somebody else ends by SIGINT or SIGHUP is named with the signal, and no rank is."""
     job = here.start("launch", *here.where(2), here.script(WAITS), mpi=mpi)
     job.until("ready", times=2)
@@ -341,7 +341,7 @@ def is_program(command: str, name: str) -> bool:
     return command.partition(" ")[0].rpartition("/")[2].startswith(name)
 
 
-def test_orphans(hosts: Hosts) -> None:
+def test_orphans(hosts):
     """Every process that a rank has started ends with the job. Processes of other jobs are not touched."""
     bystander = hosts["node1"].popen(["sleep", "6001"])
     done = hosts.run("launch", *hosts.where(2), program("alone.py"), "leave a process")
@@ -351,7 +351,7 @@ def test_orphans(hosts: Hosts) -> None:
     bystander.end()
 
 
-def test_strangers(hosts: Hosts) -> None:
+def test_strangers(hosts):
     """A stranger who connects to the ports of a job cannot stop it or end it."""
     job = hosts.start(
         "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
@@ -385,7 +385,7 @@ def listening(hosts: Hosts, host: str) -> list[int]:
     ],
     indirect=["mpi"],
 )
-def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
+def test_a_command(here, mpi, end, reason):
     """Under every MPI, a command that fails ends the job, and every process that the commands started."""
     text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
     done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
@@ -394,7 +394,7 @@ def test_a_command(here: Here, mpi: str, end: str, reason: str) -> None:
     eventually(lambda: not here.processes())
 
 
-def test_a_script_within_a_command(here: Here) -> None:
+def test_a_script_within_a_command(here):
     """If a Python script within a command fails, its error is named, and not only the command's exit code."""
     line = shlex.join([sys.executable, program("alone.py"), "raise"])
     done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
@@ -402,7 +402,7 @@ def test_a_script_within_a_command(here: Here) -> None:
     assert is_named(here, done, "raise"), done.stderr
 
 
-def test_a_killed_rank_with_a_command(here: Here) -> None:
+def test_a_killed_rank_with_a_command(here):
     """A rank that is killed leaves no process of its command, even one that ignores SIGTERM."""
     text = "trap '' TERM; setsid sleep 6000 & sleep 6001 & echo ready; sleep 6002"
     job = here.start("launch", *here.where(2), "--", "bash", "-c", text).until("ready", times=2)
@@ -420,7 +420,7 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])
-def test_a_raw_mpirun(here: Here, how: str, code: int) -> None:
+def test_a_raw_mpirun(here, how, code):
     """Under a raw mpirun, too, the rank that failed first is named, and the job ends with its exit code."""
     job = [program("one_fails.py" if how == "raise" else "alone.py"), how]
     if how == "command":
@@ -465,7 +465,7 @@ with mpiddp.process_group(backend="gloo"):
 
 
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3)])
-def test_ranks_without_any_launcher(here: Here, end: str, code: int) -> None:
+def test_ranks_without_any_launcher(here, end, code):
     """Without any launcher, a rank that fails ends the others. An error that the script catches does not."""
     first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
     assert (first.code, second.code) == (code, code), (first, second)

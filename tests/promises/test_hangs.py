@@ -25,7 +25,7 @@ LONG_GRACE = ("--grace", "600")
 # --- without an option ---
 
 
-def test_a_hang_of_any_script(here: Here) -> None:
+def test_a_hang_of_any_script(here):
     """If any script hangs, one line says which rank is where in the code, and which ranks wait for it."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
@@ -42,7 +42,7 @@ def test_a_hang_of_any_script(here: Here) -> None:
     )
 
 
-def test_a_straggler(here: Here) -> None:
+def test_a_straggler(here):
     """A rank whose own work makes the others wait is named with its time in a step, also in `mpiddp top`."""
     job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
     job.until("is a straggler")
@@ -75,11 +75,9 @@ STUCK = {
 
 
 @pytest.mark.parametrize(
-    ("place", "how"),
-    [("here", "lock"), ("hosts", "stop"), ("hosts", "native")],
-    indirect=["place"],
+    ("place", "how"), [("here", "lock"), ("hosts", "stop"), ("hosts", "native")], indirect=["place"]
 )
-def test_hang_timeout(place: Place, how: str) -> None:
+def test_hang_timeout(place, how):
     """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
     sentence, frame = STUCK[how]
     options = ("--hang-timeout", "3", *place.where(2))
@@ -92,7 +90,7 @@ def test_hang_timeout(place: Place, how: str) -> None:
     eventually(lambda: not place.processes())
 
 
-def test_hang_timeout_of_any_script(here: Here) -> None:
+def test_hang_timeout_of_any_script(here):
     """--hang-timeout works for any script: it counts the optimizer's steps."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
@@ -113,7 +111,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.parametrize("is_command", [False, True])
-def test_the_others_are_done(here: Here, is_command: bool) -> None:
+def test_the_others_are_done(here, is_command):
     """A rank that hangs after the others have ended is named with its stack, even within a command."""
     script = here.script(ONE_STAYS, "one_stays.py")
     command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
@@ -125,7 +123,7 @@ def test_the_others_are_done(here: Here, is_command: bool) -> None:
     assert done.said[-1] == "the job hung and was stopped."
 
 
-def test_ctrl_z(here: Here) -> None:
+def test_ctrl_z(here):
     """The time in which the launcher is suspended, as by Ctrl-Z, does not count as a hang."""
     options = (*LONG_GRACE, "--hang-timeout", "3", *here.where(2))
     job = here.start("launch", *options, program("alone.py"), "never").until("step ")
@@ -175,9 +173,7 @@ def troubled(place: Place, module: str, text: str) -> dict[str, str]:
     ids=["stopped", "python", "import", "import under Intel MPI"],
     indirect=["place", "mpi"],
 )
-def test_a_rank_that_does_not_join(
-    place: Place, mpi: str, module: str, text: str, last_words: str
-) -> None:
+def test_a_rank_that_does_not_join(place, mpi, module, text, last_words):
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
     env = troubled(place, module, text)
     script = place.script("import torch\nprint('ran', flush=True)")
@@ -190,7 +186,7 @@ def test_a_rank_that_does_not_join(
     eventually(lambda: not place.processes("python"))
 
 
-def test_a_missing_rank_of_a_raw_mpirun(here: Here) -> None:
+def test_a_missing_rank_of_a_raw_mpirun(here):
     """Under a raw mpirun, ranks that wait for a missing rank end after MPIDDP_TIMEOUT, with their stack."""
     env = troubled(here, "trouble", SLEEP) | {"MPIDDP_TIMEOUT": "4"}
     script = here.script("print('ran', flush=True)")
@@ -208,7 +204,7 @@ def viewed(here: Here) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(here.folder)}
 
 
-def test_a_job_is_watched_and_stopped(here: Here) -> None:
+def test_a_job_is_watched_and_stopped(here):
     """From another terminal, `mpiddp ps`, `top`, `stacks` and `stop` list, watch, inspect and stop a job."""
     os.mkfifo(here.folder / "pipe")
     script = [program("one_fails.py"), "load", str(here.folder)]

@@ -122,7 +122,7 @@ def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
     return running.returncode, shown
 
 
-def test_keys(strangers: Cluster) -> None:
+def test_keys(strangers):
     """`mpiddp hosts keys` asks once for each host. Afterwards, ssh reaches all hosts without a question."""
     node0 = strangers["node0"]
     file = strangers.shared / "hosts"
@@ -142,7 +142,7 @@ def test_keys(strangers: Cluster) -> None:
     assert authorized.count(node0.path("/root/.ssh/id_ed25519.pub").read_text().split()[1]) == 1
 
 
-def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
+def test_run_prints_equal_outputs_once(hosts, file):
     """`mpiddp hosts run` runs a command on every host, and prints equal outputs once."""
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
     assert done.lines == [
@@ -153,7 +153,7 @@ def test_run_prints_equal_outputs_once(hosts: Hosts, file: str) -> None:
     assert done.stdout == "node[0-2]: $HOME; *\nnode[0-2]: --\nnode[0-2]: \\x1b[31mred\n"
 
 
-def test_run_names_the_hosts_that_fail(hosts: Hosts, file: str) -> None:
+def test_run_names_the_hosts_that_fail(hosts, file):
     """`mpiddp hosts run` names the hosts on which the command fails, and those that ssh cannot reach."""
     code = "test $(uname -n) = node1 && exit 0; exit 7"
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", code)
@@ -169,7 +169,7 @@ SLEEP = "(trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
-def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
+def test_run_leaves_nothing(hosts, file, end):
     """Ctrl-C and --timeout end everything that `mpiddp hosts run` has started, on every host."""
     options = ("--timeout", "5s") if end == "--timeout" else ()
     job = hosts.start("hosts", "run", *options, file, "--", "sh", "-c", SLEEP)
@@ -180,7 +180,7 @@ def test_run_leaves_nothing(hosts: Hosts, file: str, end: str) -> None:
     eventually(lambda: not hosts.processes("sleep 1000"))
 
 
-def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) -> None:
+def test_push_makes_a_folder_the_same(hosts, file, project):
     """`mpiddp hosts push` makes a folder the same on every host, and keeps runs and caches there."""
     there = [hosts[name].path(project) for name in ("node1", "node2")]
     assert hosts.run("hosts", "push", "--dry-run", file, project).code == 0
@@ -204,7 +204,7 @@ def test_push_makes_a_folder_the_same(hosts: Hosts, file: str, project: Path) ->
         assert (path / "src/__pycache__/x.pyc").exists()
 
 
-def test_push_to_a_host_without_rsync(hosts: Hosts, file: str, project: Path) -> None:
+def test_push_to_a_host_without_rsync(hosts, file, project):
     """A push sends everything to a host without rsync, and says so. What it replaces is kept there."""
     node1, rsync = hosts["node1"], shutil.which("rsync")
     there = node1.path(project)
@@ -224,7 +224,7 @@ def test_push_to_a_host_without_rsync(hosts: Hosts, file: str, project: Path) ->
     assert not (there / ".mpiddp-new").exists()
 
 
-def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
+def test_push_that_breaks_off(hosts, file, project):
     """A push that is killed leaves the old files on the hosts. The next push sends only what is missing."""
     hosts.run("hosts", "push", file, project).assert_ok()
     there = hosts["node1"].path(project)
@@ -248,7 +248,7 @@ def test_push_that_breaks_off(hosts: Hosts, file: str, project: Path) -> None:
     assert contents(there) == contents(project)
 
 
-def test_push_names_the_host_that_cannot_take_it(hosts: Hosts, file: str, project: Path) -> None:
+def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     """A host that cannot take a push is named in one line. With --min-hosts, the push goes on without it."""
     there = hosts["node1"].path(project)
     write(there.parent, {there.name: "a file"})
@@ -260,7 +260,7 @@ def test_push_names_the_host_that_cannot_take_it(hosts: Hosts, file: str, projec
     assert contents(hosts["node2"].path(project)) == contents(project)
 
 
-def test_push_names_another_python(hosts: Hosts, file: str) -> None:
+def test_push_names_another_python(hosts, file):
     """A push names the hosts on which the environment's Python is another version, or does not run."""
     env, base = hosts.folder / "env", hosts.folder / "base"
     venv.create(env)
@@ -283,7 +283,7 @@ def test_push_names_another_python(hosts: Hosts, file: str) -> None:
 
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
-def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
+def test_from_bare_hosts_to_a_training(hosts):
     """README's commands for two machines make bare hosts ready. `launch --push` sends each later change."""
     project = hosts.folder / "project"
     write(project, {"train.py": "import os\nprint('first', os.environ['RANK'])\n"})
@@ -324,7 +324,7 @@ def test_from_bare_hosts_to_a_training(hosts: Hosts) -> None:
     assert (hosts["node1"].path(project) / "runs/x").is_dir()
 
 
-def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
+def test_pull_brings_a_run_home(hosts, file):
     """`mpiddp hosts pull` brings home the logs and verified checkpoints that only other hosts have."""
     run = hosts.folder / "a run; $HOME"
     write(run, {"logs/rank_00000.log": "rank 0\n"})
@@ -345,7 +345,7 @@ def test_pull_brings_a_run_home(hosts: Hosts, file: str) -> None:
     assert not (run / "checkpoints/step_00000003").exists()
 
 
-def test_pull_overwrites_nothing(hosts: Hosts, file: str) -> None:
+def test_pull_overwrites_nothing(hosts, file):
     """A pull overwrites nothing. It continues a file that has grown, and renames one that differs."""
     run = hosts.folder / "run"
     write(run, {"metrics.jsonl": "{}\n", "grown": "line 1\n", "shorter": "line 1\nline 2\n"})
@@ -362,7 +362,7 @@ def test_pull_overwrites_nothing(hosts: Hosts, file: str) -> None:
         }
 
 
-def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
+def test_pull_joins_shards(hosts, file):
     """A pull joins the shards of all hosts' disks into one verified checkpoint."""
     run = hosts.folder / "run"
     names = [f"shard_{rank:05d}.pt" for rank in range(3)]
@@ -381,7 +381,7 @@ def test_pull_joins_shards(hosts: Hosts, file: str) -> None:
     assert directory.listing(folder).lacking == []
 
 
-def test_check(hosts: Hosts, file: str) -> None:
+def test_check(hosts, file):
     """`mpiddp hosts check`, `convert` and `diff` read, convert and compare hostfiles."""
     other = hosts.folder / "other"
     other.write_text("node0:1\nnode1:2 # MPICH's syntax\n")
@@ -399,7 +399,7 @@ def test_check(hosts: Hosts, file: str) -> None:
     assert hosts.run("hosts", "diff", file, file).code == 0
 
 
-def test_history(request: pytest.FixtureRequest) -> None:
+def test_history(request):
     """The launcher remembers which hosts ended jobs, warns about them, and forgets them on request."""
     with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         launch = ("launch", *hosts.where(2))

@@ -22,19 +22,9 @@ from pathlib import Path
 import pytest
 
 from tests.programs.prints_lines import LAST_WORDS, PARTS
-from tests.support.cluster.slurm import Slurm
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
-from tests.support.place import (
-    MPIS,
-    Done,
-    Here,
-    Hosts,
-    Place,
-    eventually,
-    every_mpi_on_hosts,
-    program,
-)
+from tests.support.place import MPIS, Done, Here, Hosts, eventually, every_mpi_on_hosts, program
 from tests.support.ranks import clean_env
 
 HOST = socket.gethostname()
@@ -61,7 +51,7 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
 
 
 @every_mpi_on_hosts
-def test_lines_are_whole(place: Place, mpi: str) -> None:
+def test_lines_are_whole(place, mpi):
     """Lines arrive whole, with their rank in front. A killed rank loses none. Each host keeps log files."""
     logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
     done_folder = place.folder / "done"
@@ -83,7 +73,7 @@ def test_lines_are_whole(place: Place, mpi: str) -> None:
     eventually(lambda: not place.processes())
 
 
-def test_lines_are_whole_under_srun(hosts: Hosts, batch: Slurm) -> None:
+def test_lines_are_whole_under_srun(hosts, batch):
     """In a Slurm job, too, lines arrive whole, and a killed rank loses no line."""
     done_folder, errors = hosts.folder / "done", hosts.folder / "errors"
     done_folder.mkdir()
@@ -111,9 +101,7 @@ os.write(2, f"err {os.environ['RANK']}\\n".encode())
     ],
     ids=lambda value: "-".join(map(str, value)) or "default",
 )
-def test_whose_lines_are_shown(
-    here: Here, options: tuple[str, ...], stdout: list[int], stderr: list[int]
-) -> None:
+def test_whose_lines_are_shown(here, options, stdout, stderr):
     """By default, stdout of rank 0 and stderr of all ranks are shown. --log-ranks chooses others."""
     done = here.run("launch", *here.where(2), *options, here.script(TALKS), env=SHOWN).assert_ok()
     assert sorted(done.lines) == [f"[rank {rank} {HOST}] out {rank}" for rank in stdout]
@@ -133,7 +121,7 @@ if world.rank == 1:
 
 
 @pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
-def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
+def test_the_files_of_a_run(here, option):
     """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir."""
     job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
     done = here.run("launch", *job)
@@ -147,7 +135,7 @@ def test_the_files_of_a_run(here: Here, option: tuple[str, ...]) -> None:
     assert (here.folder / "run" / "logs").exists() != bool(option)
 
 
-def test_the_files_of_a_training(here: Here) -> None:
+def test_the_files_of_a_training(here):
     """A training keeps the output of each rank in logs/ of its run. A second start appends to the files."""
     job = ("-H", "localhost:1", *TRAIN.split(), "--steps-per-epoch", "1", "--out", "run")
     first = here.run("launch", *job).assert_ok()
@@ -158,7 +146,7 @@ def test_the_files_of_a_training(here: Here) -> None:
     assert file.read_text() == first.stdout + second.stdout
 
 
-def test_a_log_folder_that_cannot_be_written(hosts: Hosts) -> None:
+def test_a_log_folder_that_cannot_be_written(hosts):
     """If one host cannot write to --log-dir, the job ends with exit code 2 and one error line."""
     hosts["node1"].path("/run/tmp/only_a_file").touch()
     folder = ("--log-dir", "/run/tmp/only_a_file")
@@ -180,7 +168,7 @@ LONG_LINES = "[print(rank * 1_000_000, flush=True) for rank in '345']"
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
-def test_every_byte_arrives(here: Here, mpi: str) -> None:
+def test_every_byte_arrives(here, mpi):
     """All output arrives unchanged, even binary data and lines of a megabyte."""
     done = here.run("launch", "-H", "localhost:1", here.script(BYTES), mpi=mpi).assert_ok()
     data = bytes(range(256)) * 4000
@@ -198,7 +186,7 @@ def piped(place: Here, *argv: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_slow_reader(here: Here) -> None:
+def test_a_slow_reader(here):
     """A slow reader of the output slows the ranks down, and loses no line."""
     text = "for line in range(300_000): print(line)\nopen('done', 'w').close()"
     with piped(here, "-H", "localhost:1", here.script(text)) as job:
@@ -212,7 +200,7 @@ def test_a_slow_reader(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_many_lines_of_many_ranks(here: Here) -> None:
+def test_many_lines_of_many_ranks(here):
     """The launcher loses none of 800,000 lines of eight ranks, and needs less than 100 MB of memory."""
     count, seen = 100_000, here.folder / "seen"
     wait = "while [ ! -e seen ]; do sleep 0.1; done"
@@ -237,7 +225,7 @@ MANY = "for line in range(20_000): print('line', line, flush=True)"
 
 
 @pytest.mark.parametrize("how", ["| head -2", ">&-"])
-def test_a_reader_that_goes_away(here: Here, how: str) -> None:
+def test_a_reader_that_goes_away(here, how):
     """A reader that goes away, as in `| head`, or a closed stdout does not end the job."""
     job = shlex.join([*LAUNCH, "-H", "localhost:1", here.script(MANY)])
     done = here.run("bash", "-c", f"{job} {how}; exit ${{PIPESTATUS[0]}}").assert_ok()
@@ -260,7 +248,7 @@ os.write(1, b"\\n")
 """
 
 
-def test_open_lines_and_progress_bars(here: Here) -> None:
+def test_open_lines_and_progress_bars(here):
     """With one rank, an unfinished line appears at once, and progress bars work."""
     with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
         assert job.stdout is not None
@@ -279,7 +267,7 @@ print("child", child.pid, flush=True)
 """
 
 
-def test_a_process_that_a_rank_leaves(here: Here) -> None:
+def test_a_process_that_a_rank_leaves(here):
     """A process that a rank leaves behind delays the end of the job by a few seconds at most."""
     # It sleeps for 6000 s, and a test may take 900 s.
     done = here.run("launch", "-H", "localhost:1", here.script(LEAVES)).assert_ok()
@@ -292,7 +280,7 @@ raise ValueError("\\x1b[2J\\r\\u202emischief")
 """
 
 
-def test_no_rank_forges_a_line(here: Here) -> None:
+def test_no_rank_forges_a_line(here):
     """A script's output is unchanged. In the launcher's own lines, no text controls the terminal."""
     job = ("-H", "localhost:1", here.script(FORGES))
     done = here.run("launch", *job)
@@ -312,7 +300,7 @@ BANNER = re.compile(r"processes exited|Primary job|exited on|^[-=]{60}", re.MULT
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
-def test_what_mpirun_prints(here: Here, mpi: str) -> None:
+def test_what_mpirun_prints(here, mpi):
     """mpirun's banner about a failed rank is kept in mpirun.log of --log-dir, and shown with -v only."""
     job = (*here.where(2), here.script(KILLED))
     done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
@@ -331,7 +319,7 @@ def test_what_mpirun_prints(here: Here, mpi: str) -> None:
     ],
     indirect=["mpi"],
 )
-def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, words: str) -> None:
+def test_a_start_that_fails(here, mpi, options, shown, words):
     """If the MPI fails to start the ranks, its message is shown, with a line that names the failure."""
     job = (*here.where(2), f"--mpi-args={options}", program("identity.py"))
     done = here.run("launch", *job, env={"I_MPI_FABRICS": "ofi"}, mpi=mpi)
@@ -348,7 +336,7 @@ def test_a_start_that_fails(here: Here, mpi: str, options: str, shown: str, word
     [*((mpi, ()) for mpi in MPIS), ("openmpi5", ("--", sys.executable))],
     indirect=["mpi"],
 )
-def test_stdin_is_that_of_rank_0(here: Here, mpi: str, way: tuple[str, ...]) -> None:
+def test_stdin_is_that_of_rank_0(here, mpi, way):
     """Rank 0 reads the launcher's stdin, line by line as in a conversation. Other ranks have no stdin."""
     options = ("--mpirun", mpirun_of(mpi), *here.where(2))
     job = (*options, *way, program("reads_stdin.py"))
@@ -379,7 +367,7 @@ print("the end")
 """
 
 
-def test_a_terminal_has_a_status(here: Here) -> None:
+def test_a_terminal_has_a_status(here):
     """On a terminal, the last line shows the step, the rate and other figures. A pipe gets no such line."""
     job = ("-H", "localhost:2", here.script(STEPS))
     pid, terminal = pty.fork()

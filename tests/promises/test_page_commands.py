@@ -34,7 +34,7 @@ def consoles() -> list[object]:
 
 
 @pytest.mark.parametrize("page", consoles())
-def test_what_a_page_shows_is_what_its_commands_print(page: Path, tmp_path: Path) -> None:
+def test_what_a_page_shows_is_what_its_commands_print(page, tmp_path):
     """Every command in a console block of README.md and docs/ prints what the page shows."""
     for folder in ("examples", "hostfiles"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
@@ -89,7 +89,7 @@ def pattern(expected: str) -> str:
     return "".join(parts)
 
 
-def test_another_line_would_be_found() -> None:
+def test_another_line_would_be_found():
     """The comparison of a page with its commands allows for other numbers, but not for another line."""
     assert re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nb is 3\n"))
     assert not re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nc is 3\n"))

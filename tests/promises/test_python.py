@@ -39,7 +39,7 @@ def spawns(place: Place, how: str) -> list[str]:
 
 
 @here_and_on_hosts
-def test_spawn_returns_results(place: Place) -> None:
+def test_spawn_returns_results(place):
     """mpiddp.spawn runs a function on every rank, even on hosts without its file, and returns the results."""
     done = place.run(*spawns(place, "sums")).assert_ok()
     names = ["node1", "node0"] if isinstance(place, Hosts) else place.hosts * 2
@@ -47,14 +47,14 @@ def test_spawn_returns_results(place: Place) -> None:
     assert sorted(done.lines[:-2]) == ["out 0", "out 1"]
 
 
-def test_spawn_raises_the_first_failure(hosts: Hosts) -> None:
+def test_spawn_raises_the_first_failure(hosts):
     """mpiddp.spawn raises the exception of the first rank that fails, with its traceback."""
     done = hosts.run(*spawns(hosts, "fails")).assert_ok()
     assert done.lines[0] == "1 node0 Trouble(7)"
     assert "raise spawned.Trouble(7)" in done.stdout
 
 
-def test_spawn_restarts_saves_and_stops(here: Here) -> None:
+def test_spawn_restarts_saves_and_stops(here):
     """A spawned function restarts, saves, resumes and stops as a script does."""
     done = here.run(*spawns(here, "restarts")).assert_ok()
     assert done.lines[-1] == "[1, 1]"
@@ -67,7 +67,7 @@ def test_spawn_restarts_saves_and_stops(here: Here) -> None:
 @pytest.mark.parametrize(
     ("place", "number"), [("here", signal.SIGINT), ("hosts", signal.SIGKILL)], indirect=["place"]
 )
-def test_end_of_the_caller(place: Place, number: int) -> None:
+def test_end_of_the_caller(place, number):
     """If the process that called mpiddp.spawn ends, its job ends on every host."""
     job = place.start(*spawns(place, "sleeps")).until("ready", 2)
     job.signal(number)
@@ -75,7 +75,7 @@ def test_end_of_the_caller(place: Place, number: int) -> None:
     eventually(lambda: not place.processes())
 
 
-def test_notebook(here: Here) -> None:
+def test_notebook(here):
     """A notebook's cell shows the results, output and exceptions of the ranks, and can be interrupted."""
     env = installs.environment("ipykernel")
     done = here.run("python", program("notebook.py"), env=env).assert_ok()
@@ -86,7 +86,7 @@ def test_notebook(here: Here) -> None:
 @pytest.mark.parametrize(
     ("place", "way"), [("here", "command"), ("hosts", "script")], indirect=["place"]
 )
-def test_lightning(place: Place, way: str) -> None:
+def test_lightning(place, way):
     """PyTorch Lightning works unchanged, as a script or within a command."""
     script = program("lightning_training.py")
     nodes = len(set(place.hosts_of(2)))
@@ -101,7 +101,7 @@ def test_lightning(place: Place, way: str) -> None:
     assert saved == ["last.ckpt", "saved-epoch=4.ckpt"]
 
 
-def test_accelerate(here: Here) -> None:
+def test_accelerate(here):
     """accelerate passes its own test scripts under mpiddp."""
     env = installs.environment("accelerate") | {"ACCELERATE_USE_CPU": "1"}
     options = ("-x", "ACCELERATE_USE_CPU", *here.where(2))
@@ -110,7 +110,7 @@ def test_accelerate(here: Here) -> None:
         here.run("launch", *options, "-m", module, env=env).assert_ok()
 
 
-def test_transformers(here: Here) -> None:
+def test_transformers(here):
     """The Trainer of transformers trains on all ranks, and saves."""
     env = installs.environment("transformers")
     job = (program("transformers_training.py"), "out")
@@ -128,7 +128,7 @@ def groups(text: str, name: str) -> list[list[int]]:
     return [list(group) for group in found]
 
 
-def test_mesh_on_unequal_hosts(hosts: Hosts) -> None:
+def test_mesh_on_unequal_hosts(hosts):
     """mpiddp.mesh keeps tensor-parallel groups within hosts, even with unequal slots."""
     job = (program("mesh_groups.py"), "plain")
     done = hosts.run("launch", "-H", "node0:4,node1:2", *job, "tp=2").assert_ok()
@@ -148,7 +148,7 @@ def test_mesh_on_unequal_hosts(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["dp=3 tp=1", "tp=1RANK", "device_type=gpu0"])
-def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
+def test_mesh_that_does_not_fit(here, sizes):
     """A mesh that does not fit, or that differs between ranks, is refused in one line."""
     done = here.run("launch", *here.where(2), program("mesh_groups.py"), "init", *sizes.split())
     assert done.code == 2, done.stdout
@@ -156,7 +156,7 @@ def test_mesh_that_does_not_fit(here: Here, sizes: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_mesh_is_planned_without_the_cluster(here: Here) -> None:
+def test_mesh_is_planned_without_the_cluster(here):
     """`mpiddp mesh` prints each group of ranks, and the bytes of a step on each link, without any GPU."""
     job = ("--hosts", "64", "--gpus", "8", "dp=32", "tp=8", "pp=2")
     model = ("--params", "7B", "--layers", "32", "--hidden", "4096", "--seq", "4096")
@@ -179,7 +179,7 @@ def test_mesh_is_planned_without_the_cluster(here: Here) -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_hybrid_example(here: Here) -> None:
+def test_hybrid_example(here):
     """examples/hybrid.py combines data and tensor parallelism, and has the losses of one process."""
 
     def losses(*start: str) -> list[float]:
@@ -202,7 +202,7 @@ def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
 TINY = ("--arch", "resnet20", "--batch-size", "2", "--rounds=1")
 
 
-def test_bench(here: Here) -> None:
+def test_bench(here):
     """`mpiddp bench` measures the scaling efficiency, and the bus bandwidth of all-reduces."""
     where = ("-H", "localhost:3")
     results = bench(here, "scaling", *where, *TINY, "--steps=2", "--warmup=1")
@@ -216,7 +216,7 @@ def test_bench(here: Here) -> None:
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3, rel=1e-6)
 
 
-def test_bench_beside_what_people_compare(here: Here) -> None:
+def test_bench_beside_what_people_compare(here):
     """`mpiddp bench` measures the start beside torchrun, steps beside a bare loop, data beside the model."""
     (point,) = bench(here, "start", "--ranks=2", "--rounds=1")["points"]
     wall_s = {name: each["median"] for name, each in point["wall_s"].items()}
@@ -235,7 +235,7 @@ def test_bench_beside_what_people_compare(here: Here) -> None:
     assert len(results["sources"]) == 2
 
 
-def test_bench_ends_with_its_jobs(here: Here) -> None:
+def test_bench_ends_with_its_jobs(here):
     """A benchmark that is stopped leaves no process behind."""
     options = ("-H", "localhost:2", "--steps", "1000000", "--arch", "resnet20", "--out", "out")
     job = here.start("bench", "scaling", *options)
@@ -265,7 +265,7 @@ def chromium() -> Iterator[Any]:
         browser.quit()
 
 
-def test_report_in_a_browser(here: Here) -> None:
+def test_report_in_a_browser(here):
     """`mpiddp report` writes a page for a browser about a run, its restarts and its lost time."""
     train = (program("watched_training.py"), str(here.folder), "--use-syn", "--batch-size=4")
     train += ("--arch=resnet20", "--steps-per-epoch=20", "--epochs=1", "--save-every=10")
@@ -286,7 +286,7 @@ def test_report_in_a_browser(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_report_of_a_large_run(here: Here) -> None:
+def test_report_of_a_large_run(here):
     """The report of a million steps on a thousand ranks is smaller than 5 MB, and escapes every text."""
     attack = "</script><script>window.attacked = 1</script><b id=attack>"
     many = {"steps": 1_000_000, "saves": [100_000], "num_ranks": 1024}
@@ -299,7 +299,7 @@ def test_report_of_a_large_run(here: Here) -> None:
         assert attack in browser.execute_script("return document.body.textContent")
 
 
-def test_runs(here: Here) -> None:
+def test_runs(here):
     """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
     write_run(here.folder / "a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
     write_run(here.folder / "b", failures={1: "OSError: gone"}, ends=False)
@@ -358,7 +358,7 @@ def log_to(here: Here, tool: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 
 @pytest.mark.parametrize("tool", READERS)
-def test_log_to(here: Here, tool: str) -> None:
+def test_log_to(here, tool):
     """--log-to sends each record to a tool once, even after a resume."""
     train, env = log_to(here, tool)
     env["WANDB_MODE"] = "offline"
@@ -372,7 +372,7 @@ def test_log_to(here: Here, tool: str) -> None:
         assert got[name] == [[step, pytest.approx(value)] for step, value in expected], name
 
 
-def test_log_to_a_tool_that_fails(here: Here) -> None:
+def test_log_to_a_tool_that_fails(here):
     """A tool of --log-to that fails causes one warning, and the training goes on."""
     train, env = log_to(here, "tensorboard")
     (here.folder / "run").mkdir()

@@ -18,7 +18,7 @@ import torch
 
 from tests.programs import elastic
 from tests.programs.elastic import GLOBAL_BATCH, Step
-from tests.support.place import Done, Here, Hosts, Job, eventually, program
+from tests.support.place import Done, Hosts, Job, eventually, program
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--epochs=1", "--batch-size=5")
 STOPPING = ": stopping to restart.\n"
@@ -50,7 +50,7 @@ time.sleep(0 if succeeds else 1000)
 
 
 @pytest.mark.parametrize(("succeeds_at", "starts", "code"), [(1, 2, 0), (9, 3, 1)])
-def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> None:
+def test_max_restarts(here, succeeds_at, starts, code):
     """--max-restarts N restarts a failed job, at most N times, with the arguments that resume it."""
     script = here.script(FAILS_UNTIL, "fails_until.py")
     # An announcement in the environment, from the launcher of an outer job, is ignored.
@@ -64,7 +64,7 @@ def test_max_restarts(here: Here, succeeds_at: int, starts: int, code: int) -> N
     assert "2 ranks instead of 3; the global batch stays at 12." in done.said
 
 
-def test_bad_input(here: Here) -> None:
+def test_bad_input(here):
     """A job that fails for bad input is not restarted."""
     script = here.script("raise SystemExit(2)")
     done = here.run("launch", *here.where(1), "--max-restarts", "2", script)
@@ -72,7 +72,7 @@ def test_bad_input(here: Here) -> None:
     assert "restart" not in done.stderr
 
 
-def test_a_stop_before_a_restart(here: Here) -> None:
+def test_a_stop_before_a_restart(here):
     """A request to stop in the pause before a restart ends the job with exit code 130."""
     script = here.script("1 / 0", "fails.py")
     job = here.start("launch", *here.where(1), "--max-restarts", "9", script)
@@ -122,7 +122,7 @@ def has_trained(
     assert all(record["train_loss"] < 10 for record in records if "train_loss" in record)
 
 
-def test_a_lost_host(hosts: Hosts) -> None:
+def test_a_lost_host(hosts):
     """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
     job = training(hosts, 150, "--max-restarts", "3", "--min-hosts", "2")
     hosts["node1"].link("down")
@@ -143,7 +143,7 @@ def test_a_lost_host(hosts: Hosts) -> None:
     assert done.stdout.count("resuming from") == 2
 
 
-def test_a_spare(hosts: Hosts) -> None:
+def test_a_spare(hosts):
     """With --spares, a spare host takes the place of a lost one, and the number of ranks stays the same."""
     job = training(hosts, 120, "--max-restarts", "3", "--spares", "1")
     assert not [each for each in hosts.processes() if each.host == "node2"]
@@ -160,7 +160,7 @@ def test_a_spare(hosts: Hosts) -> None:
     assert "instead of" not in done.stderr
 
 
-def test_a_host_that_fails_the_first_check(hosts: Hosts) -> None:
+def test_a_host_that_fails_the_first_check(hosts):
     """A host that fails the first check is replaced by a spare, or left out under --min-hosts."""
     show = ("--", "sh", "-c", "echo $RANK $(hostname)")
     named = "node0:1,nowhere:1,node1:1,node2:1"
@@ -185,7 +185,7 @@ elif os.environ["WORLD_SIZE"] != "1":
 """
 
 
-def test_a_host_that_ends_two_attempts(hosts: Hosts) -> None:
+def test_a_host_that_ends_two_attempts(hosts):
     """A host that ended two attempts in a row is left out."""
     file, script = hosts.folder / "hosts.txt", hosts.script(FAULTY_HOST)
     listed(file, "node1", "node0")
@@ -269,7 +269,7 @@ def check(folder: Path, grown: Collection[int]) -> None:
     assert steps[-1].loss < steps[0].loss / 10
 
 
-def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
+def test_a_host_is_added_lost_and_back(hosts):
     """With --grow, a host that is added to the hostfile or comes back joins the job. No step is lost."""
     options = ("--grow", "1", "--min-hosts", "1", "--max-restarts", "3")
     run = started(hosts, ["node0 slots=2"], *options)
@@ -292,7 +292,7 @@ def test_a_host_is_added_lost_and_back(hosts: Hosts) -> None:
         assert done.said.count(sentence) == times, done.stderr
 
 
-def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
+def test_the_hostfile_counts_at_a_restart(hosts):
     """A restart reads the hostfile again. A hostfile with an error changes nothing."""
     run = started(hosts, ["node0", "node1"], "--max-restarts", "3")
     run.wait_for_ranks(2, restarts=0)
@@ -319,7 +319,7 @@ def test_the_hostfile_counts_at_a_restart(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("moment", ["slow_save", "slow_start"])
-def test_a_stop_while_growing(hosts: Hosts, moment: str) -> None:
+def test_a_stop_while_growing(hosts, moment):
     """A job that is about to grow still stops on request, with exit code 75."""
     run = started(hosts, ["node0"], "--grow", "1")
     run.wait_for_ranks(1, restarts=0)
@@ -348,7 +348,7 @@ while not Path(sys.argv[1], "finish").exists():
 """
 
 
-def test_a_job_that_cannot_resume(hosts: Hosts) -> None:
+def test_a_job_that_cannot_resume(hosts):
     """A job that cannot resume does not grow, and a line says so."""
     script = hosts.script(WAITS, "waits.py")
     run = started(hosts, ["node0"], "--grow", "1", script=script)
@@ -360,7 +360,7 @@ def test_a_job_that_cannot_resume(hosts: Hosts) -> None:
     assert sentence.startswith("node1 can join, but the script has announced nothing")
 
 
-def test_a_growth_that_fails(hosts: Hosts) -> None:
+def test_a_growth_that_fails(hosts):
     """A job that cannot start with a new host returns to its earlier hosts, and grows no more."""
     run = started(hosts, ["node0"], "--grow", "1")
     run.wait_for_ranks(1, restarts=0)

@@ -24,16 +24,7 @@ from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import (
-    MPIS,
-    Done,
-    Here,
-    Hosts,
-    Place,
-    every_mpi,
-    every_mpi_on_hosts,
-    program,
-)
+from tests.support.place import MPIS, Done, Hosts, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, own_lines
 
 RUN = ("-m", "mpiddp", "run")
@@ -48,7 +39,7 @@ def refusal(done: Done) -> list[str]:
 
 
 @every_mpi_on_hosts
-def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
+def test_each_slot_gets_a_rank(place, mpi):
     """One command starts a rank on every slot, with the script's arguments and the launcher's folder."""
     done = place.run("launch", *place.where(3), program("identity.py"), "-n", "5", mpi=mpi)
     ranks = done.assert_ok().records
@@ -59,7 +50,7 @@ def test_each_slot_gets_a_rank(place: Place, mpi: str) -> None:
 
 
 @every_mpi
-def test_bind(here: Here, mpi: str) -> None:
+def test_bind(here, mpi):
     """--bind core binds each rank to a core of its own."""
     if len(os.sched_getaffinity(0)) < 2:
         lacking("two ranks need two cores")
@@ -71,7 +62,7 @@ def test_bind(here: Here, mpi: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["hostfile", "-H", "-H and -n", "without slots", "without a host"])
-def test_unequal_slots(hosts: Hosts, how: str) -> None:
+def test_unequal_slots(hosts, how):
     """Ranks are numbered in the order of the hostfile, even if slots differ and another host comes first."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node1 slots=2\nnode0  # one slot\nnode2 slots=0\n")
@@ -90,7 +81,7 @@ def test_unequal_slots(hosts: Hosts, how: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
-def test_exit_codes(here: Here, code: int, expected: int) -> None:
+def test_exit_codes(here, code, expected):
     """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1."""
     done = here.run("launch", *here.where(2), here.script(f"raise SystemExit({code})"))
     assert done.code == expected, done.stderr
@@ -98,7 +89,7 @@ def test_exit_codes(here: Here, code: int, expected: int) -> None:
     assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
 
 
-def test_without_a_hostfile_this_machine_is_used(here: Here) -> None:
+def test_without_a_hostfile_this_machine_is_used(here):
     """Without hosts, this machine runs one rank for each GPU, or one rank. Its cores limit -n."""
     env = {"CUDA_VISIBLE_DEVICES": ""}
     launch = ("env", "-u", "HOME", sys.executable, "-m", "mpiddp", "launch")
@@ -120,7 +111,7 @@ def guarded() -> Iterator[Cluster]:
 
 
 @every_mpi
-def test_users_and_ports(guarded: Cluster, mpi: str, request: pytest.FixtureRequest) -> None:
+def test_users_and_ports(guarded, mpi, request):
     """The preflight and every MPI use the ssh user and port that the hostfile gives for a host."""
     with Hosts.on(guarded, request.node.name) as hosts:
         file = hosts.folder / "hosts.txt"
@@ -158,7 +149,7 @@ def odd_hosts(odd: Cluster, request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 
 @every_mpi
-def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
+def test_the_network_that_works(odd_hosts, mpi):
     """The MPI and the ranks find the network that connects the hosts, beside bridges and dead interfaces."""
     where = ("-H", "node1:2,node0:1,node2:1")
     # The tensors take the same network whichever MPI has started the ranks.
@@ -172,7 +163,7 @@ def test_the_network_that_works(odd_hosts: Hosts, mpi: str) -> None:
     assert "node1's own name resolves to 127.0.1.1" in done.stdout  # -v has the reason
 
 
-def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
+def test_a_plain_mpirun_avoids_the_bridges(odd_hosts):
     """Under a raw mpirun, the ranks use the network that MPIDDP_INTERFACE names."""
     network = "10.77.0.0/24"
     flags = f"-H node0:1,node1:1 -x MPIDDP_INTERFACE={network} --mca oob_tcp_if_include {network}"
@@ -182,7 +173,7 @@ def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Hosts) -> None:
     assert {rank["sum"] for rank in done.records} == {3}
 
 
-def test_an_interface_that_one_host_lacks(odd_hosts: Hosts) -> None:
+def test_an_interface_that_one_host_lacks(odd_hosts):
     """If one host lacks the interface of --interface, nothing starts, and the error names the host."""
     options = ("--interface", "eth0", "-H", "node0:1,node1:1")
     (sentence,) = refusal(odd_hosts.run("launch", *options, program("identity.py")))
@@ -199,7 +190,7 @@ while True:
 """
 
 
-def test_a_name_server_that_does_not_answer(odd_hosts: Hosts) -> None:
+def test_a_name_server_that_does_not_answer(odd_hosts):
     """A name server that does not answer does not delay the start."""
     server = odd_hosts.script(NAME_SERVER, "name_server.py")
     node2 = odd_hosts["node2"]
@@ -309,9 +300,7 @@ def digest(run: Path) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_every_launcher_trains_the_same_bits(
-    launcher: tuple[str, Run], hosts: Hosts, weights: str
-) -> None:
+def test_every_launcher_trains_the_same_bits(launcher, hosts, weights):
     """A training ends with the same weights, bit for bit, under eleven launchers."""
     name, run = launcher
     stdout = run(*TRAIN, "run")
@@ -325,7 +314,7 @@ def test_every_launcher_trains_the_same_bits(
     [("openmpi5", ()), ("torchrun-c10d", ()), ("srun", RUN)],
     indirect=["launcher"],
 )
-def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> None:
+def test_message_passing(launcher, way):
     """A script for torchrun runs unchanged under every kind of launcher."""
     _, run = launcher
     stdout = run(*way, EXAMPLE, "--backend", "gloo")
@@ -334,7 +323,7 @@ def test_message_passing(launcher: tuple[str, Run], way: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("way", ["mpirun", "torchrun", "alone"])
-def test_by_hand(here: Here, way: str) -> None:
+def test_by_hand(here, way):
     """`mpiddp run script.py` works under mpirun, under torchrun, and without any launcher."""
     script = program("reduces.py")
     commands = {
@@ -360,7 +349,7 @@ with mpiddp.process_group(backend="gloo") as world:
 
 
 @every_mpi
-def test_a_raw_mpirun(here: Here, mpi: str) -> None:
+def test_a_raw_mpirun(here, mpi):
     """A script that calls mpiddp.init() or mpiddp.process_group() starts with `mpirun python train.py`."""
     mpirun = mpirun_of(mpi)
     flags = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
@@ -397,7 +386,7 @@ if world.rank > 0:
 """
 
 
-def test_groups_follow_each_other(here: Here) -> None:
+def test_groups_follow_each_other(here):
     """A script may form one process group after another, even after an error that all ranks catch."""
     done = here.run(*mpirun_command(3, here.script(GROUPS))).assert_ok()
     for rank in range(3):
@@ -411,7 +400,7 @@ USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
 KEEPS_MPI = f"import mpiddp; mpiddp.init(backend='gloo', keep_mpi=True); {USES_MPI}"
 
 
-def test_a_script_that_uses_mpi4py(here: Here) -> None:
+def test_a_script_that_uses_mpi4py(here):
     """A script under mpirun may use mpi4py after mpiddp.init(keep_mpi=True). Otherwise the import fails."""
     kept = here.run(*mpirun_command(2, here.script(KEEPS_MPI))).assert_ok()
     assert kept.lines == ["2", "2"]
@@ -425,7 +414,7 @@ def test_a_script_that_uses_mpi4py(here: Here) -> None:
 
 
 @pytest.mark.parametrize("how", ["script", "link", "module"])
-def test_a_script_runs_as_under_python(here: Here, how: str) -> None:
+def test_a_script_runs_as_under_python(here, how):
     """A script sees the sys.argv, sys.path, __main__ and working folder that Python gives it."""
     scripts = here.folder / "scripts"
     scripts.mkdir()
@@ -454,7 +443,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_script_ends_as_under_python(here: Here, end: str) -> None:
+def test_a_script_ends_as_under_python(here, end):
     """A script has the exit code, the output and the traceback that Python gives it."""
     script = here.script(ENDS[end])
     plain, done = here.run("python", script), here.run("run", script)
@@ -472,7 +461,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "launch"])
-def test_a_job_inside_of_a_rank(here: Here, inner: str) -> None:
+def test_a_job_inside_of_a_rank(here, inner):
     """A rank may start a torchrun or an `mpiddp launch`, which is a separate job."""
     torchrun = [sys.executable, *TORCHRUN[1:], "--nproc-per-node=2", "--standalone"]
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
@@ -485,7 +474,7 @@ KINDS = [*(("container", mpi) for mpi in MPIS), ("shell", "openmpi5"), ("other t
 
 
 @pytest.mark.parametrize(("kind", "mpi"), KINDS, indirect=["mpi"])
-def test_a_command_is_a_rank(here: Here, kind: str, mpi: str) -> None:
+def test_a_command_is_a_rank(here, kind, mpi):
     """Any command can be a rank: a shell, or a container that has its own torch and no MPI."""
     for name in ("reduces.py", "identity.py"):
         (here.folder / name).write_text(Path(program(name)).read_text())
@@ -515,7 +504,7 @@ if __name__ == "__main__":
 """
 
 
-def test_children_of_a_rank(here: Here) -> None:
+def test_children_of_a_rank(here):
     """A rank may start child processes, such as data loaders. A child that fails does not end the job."""
     done = here.run("launch", *here.where(2), here.script(CHILDREN)).assert_ok()
     assert done.lines == ["sum 28"] * 2
@@ -526,7 +515,7 @@ def test_children_of_a_rank(here: Here) -> None:
 # --- nothing starts silently wrong ---
 
 
-def test_all_hosts_run_the_same_code(hosts: Hosts) -> None:
+def test_all_hosts_run_the_same_code(hosts):
     """A script, or a module beside it, that differs on a host is named, and the job does not start."""
     for name in hosts.hosts_of(2):
         folder = hosts[name].path("/root/code")
@@ -542,7 +531,7 @@ FAULTS = ("script", "port", "address", "library", "launcher")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_refusal_is_printed_once(here: Here, fault: str) -> None:
+def test_a_refusal_is_printed_once(here, fault):
     """Under a raw mpirun, all ranks refuse bad input together, with exit code 2 and a single error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -572,7 +561,7 @@ exec MPIRUN "$@"
 """
 
 
-def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
+def test_ranks_elsewhere_than_listed(hosts):
     """The ranks check where they run. If the MPI placed one on another host, the job ends with a table."""
     real = Path(mpirun_of("openmpi5"))
     wrong = hosts.folder / "bin" / "mpirun"
@@ -591,7 +580,7 @@ def test_ranks_elsewhere_than_listed(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
-def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
+def test_the_library_of_another_mpi(here, mpi):
     """An mpirun of one MPI with the library of another is refused. It never starts N jobs of one rank."""
     name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
     done = here.run(*mpirun_command(2, *RUN, program("identity.py")), env=library_of(mpi))
@@ -602,7 +591,7 @@ def test_the_library_of_another_mpi(here: Here, mpi: str) -> None:
     assert re.fullmatch(error("mpirun is", *values), sentence)
 
 
-def test_all_broken_hosts_at_once(hosts: Hosts) -> None:
+def test_all_broken_hosts_at_once(hosts):
     """The preflight names every broken host at once, each with its fix, before anything starts."""
     with faults.key_refused(hosts["node1"]), faults.no_sshd(hosts["node2"]):
         where = ("-H", "node0:1,node1:1,node2:1,nowhere:1")
@@ -625,7 +614,7 @@ printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' \\
 
 
 @pytest.mark.parametrize("fault", ["folder", "python", "torch", "program"])
-def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
+def test_hosts_that_differ(hosts, fault):
     """The preflight names a host that lacks the folder, Python, program or torch version of the others."""
     node0, node1, bin_ = hosts["node0"], hosts["node1"], Path(sys.executable).parent
     python, folder = sys.executable, hosts.folder
@@ -658,7 +647,7 @@ def test_hosts_that_differ(hosts: Hosts, fault: str) -> None:
     assert re.fullmatch(error(words, *values), sentence), sentence
 
 
-def test_hosts_that_come_up_late(hosts: Hosts) -> None:
+def test_hosts_that_come_up_late(hosts):
     """--wait-for-hosts starts the job as soon as all hosts answer. Ctrl-C ends the wait."""
     names = hosts["node0"].path("/etc/hosts")
     whole = names.read_text()

@@ -50,7 +50,7 @@ def stopping(
 
 
 @every_mpi
-def test_the_same_step(here: Here, mpi: str) -> None:
+def test_the_same_step(here, mpi):
     """On a request to stop, all ranks stop after the same step, under every MPI."""
     job = stopping(here, ranks=3, mpi=mpi)
     time.sleep(random.random())
@@ -62,7 +62,7 @@ def test_the_same_step(here: Here, mpi: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_every_signal(here: Here, number: int) -> None:
+def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM and SIGUSR1 are requests to stop."""
     job = stopping(here)
     job.signal(number)
@@ -72,7 +72,7 @@ def test_every_signal(here: Here, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_one_request_by_two_signals(here: Here, number: int) -> None:
+def test_one_request_by_two_signals(here, number):
     """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once."""
     job = stopping(here)
     job.signal(number)
@@ -82,7 +82,7 @@ def test_one_request_by_two_signals(here: Here, number: int) -> None:
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
 
 
-def test_the_printed_command_resumes(here: Here) -> None:
+def test_the_printed_command_resumes(here):
     """--stop-after stops a training, and the command that it prints continues it at the next step."""
     train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=100", "--resume=never"]
     for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
@@ -105,7 +105,7 @@ def test_the_printed_command_resumes(here: Here) -> None:
     assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 101))
 
 
-def test_the_command_as_it_was_typed(here: Here) -> None:
+def test_the_command_as_it_was_typed(here):
     """The last line of a stopped job is the command that resumes it, as it was typed."""
     options = (*LONG_GRACE, "--max-restarts", "2")
     job = stopping(here, *options)
@@ -132,7 +132,7 @@ def signal_all(place: Place) -> None:
     [("here", "openmpi5"), ("hosts", "openmpi5"), ("hosts", "openmpi4"), ("hosts", "mpich")],
     indirect=True,
 )
-def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
+def test_sigterm_to_every_process(place, mpi):
     """The ranks save even if every process of a host gets SIGTERM, as batch systems send it."""
     job = place.start("launch", *LONG_GRACE, *place.where(2), program("loader.py"), mpi=mpi)
     job.until("ready", times=2)
@@ -142,7 +142,7 @@ def test_sigterm_to_every_process(place: Place, mpi: str) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
-def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
+def test_a_second_ctrl_c(here, mpi):
     """A second Ctrl-C ends the job at once, even during a save."""
     job = stopping(here, save_s=600, mpi=mpi)
     job.signal(signal.SIGINT)
@@ -157,7 +157,7 @@ def test_a_second_ctrl_c(here: Here, mpi: str) -> None:
 # --- time limits ---
 
 
-def test_a_script_without_should_stop(here: Here) -> None:
+def test_a_script_without_should_stop(here):
     """A script that never calls should_stop() gets SIGTERM, and --grace seconds. Its job exits with 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
@@ -167,7 +167,7 @@ def test_a_script_without_should_stop(here: Here) -> None:
     assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])
 
 
-def test_after_the_grace_period(here: Here) -> None:
+def test_after_the_grace_period(here):
     """Ranks that have not stopped after --grace seconds are killed."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "1", *here.where(2), script, "600")
@@ -179,7 +179,7 @@ def test_after_the_grace_period(here: Here) -> None:
     eventually(lambda: not here.processes())
 
 
-def test_a_save_outlasts_the_grace_period(here: Here) -> None:
+def test_a_save_outlasts_the_grace_period(here):
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
     job = stopping(here, "--grace", "1", save_s=4)
     job.signal(signal.SIGTERM)
@@ -200,7 +200,7 @@ time.sleep(1000)
 """
 
 
-def test_a_save_that_fails(here: Here) -> None:
+def test_a_save_that_fails(here):
     """If the save of a stop fails, the job fails with exit code 1 and is not restarted."""
     script = here.script(FAILS_TO_SAVE, "fails_to_save.py")
     options = (*LONG_GRACE, "--max-restarts=1", *here.where(2))
@@ -226,7 +226,7 @@ print("finished", flush=True)
 """
 
 
-def test_after_one_rank_has_finished(here: Here) -> None:
+def test_after_one_rank_has_finished(here):
     """A job stops on request even after one of its ranks has finished."""
     script = here.script(FINISHES_EARLY, "finishes_early.py")
     job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("finished")
@@ -259,7 +259,7 @@ def have_saved(here: Here) -> bool:
     return all((here.folder / f"saved{rank}").exists() for rank in (0, 1))
 
 
-def test_ctrl_c_ends_the_reader_as_well(here: Here) -> None:
+def test_ctrl_c_ends_the_reader_as_well(here):
     """On Ctrl-C, the ranks of `mpiddp launch … | tee log` save, although tee ends too."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
         assert tee.stdin is not None
@@ -274,7 +274,7 @@ def test_ctrl_c_ends_the_reader_as_well(here: Here) -> None:
     assert have_saved(here)
 
 
-def test_a_reader_that_reads_no_more(here: Here) -> None:
+def test_a_reader_that_reads_no_more(here):
     """A job stops within seconds on request even if nobody reads its output, as in a pager."""
     with flooding(here, subprocess.PIPE) as job:
         eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
@@ -294,7 +294,7 @@ def waiting_bytes(pipe: IO[bytes] | None) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_training_alone(here: Here, number: int) -> None:
+def test_a_training_alone(here, number):
     """`mpiddp train` without a launcher saves on request, too, and exits with 75."""
     out = here.folder / "out"
     job = here.start("train", *TRAIN, "--batch-size=4", "--out", str(out)).until("step 2/")
@@ -306,7 +306,7 @@ def test_a_training_alone(here: Here, number: int) -> None:
     assert f"stopped at step {int(saved.name.removeprefix('step_'))}." in done.stdout
 
 
-def test_a_raw_mpirun(here: Here) -> None:
+def test_a_raw_mpirun(here):
     """SIGUSR1 to a raw mpirun stops all ranks after the same step, and their data loaders keep working."""
     job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("loader.py")))
     job.until("ready", times=2).signal(signal.SIGUSR1)
@@ -318,7 +318,7 @@ def test_a_raw_mpirun(here: Here) -> None:
 
 
 @every_mpi
-def test_a_command(here: Here, mpi: str) -> None:
+def test_a_command(here, mpi):
     """Under every MPI, a command gets one SIGTERM and the time to save, even if other ranks have ended."""
     text = (
         'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
@@ -331,7 +331,7 @@ def test_a_command(here: Here, mpi: str) -> None:
     assert done.said[-1].startswith("to resume: mpiddp launch ")
 
 
-def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
+def test_sigterm_to_every_process_of_a_command(here):
     """If every process of a job gets SIGTERM, its commands end as they choose; code 75 is a stop."""
     text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
     job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
@@ -344,7 +344,7 @@ def test_sigterm_to_every_process_of_a_command(here: Here) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
-def test_scripts_within_a_command(here: Here, mpi: str) -> None:
+def test_scripts_within_a_command(here, mpi):
     """Python scripts within a command stop after the same step, and the command itself gets no signal."""
     line = shlex.join([sys.executable, program("stops.py")])
     command = ("--", "bash", "-c", f"{line}; code=$?; exit $code")
@@ -378,7 +378,7 @@ def submitted(hosts: Hosts, steps: int) -> tuple[str, Path, Path]:
     return number, run, output
 
 
-def test_requeue(hosts: Hosts, batch: Slurm) -> None:
+def test_requeue(hosts, batch):
     """examples/slurm/train.sbatch saves before its time limit, is requeued, and resumes by itself."""
     number, run, output = submitted(hosts, 200)
     hosts["node0"].run(["scancel", "--batch", "--signal=TERM", number], check=True)
@@ -389,7 +389,7 @@ def test_requeue(hosts: Hosts, batch: Slurm) -> None:
     assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 201))
 
 
-def test_scancel(hosts: Hosts, batch: Slurm) -> None:
+def test_scancel(hosts, batch):
     """A Slurm job that is cancelled saves, and is not requeued."""
     number, run, output = submitted(hosts, 10_000)
     hosts["node0"].run(["scancel", number], check=True)
@@ -400,7 +400,7 @@ def test_scancel(hosts: Hosts, batch: Slurm) -> None:
     assert len(list((run / "checkpoints").glob("step_*"))) == 1, output.read_text()
 
 
-def test_the_batch_script_of_the_page(hosts: Hosts, batch: Slurm) -> None:
+def test_the_batch_script_of_the_page(hosts, batch):
     """The batch script of docs/clusters.md makes your own script save before the job's time limit."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     (text,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)

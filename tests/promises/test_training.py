@@ -23,7 +23,7 @@ from mpiddp.train.datasets import DeviceImages, batches, default_data_dir
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.cluster import lacking
-from tests.support.place import Done, Here, Hosts, Place, program
+from tests.support.place import Done, Here, Place, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.training import (
     configured,
@@ -54,7 +54,7 @@ def train(place: Place, ranks: int, *options: str) -> Done:
 
 
 @pytest.mark.parametrize("launcher", ["launch", "mpirun"])
-def test_guides_command_line(here: Here, launcher: str) -> None:
+def test_guides_command_line(here, launcher):
     """The command line of PyTorch's guides trains, and every rank prints the lines of the guides."""
     start = {"launch": ["launch", *here.where(2)], "mpirun": mpirun_command(2)}[launcher]
     guides = ["--backend=gloo", "--use_syn", "--batch_size=4", "--arch=resnet20", "--epochs=2"]
@@ -69,7 +69,7 @@ def test_guides_command_line(here: Here, launcher: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_guides_command_line_without_a_gpu(here: Here) -> None:
+def test_guides_command_line_without_a_gpu(here):
     """Without a GPU, --backend=nccl is refused in one line that names the backend to use."""
     guides = ("--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152")
     done = train(here, 2, *guides, "--out=run")
@@ -79,7 +79,7 @@ def test_guides_command_line_without_a_gpu(here: Here) -> None:
     assert not (here.folder / "run").exists()
 
 
-def test_files_of_a_run(here: Here) -> None:
+def test_files_of_a_run(here):
     """A run writes its configuration, records, summary, checkpoints and logs into one directory."""
     data = tiny_data.image_folder(here.folder / "data", 14, 4)
     options = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--epochs=2")
@@ -137,7 +137,7 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dic
 Firsts = dict[str, tuple[dict[str, Any], Path]]
 
 
-def test_gradients_of_any_split(first_steps: Firsts) -> None:
+def test_gradients_of_any_split(first_steps):
     """The gradient of a batch equals that of one process, however the batch is split, evenly or not."""
     expected = first_steps["1"][0]["gradients"]
     for split, (first, run) in first_steps.items():
@@ -147,14 +147,14 @@ def test_gradients_of_any_split(first_steps: Firsts) -> None:
         assert losses(run)[1] == pytest.approx(losses(first_steps["1"][1])[1], rel=1e-5)
 
 
-def test_one_reduction_a_step(first_steps: Firsts) -> None:
+def test_one_reduction_a_step(first_steps):
     """With gradient accumulation, the gradients are reduced once per step."""
     splits = ("2", "2 --grad-accum-steps=3")
     once, thrice = (first_steps[split][0]["reductions"] for split in splits)
     assert once == thrice > 0
 
 
-def test_evaluation_is_exact(first_steps: Firsts) -> None:
+def test_evaluation_is_exact(first_steps):
     """The test accuracy counts each image once, with any number of ranks."""
     found = {split: summary(run) for split, (_, run) in first_steps.items()}
     assert {each["test_images"] for each in found.values()} == {12}
@@ -163,7 +163,7 @@ def test_evaluation_is_exact(first_steps: Firsts) -> None:
     assert tested == pytest.approx([tested[0]] * len(tested), rel=1e-5)
 
 
-def test_sync_bn(here: Here) -> None:
+def test_sync_bn(here):
     """With --sync-bn, several ranks train as one process does with the whole batch."""
     data = tiny_data.image_folder(here.folder / "data", 34, 1)
     options = (*MODEL, "--dataset=image-folder", f"--data-dir={data}", "--image-size=32")
@@ -199,12 +199,12 @@ def halves_the_state(place: Place, where: tuple[str, ...], ranks: int, parallel:
     assert found["ddp"][1] != pytest.approx(found["ddp"][20], rel=0.01)  # it has trained
 
 
-def test_fsdp_has_the_losses_of_ddp(here: Here) -> None:
+def test_fsdp_has_the_losses_of_ddp(here):
     """fsdp has the losses of ddp, and each rank holds only its share of the state."""
     halves_the_state(here, here.where(2), 2, "fsdp")
 
 
-def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
+def test_hsdp_shards_within_a_host(hosts):
     """hsdp has the losses of ddp, and shards within each host. It refuses hosts with unequal ranks."""
     halves_the_state(hosts, ("-H", "node0:2,node1:2"), 4, "hsdp")
     unequal_hosts = ("-H", "node0:2,node1:1", *TRAIN, "--use-syn", "--parallel=hsdp", "--out=no")
@@ -217,7 +217,7 @@ def test_hsdp_shards_within_a_host(hosts: Hosts) -> None:
 # The same numbers each time
 
 
-def test_learning_rate(here: Here) -> None:
+def test_learning_rate(here):
     """--lr is the peak for 256 images, and scales with the batch. --schedule follows a warm-up."""
     peak = 0.64 * 4 / 256
     options = (*SYNTHETIC[:-1], "--epochs=8", "--steps-per-epoch=1", "--lr=0.64")
@@ -230,7 +230,7 @@ def test_learning_rate(here: Here) -> None:
         assert rates[7] == pytest.approx(last, abs=peak / 10)
 
 
-def test_images_of_a_training() -> None:
+def test_images_of_a_training():
     """Images are shifted and mirrored anew in each epoch. --low-res-epochs begins with 3/4 of the pixels."""
     config, device, order = configured("--low-res-epochs=1"), torch.device("cpu"), torch.arange(20)
     pixels = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
@@ -252,7 +252,7 @@ def test_images_of_a_training() -> None:
         assert any(torch.equal(found[:, 2:30, 2:30], view) for view in views)
 
 
-def test_seed(here: Here) -> None:
+def test_seed(here):
     """The same seed gives the same bits, and another seed gives others."""
     found = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
@@ -264,7 +264,7 @@ def test_seed(here: Here) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_determinism_is_checked(here: Here, parallel: str) -> None:
+def test_determinism_is_checked(here, parallel):
     """--check-determinism trains twice, and compares every tensor bit for bit."""
     options = ("--check-determinism=3", f"--parallel={parallel}", "--out=run")
     done = train(here, 2, *SYNTHETIC, *options).assert_ok()
@@ -276,7 +276,7 @@ def test_determinism_is_checked(here: Here, parallel: str) -> None:
     ("what", "first"),
     [("loss", "the loss"), ("gradient", "conv1.weight"), ("parameter", "fc.bias")],
 )
-def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
+def test_first_difference_is_named(here, what, first):
     """If two runs differ, --check-determinism names the first step, rank and tensor that differ."""
     job = (program("faulty_training.py"), "noise", what, "1", *SYNTHETIC)
     done = here.run("launch", *here.where(2), *job, "--check-determinism=2", "--out=run")
@@ -291,7 +291,7 @@ def test_first_difference_is_named(here: Here, what: str, first: str) -> None:
     ("what", "tensor"),
     [("parameter", "3.weight"), ("optimizer", "exp_avg_sq of 0.bias"), ("shard", "weight")],
 )
-def test_diverged_rank_is_named(here: Here, what: str, tensor: str) -> None:
+def test_diverged_rank_is_named(here, what, tensor):
     """mpiddp.check_divergence finds a single bit that differs, and names the rank and the tensor."""
     done = here.run("launch", *here.where(3), program("diverging.py"), what)
     assert (done.code, done.stdout.count("equal before")) == (1, 3), done.stderr
@@ -299,7 +299,7 @@ def test_diverged_rank_is_named(here: Here, what: str, tensor: str) -> None:
     assert re.search(named, done.stderr), done.stderr
 
 
-def test_diverged_training_is_not_saved(here: Here) -> None:
+def test_diverged_training_is_not_saved(here):
     """--check-divergence ends a training with a flipped bit before it is saved. A restart repairs it."""
     options = (*SYNTHETIC, "--steps-per-epoch=6", "--save-every=2", "--keep=9")
     options += ("--check-divergence=4",)
@@ -312,7 +312,7 @@ def test_diverged_training_is_not_saved(here: Here) -> None:
     assert unequal(contents(here.folder / "faulty", 6), sound) == []
 
 
-def test_diverged_copies_of_shards(hosts: Hosts) -> None:
+def test_diverged_copies_of_shards(hosts):
     """Under hsdp, --check-divergence finds a bit that differs between two copies of a shard."""
     options = (*SYNTHETIC, "--parallel=hsdp", "--check-divergence=4", "--save-every=2")
     job = (program("faulty_training.py"), "flip", "parameter", "3", "4", *options)
@@ -325,7 +325,7 @@ def test_diverged_copies_of_shards(hosts: Hosts) -> None:
 # Data
 
 
-def test_data_is_verified_by_hash(here: Here) -> None:
+def test_data_is_verified_by_hash(here):
     """A file of CIFAR-10 with a wrong SHA-256 is refused before training, with both hashes."""
     folder = here.folder / "data/cifar-10-batches-bin"
     folder.mkdir(parents=True)
@@ -338,7 +338,7 @@ def test_data_is_verified_by_hash(here: Here) -> None:
     assert not (here.folder / "run").exists()
 
 
-def test_other_data_is_refused(here: Here) -> None:
+def test_other_data_is_refused(here):
     """Ranks with different data do not start, and a run does not resume with other data."""
     data = [tiny_data.image_folder(here.folder / name, 4, 2) for name in ("one", "other")]
     (data[1] / "train/dog/3.jpg").rename(data[1] / "train/dog/4.jpg")
@@ -357,7 +357,7 @@ def test_other_data_is_refused(here: Here) -> None:
     assert not (here.folder / "run2").exists()
 
 
-def test_broken_image_is_named(here: Here) -> None:
+def test_broken_image_is_named(here):
     """An image that cannot be read ends the job with exit code 2, and one line names the file."""
     images = tiny_data.image_folder(here.folder / "images", 8, 2)
     broken = images / "train/dog/3.jpg"
@@ -370,7 +370,7 @@ def test_broken_image_is_named(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_cifar10_is_learned(here: Here) -> None:
+def test_cifar10_is_learned(here):
     """With the defaults, two ranks on CPUs reach 40 % on CIFAR-10 after 150 steps."""
     data = default_data_dir()
     try:
@@ -388,7 +388,7 @@ def test_cifar10_is_learned(here: Here) -> None:
 # Options of the engine
 
 
-def test_weights_of_torchvision(here: Here) -> None:
+def test_weights_of_torchvision(here):
     """--weights starts a training from weights with torchvision's names. Incomplete weights are refused."""
     weights = ARCHS["resnet20"]().state_dict() | {"bn1.bias": torch.full((16,), 7.0)}
     torch.save(weights, here.folder / "weights.pt")
@@ -402,7 +402,7 @@ def test_weights_of_torchvision(here: Here) -> None:
     assert "weights.pt" in done.stderr
 
 
-def test_reduced_precision(here: Here) -> None:
+def test_reduced_precision(here):
     """Reduced precision changes the losses by a few percent at most. The ranks stay equal bit for bit."""
     common = (*SYNTHETIC, "--steps-per-epoch=8", "--lr=0.01", "--check-divergence=4")
     train(here, 2, *common, "--out=full").assert_ok()
@@ -414,7 +414,7 @@ def test_reduced_precision(here: Here) -> None:
         assert reduced != full, option
 
 
-def test_loss_that_is_no_number(here: Here) -> None:
+def test_loss_that_is_no_number(here):
     """A loss that is NaN or infinite is reported once, with its step."""
     options = ("--steps-per-epoch=4", "--lr=1e300", "--out=run")
     done = train(here, 2, *SYNTHETIC, *options).assert_ok()
@@ -441,7 +441,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("script", ["many_hosts.py", "sharded.py"])
-def test_series(here: Here, one_device: dict[str, float], script: str) -> None:
+def test_series(here, one_device, script):
     """The scripts of examples/series have the losses of one device, and resume on one rank."""
     first = series(here, ["launch", *here.where(2)], script, 2)
     later = series(here, ["python"], script, 4)
@@ -449,7 +449,7 @@ def test_series(here: Here, one_device: dict[str, float], script: str) -> None:
     assert first | later == pytest.approx(one_device, rel=1e-4)
 
 
-def test_gpt_example(here: Here) -> None:
+def test_gpt_example(here):
     """examples/gpt learns a text, and resumes with the same bits."""
     draw = random.Random(0)
     lines = (f"{draw.randrange(10)} is {draw.choice(['odd', 'even'])}.\n" for _ in range(400))
@@ -469,7 +469,7 @@ def test_gpt_example(here: Here) -> None:
     assert unequal(contents(resumed, 300), contents(run, 300)) == []
 
 
-def test_gpt_is_divided(here: Here) -> None:
+def test_gpt_is_divided(here):
     """examples/gpt trains alike with tensor, sharded and pipeline parallelism, and without."""
     tiny = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16", "--steps=3")
     layouts = ("--tp=2", "--tp=2 --fsdp", "--pp=2 --microbatches=2", "--tp=2 --pp=2", "--tp=4")
@@ -483,7 +483,7 @@ def test_gpt_is_divided(here: Here) -> None:
     assert different["gradients"] > 1e-3  # the test can fail
 
 
-def test_copied_example(here: Here) -> None:
+def test_copied_example(here):
     """A file of the trainer works in another project. examples/copied trains alike on any number of ranks."""
     for name in ("order.py", "train.py"):
         shutil.copy(ROOT / "examples/copied" / name, here.folder)
@@ -497,7 +497,7 @@ def test_copied_example(here: Here) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_pitfalls(here: Here) -> None:
+def test_pitfalls(here):
     """Each script of examples/pitfalls shows the mistake that its page describes."""
 
     def shown(name: str, *options: str, code: int = 0, file: str = "") -> str:

@@ -25,7 +25,7 @@ from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import NVIDIA, reserved, tool
-from tests.support.place import MPIS, Here, Hosts, every_mpi, program
+from tests.support.place import MPIS, every_mpi, program
 from tests.support.ranks import ROOT, TORCH, mpirun_command
 
 GOLDEN = ROOT / "tests" / "data" / "command_lines.txt"
@@ -33,7 +33,7 @@ NAMES = ("NCCL_DEBUG", "HF_HOME", "HF_TOKEN", "NCCL_SECRET", "EDITOR", "MY_KEY",
 
 
 @every_mpi
-def test_what_reaches_other_hosts(hosts: Hosts, mpi: str) -> None:
+def test_what_reaches_other_hosts(hosts, mpi):
     """Other hosts get known variables and those of -x. No secret travels by itself or on a command line."""
     env = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "EDITOR": "vi"}
     env |= dict.fromkeys(("HF_TOKEN", "NCCL_SECRET"), "private-value")
@@ -52,7 +52,7 @@ def test_what_reaches_other_hosts(hosts: Hosts, mpi: str) -> None:
     assert "requested" not in commands
 
 
-def test_a_file_of_variables(here: Here) -> None:
+def test_a_file_of_variables(here):
     """--env-file passes the variables of a file and prints no value of them. -x takes precedence."""
     file = here.folder / "job.env"
     file.write_text("# of the job\nMY_KEY=private-value\nMODE=file\nEDITOR\n")
@@ -88,7 +88,7 @@ ONES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME
 
 
 @pytest.mark.parametrize("way", ["launch", "mpirun"])
-def test_the_variables_of_torchrun(here: Here, way: str) -> None:
+def test_the_variables_of_torchrun(here, way):
     """A script finds every variable that torchrun sets, under `mpiddp launch` and under a raw mpirun."""
     names = [*OF_TORCHRUN, *OF_RANK, *ONES, "NCCL_SOCKET_IFNAME", "TORCHELASTIC_ERROR_FILE"]
     job = [program("variables.py"), *names]
@@ -103,7 +103,7 @@ def test_the_variables_of_torchrun(here: Here, way: str) -> None:
     assert first["TORCHELASTIC_ERROR_FILE"] != second["TORCHELASTIC_ERROR_FILE"]
 
 
-def test_variables_of_the_user_are_kept(here: Here) -> None:
+def test_variables_of_the_user_are_kept(here):
     """The user's MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and OMP_NUM_THREADS are kept."""
     with reserved("127.0.0.7") as reservation:
         port = str(reservation.getsockname()[1])
@@ -116,7 +116,7 @@ def test_variables_of_the_user_are_kept(here: Here) -> None:
     assert [rank["found"] for rank in ranks] == [own | {"WORLD_SIZE": "2"}] * 2
 
 
-def test_ranks_share_the_cores(here: Here) -> None:
+def test_ranks_share_the_cores(here):
     """By default, OMP_NUM_THREADS is the number of a host's cores divided by its ranks."""
     launch = (*("env", "-u", "OMP_NUM_THREADS"), sys.executable, "-m", "mpiddp", "launch")
     done = here.run(*launch, *here.where(2), program("variables.py"), "OMP_NUM_THREADS")
@@ -142,7 +142,7 @@ print(json.dumps({"RANK": 0, "faults": faults() - before}))
 HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 
-def test_freed_memory_is_kept(here: Here) -> None:
+def test_freed_memory_is_kept(here):
     """A process keeps freed memory for its next step. The user's own MALLOC_ variables take precedence."""
     script = here.script(STEPS)
     (rank,) = here.run("run", script).assert_ok().records
@@ -157,7 +157,7 @@ OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "
 
 
 @every_mpi
-def test_the_variables_of_a_command(here: Here, mpi: str) -> None:
+def test_the_variables_of_a_command(here, mpi):
     """A command that is a rank gets torchrun's variables, and none of the MPI's."""
     text = 'echo "shown $RANK $WORLD_SIZE $LOCAL_RANK"; env'
     done = here.run("launch", *here.where(2), "--", "sh", "-c", text, mpi=mpi).assert_ok()
@@ -172,7 +172,7 @@ NOT_FOR_CONTAINERS = {
 }
 
 
-def test_the_page_on_containers_names_them(here: Here) -> None:
+def test_the_page_on_containers_names_them(here):
     """docs/containers.md names every variable that Docker must pass on to a rank."""
     page = (ROOT / "docs" / "containers.md").read_text()
     named = set(page.partition("printf '%s\\n' ")[2].partition(" > rank.env")[0].split())
@@ -183,7 +183,7 @@ def test_the_page_on_containers_names_them(here: Here) -> None:
     assert {"MPIDDP_RUN_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
 
 
-def test_the_gpus_of_each_host(hosts: Hosts) -> None:
+def test_the_gpus_of_each_host(hosts):
     """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
@@ -208,7 +208,7 @@ def test_the_gpus_of_each_host(hosts: Hosts) -> None:
 TWO_GPUS = 'echo "GPU 0: A (UUID: x)"; echo "GPU 1: B (UUID: y)"'
 
 
-def test_slots_and_gpus(hosts: Hosts) -> None:
+def test_slots_and_gpus(hosts):
     """A host without slots= runs one rank for each GPU, or one rank. A training never shares a GPU."""
     env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)}
     ranks = hosts.run("launch", "-H", "node1,node0", program("variables.py"), env=env)
@@ -233,7 +233,7 @@ PRINTS = {
 
 
 @every_mpi
-def test_options_of_the_mpi(here: Here, mpi: str) -> None:
+def test_options_of_the_mpi(here, mpi):
     """--mpi-args passes options to the MPI itself."""
     option, printed = PRINTS[mpi]
     job = (*here.where(2), f"--mpi-args={option}", "--", "sh", "-c", "echo rank $RANK")
@@ -243,7 +243,7 @@ def test_options_of_the_mpi(here: Here, mpi: str) -> None:
 
 
 @every_mpi
-def test_a_dry_run_can_be_pasted(here: Here, mpi: str) -> None:
+def test_a_dry_run_can_be_pasted(here, mpi):
     """--dry-run prints a command that starts the same job when pasted, with a reason for each flag."""
     options = (*here.where(2), "-x", "MODE", "--dry-run")
     env = {"MODE": "a b"}
@@ -263,7 +263,7 @@ def test_a_dry_run_can_be_pasted(here: Here, mpi: str) -> None:
     assert reasons.count("\n      ") >= 3
 
 
-def test_a_dry_run_starts_nothing(here: Here) -> None:
+def test_a_dry_run_starts_nothing(here):
     """--dry-run contacts no host, and imports neither torch nor mpi4py."""
     code = (
         "import sys; from mpiddp.cli import main; main(sys.argv[1:])\n"
@@ -325,7 +325,7 @@ def command_lines(folder: Path) -> str:
     return "\n".join(blocks)
 
 
-def test_the_command_line_of_each_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_of_each_mpi(tmp_path, monkeypatch):
     """The command line for each MPI and scheduler is exactly the one on record."""
     assert command_lines(enter_folder(tmp_path, monkeypatch)) == GOLDEN.read_text()
 

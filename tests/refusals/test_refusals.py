@@ -154,7 +154,7 @@ def found() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("title", EXPECTED)
-def test_refusals(title: str, found: dict[str, str]) -> None:
+def test_refusals(title, found):
     """A command line that cannot mean anything is answered in the words of refusals.txt."""
     assert "Traceback" not in EXPECTED[title]
     assert found[title] == EXPECTED[title]

@@ -5,33 +5,26 @@ import statistics
 
 import pytest
 
-from mpiddp.text import (
-    align_columns,
-    escaped,
-    parse_duration,
-    parse_whole,
-    percentile,
-    shown,
-)
+from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, percentile, shown
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 90), ("0.5", 0.5), (".5m", 30), ("90s", 90), ("55m", 3300), ("1.5h", 5400)],
 )
-def test_parse_duration(text: str, seconds: float) -> None:
+def test_parse_duration(text, seconds):
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "0s", "-1", "1d", "s", "1e3", "²s", "5.", "nan", "86400001", "9" * 5000 + "h"]
 )
-def test_parse_duration_rejects(text: str) -> None:
+def test_parse_duration_rejects(text):
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
-def test_parse_whole() -> None:
+def test_parse_whole():
     assert [parse_whole(text) for text in ("0", "007", "0" * 5000, "999999999")] == [
         0,
         7,
@@ -52,20 +45,20 @@ def test_parse_whole() -> None:
         ("9" * 5000, 0, 9, "a whole number, 0 or more and less than 9"),
     ],
 )
-def test_parse_whole_rejects(text: str, low: int, high: int | None, expectation: str) -> None:
+def test_parse_whole_rejects(text, low, high, expectation):
     """int() itself refuses more than 4,300 digits."""
     with pytest.raises(ValueError, match=f"^{expectation}$"):
         parse_whole(text, low, high)
 
 
-def test_an_error_shows_input_on_one_short_line() -> None:
+def test_an_error_shows_input_on_one_short_line():
     assert shown("a") == "a"
     assert shown("a\n\udcff") == r"a\n\udcff"
     assert len(shown("9" * 5000)) == len(shown("\n" * 5000)) == 60
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 101])
-def test_percentiles_equal_those_of_the_standard_library(count: int) -> None:
+def test_percentiles_equal_those_of_the_standard_library(count):
     draw = random.Random(count)
     values = [draw.random() for _ in range(count)]
     cuts = statistics.quantiles(values, n=100, method="inclusive")
@@ -73,14 +66,14 @@ def test_percentiles_equal_those_of_the_standard_library(count: int) -> None:
     assert percentile(values, 100) == max(values)
 
 
-def test_columns_are_aligned() -> None:
+def test_columns_are_aligned():
     rows = [("name", "count", ""), ("a", "1,000", "x")]
     assert align_columns(rows) == "name  count\na     1,000  x"
     assert align_columns(rows, right=[1]) == "name  count\na     1,000  x"
     assert align_columns([("a", "1"), ("b", "22")], right=[1]) == "a   1\nb  22"
 
 
-def test_characters_that_control_a_terminal_are_escaped() -> None:
+def test_characters_that_control_a_terminal_are_escaped():
     assert escaped("\x1b[31m\x07 \r\n\x7f\x9b") == r"\x1b[31m\x07 \r\n\x7f\x9b"
     assert escaped("a\u202eb\u2066c\u2028d\u200f") == r"a\u202eb\u2066c\u2028d\u200f"
     assert escaped("a\nb\rc", keep="\n") == "a\nb\\rc"

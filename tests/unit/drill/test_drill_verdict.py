@@ -42,7 +42,7 @@ def rehearsal(*attempts: Attempt) -> Rehearsal:
 UNDISTURBED = rehearsal(attempt(0, 4, "a"))
 
 
-def test_a_script_that_does_not_repeat_itself_is_not_compared() -> None:
+def test_a_script_that_does_not_repeat_itself_is_not_compared():
     """It failed once the time for a second undisturbed run was short."""
     killed = rehearsal(attempt(0, 3, "b"), attempt(2, 4, "b"))
     result = judge(UNDISTURBED, KILL, killed)
@@ -54,20 +54,20 @@ def test_a_script_that_does_not_repeat_itself_is_not_compared() -> None:
     assert sentence.endswith("are not compared: two runs differ from step 0.")
 
 
-def test_a_run_that_resumes_with_the_same_bits_passes() -> None:
+def test_a_run_that_resumes_with_the_same_bits_passes():
     result = judge(UNDISTURBED, KILL, rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a")))
     assert (result.passed, result.weights_equal, result.steps_lost) == (True, True, 1)
     assert (result.samples_repeated, result.samples_skipped) == (0, 0)
 
 
-def test_a_run_that_resumes_from_an_older_save_has_lost_a_checkpoint() -> None:
+def test_a_run_that_resumes_from_an_older_save_has_lost_a_checkpoint():
     anew = rehearsal(attempt(0, 3, "a"), attempt(0, 4, "a"))
     result = judge(UNDISTURBED, KILL, anew)
     assert result.checkpoint_lost
     assert result.cause.startswith("the run begins anew, although it had saved at step 2")
 
 
-def test_weights_that_differ_after_the_resume_are_a_failure() -> None:
+def test_weights_that_differ_after_the_resume_are_a_failure():
     result = judge(UNDISTURBED, KILL, rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a", "b")))
     assert (result.passed, result.weights_equal) == (False, False)
     assert result.cause.startswith("the random numbers after the resume are not those")
@@ -89,16 +89,14 @@ def test_weights_that_differ_after_the_resume_are_a_failure() -> None:
         ),
     ],
 )
-def test_a_resume_that_fails(code: int, said: str, cause: str) -> None:
+def test_a_resume_that_fails(code, said, cause):
     killed = rehearsal(attempt(0, 3, "a"), attempt(2, 4, "a"))
     failed = replace(killed, ended=[Ended(1, ""), Ended(code, said)])
     found = judge(UNDISTURBED, KILL, failed).cause
     assert found.startswith(f"the resumed run ended with code {code}: {cause}")
 
 
-def test_files_of_options_are_found_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_options_are_found_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("localhost slots=2")
     for name in (".env", "train.py"):

@@ -21,12 +21,7 @@ import pytest
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import gpu_table
-from mpiddp.runtime.gpu import (
-    bind_to_gpu,
-    choose_gpus,
-    gpu_address,
-    near_cores,
-)
+from mpiddp.runtime.gpu import bind_to_gpu, choose_gpus, gpu_address, near_cores
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.machine import NVIDIA, tool
 from tests.support.patience import PATIENCE_S

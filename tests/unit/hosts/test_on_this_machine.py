@@ -21,13 +21,7 @@ from mpiddp.hosts import main, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
-from mpiddp.hosts.ssh import (
-    NO_PROGRAM,
-    Answer,
-    logins_at_once,
-    run_on_hosts,
-    shell_command,
-)
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight

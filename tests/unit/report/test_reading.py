@@ -12,8 +12,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +31,7 @@ def texts(part: str) -> list[str]:
     return [each for each in re.split(r"<[^>]*>", part) if each.strip()]
 
 
-def test_a_run_with_two_restarts(tmp_path: Path) -> None:
+def test_a_run_with_two_restarts(tmp_path):
     failures = {3: ILLEGAL, 0: CLOSED}
     saves, restarts = [30, 60, 100], [30, 60]
     folder = tmp_path / "a"
@@ -63,9 +61,7 @@ def test_a_run_with_two_restarts(tmp_path: Path) -> None:
         (None, "failed"),
     ],
 )
-def test_the_run_of_a_script_is_done_failed_or_stopped(
-    tmp_path: Path, end: dict[str, Any] | None, state: str
-) -> None:
+def test_the_run_of_a_script_is_done_failed_or_stopped(tmp_path, end, state):
     """It was "ended", however it had ended."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "note": "a"}\n')
     started = {"event": "started", "at": BEGAN, "step": 0, "hosts": ["a"], "versions": "torch 2"}
@@ -79,7 +75,7 @@ def test_the_run_of_a_script_is_done_failed_or_stopped(
     assert (run.state, list(run.curves), len(run.starts)) == (state, ["loss"], 1)
 
 
-def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path: Path) -> None:
+def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path):
     folder = write_run(tmp_path / "a", ends=False)
     code = (
         "import sys; from pathlib import Path; from mpiddp.checkpoints.run import RunDir, RunLock; "
@@ -95,13 +91,13 @@ def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path: Path) -> None:
     assert read_run(folder).state == "failed"  # at once
 
 
-def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path: Path) -> None:
+def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path):
     folder = write_run(tmp_path / "a")
     os.utime(folder / "summary.json", times=(BEGAN,) * 2)  # of the start before
     assert read_run(folder).state == "stopped"
 
 
-def test_a_loss_that_became_nan_says_so(tmp_path: Path) -> None:
+def test_a_loss_that_became_nan_says_so(tmp_path):
     """Its last finite value was shown."""
     folder = write_run(tmp_path / "a", steps=5)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -112,7 +108,7 @@ def test_a_loss_that_became_nan_says_so(tmp_path: Path) -> None:
     assert run.shown("{:.2g}", "lr") == "1"
 
 
-def test_lines_without_a_record_are_counted(tmp_path: Path) -> None:
+def test_lines_without_a_record_are_counted(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("not json\n[1]\n" + "[" * 100_000 + '\n{"step": "a", "lr": 1}\n{"step": 101, "l')
@@ -123,13 +119,13 @@ def test_lines_without_a_record_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "summary.json"])
 @pytest.mark.parametrize("content", ['{"arch": "res', "[1, 2]"])
-def test_a_file_that_is_half_written_is_named(tmp_path: Path, name: str, content: str) -> None:
+def test_a_file_that_is_half_written_is_named(tmp_path, name, content):
     folder = write_run(tmp_path / "a")
     (folder / name).write_text(content)
     assert read_run(folder).notes == [f"{folder / name} cannot be read as a JSON object; left out."]
 
 
-def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
+def test_values_of_another_program_are_left_out(tmp_path):
     folder = write_run(tmp_path / "a", steps=3)
     strange = {"step": 4, "a": 10**400, "b": [1], "c": True, "d": {"e": 1}, "lr": 1}
     with (folder / "metrics.jsonl").open("a") as file:
@@ -144,7 +140,7 @@ def test_values_of_another_program_are_left_out(tmp_path: Path) -> None:
     assert run.starts == []
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=error("exist. Expected", f"{tmp_path}/nothing ")):
         read_run(tmp_path / "nothing")
     no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
@@ -152,7 +148,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path: Path) -> None:
+def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path):
     record = {"command": "python -m mpiddp train", "python": "3.11.7", "environment": {"A": "1"}}
     diff = "-lr = <1>\n+lr = 2"
     records = (
@@ -184,7 +180,7 @@ def curve(values: list[float]) -> Curve:
 
 
 @pytest.mark.parametrize("parts", [1, 7, 100])
-def test_a_long_curve_keeps_the_extremes_of_each_part(parts: int) -> None:
+def test_a_long_curve_keeps_the_extremes_of_each_part(parts):
     values = [float(each * 7919 % 1009) for each in range(100_000)]
     values[54_321], values[77_777] = 1e9, -1e9
     steps, kept = thinned(curve(values), parts)
@@ -194,7 +190,7 @@ def test_a_long_curve_keeps_the_extremes_of_each_part(parts: int) -> None:
     assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
 
 
-def test_steps_that_come_again_replace_what_they_repeat() -> None:
+def test_steps_that_come_again_replace_what_they_repeat():
     found = curve([1.0, 2.0, 3.0, 4.0])
     found.add(2, 9.0)
     assert (list(found.steps), list(found.values)) == ([0, 1, 2], [1.0, 2.0, 9.0])

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,7 @@ from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
 
 
-def test_columns_that_hold_nothing_are_not_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_hold_nothing_are_not_printed(tmp_path, capsys):
     script = tmp_path / "a"
     (script / "checkpoints").mkdir(parents=True)
     (script / "metrics.jsonl").write_text(
@@ -46,7 +43,7 @@ sys.exit(list_runs(["."]))
 """
 
 
-def test_folders_that_may_not_be_read_hide_no_run(tmp_path: Path) -> None:
+def test_folders_that_may_not_be_read_hide_no_run(tmp_path):
     """Another user's runs, and lost+found."""
     folder = tmp_path / "runs"
     for name in ("a", "b", "c"):
@@ -65,9 +62,7 @@ def test_folders_that_may_not_be_read_hide_no_run(tmp_path: Path) -> None:
         assert "(Permission denied)" in line
 
 
-def test_only_the_end_of_long_records_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_end_of_long_records_is_read(tmp_path, capsys):
     folder = write_run(tmp_path / "a", steps=10)
     record = json.dumps({"step": 111, "loss": 0.25}).encode() + b"\n"
     size = 1 << 40  # as a file with a hole, which a read from its beginning would not end
@@ -87,9 +82,7 @@ def test_only_the_end_of_long_records_is_read(
         ("empty", "run. Expected", " "),
     ],
 )
-def test_what_is_no_folder_of_runs_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, id: str, problem: str
-) -> None:
+def test_what_is_no_folder_of_runs_is_one_sentence(tmp_path, capsys, name, id, problem):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     assert cli.main(["runs", str(tmp_path / name)]) == 2
