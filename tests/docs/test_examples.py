@@ -3,8 +3,6 @@
 python -m pytest tests/docs/test_examples.py
 """
 
-from __future__ import annotations
-
 import difflib
 from itertools import pairwise
 

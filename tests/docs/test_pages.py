@@ -5,8 +5,6 @@ command of another block names only what a test runs, or has the mark of one tha
 python -m pytest tests/docs
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

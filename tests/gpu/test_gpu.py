@@ -3,8 +3,6 @@
 python -m pytest -m gpu tests/gpu
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ Tests mpiddp/bench/.
 python -m pytest tests/integration/test_bench_parts.py
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from statistics import median

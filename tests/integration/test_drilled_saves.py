@@ -4,8 +4,6 @@ Tests mpiddp/drill/observer.py and faults.py. tests/promises/test_doctor.py has 
 python -m pytest tests/integration/test_drilled_saves.py
 """
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -5,8 +5,6 @@ them again; sources.tsv says where the others come from.
 python -m pytest tests/integration/test_explanations.py
 """
 
-from __future__ import annotations
-
 import io
 import random
 import re

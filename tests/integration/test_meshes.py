@@ -4,8 +4,6 @@ Tests mpiddp/meshes/.
 python -m pytest tests/integration/test_meshes.py
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

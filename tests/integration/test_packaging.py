@@ -6,8 +6,6 @@ Tests setup.py, mpiddp/cli.py, examples/kubernetes.
 python -m pytest tests/integration/test_packaging.py
 """
 
-from __future__ import annotations
-
 import email
 import re
 import shutil

@@ -7,8 +7,6 @@ python -m pytest tests/integration/test_parsers.py
 python -m pytest tests/integration/test_parsers.py --hypothesis-profile=long     # for some minutes
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -6,8 +6,6 @@ Tests run.sh.
 python -m pytest tests/integration/test_run_sh.py
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

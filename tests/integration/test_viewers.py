@@ -4,8 +4,6 @@ Tests mpiddp/watch/, mpiddp/launch/ranks.py, mpiddp/protocol/viewers.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -6,8 +6,6 @@ variables are those of their documentation (tests/support/allocations.py).
 python -m pytest tests/promises/test_allocations.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

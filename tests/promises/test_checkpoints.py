@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_checkpoints.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

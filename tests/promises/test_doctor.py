@@ -3,8 +3,6 @@
 Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill. python -m pytest tests/promises/test_doctor.py
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

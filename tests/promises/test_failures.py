@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_failures.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_hangs.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

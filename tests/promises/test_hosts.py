@@ -5,8 +5,6 @@ The hosts share no file, but in the last two tests: node0 has this repository, t
 Holds mpiddp/hosts. python -m pytest tests/promises/test_hosts.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_output.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,8 +6,6 @@ numbers and the name of the host may differ, `…` alone stands for any lines, a
 python -m pytest tests/promises/test_page_commands.py
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_python.py
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

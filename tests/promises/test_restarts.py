@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_restarts.py
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_start.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

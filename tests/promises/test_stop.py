@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_stop.py
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 python -m pytest tests/promises/test_training.py
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

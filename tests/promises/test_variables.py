@@ -4,8 +4,6 @@ python -m pytest tests/promises/test_variables.py
 python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -7,8 +7,6 @@ python -m pytest tests/refusals
 python -m tests.refusals.test_refusals --update     # then read the diff
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

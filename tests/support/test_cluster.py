@@ -3,8 +3,6 @@
 python -m pytest tests/support/test_cluster.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support import cluster

@@ -4,8 +4,6 @@ Tests mpiddp/doctor/{main,compare,network,job}.py.
 python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -4,8 +4,6 @@ Tests mpiddp/drill/verdict.py, records.py, command.py and main.py.
 python -m pytest tests/unit/drill/test_drill_verdict.py
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

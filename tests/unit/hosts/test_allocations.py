@@ -5,8 +5,6 @@ Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/unit/hosts/test_allocations.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ Tests mpiddp/hosts/facts.py, and what travels with it.
 python -m pytest tests/unit/hosts/test_facts.py
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -7,8 +7,6 @@ mpiddp/hosts/facts.py.
 python -m pytest tests/unit/hosts/test_gpus_by_host.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ Tests mpiddp/hosts/history.py.
 python -m pytest tests/unit/hosts/test_history.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

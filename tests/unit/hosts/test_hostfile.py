@@ -4,8 +4,6 @@ Tests mpiddp/hosts/hostfile.py, mpiddp/hosts/main.py.
 python -m pytest tests/unit/hosts/test_hostfile.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

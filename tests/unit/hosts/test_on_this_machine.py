@@ -4,8 +4,6 @@ Tests mpiddp/hosts/{ssh,processes,run}.py, and mpiddp/launch/{preflight,mpirun}.
 python -m pytest tests/unit/hosts/test_on_this_machine.py
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

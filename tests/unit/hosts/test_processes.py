@@ -4,8 +4,6 @@ Tests mpiddp/hosts/processes.py and mpiddp/launch/mpirun.py.
 python -m pytest tests/unit/hosts/test_processes.py
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

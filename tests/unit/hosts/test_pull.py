@@ -4,8 +4,6 @@ Tests mpiddp/hosts/{pull,push}.py. tests/promises/test_hosts.py has real hosts.
 python -m pytest tests/unit/hosts/test_pull.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

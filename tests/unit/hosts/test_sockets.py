@@ -4,8 +4,6 @@ Tests mpiddp/hosts/{sockets,interfaces}.py.
 python -m pytest tests/unit/hosts/test_sockets.py
 """
 
-from __future__ import annotations
-
 import resource
 import socket
 import time

@@ -4,8 +4,6 @@ Tests mpiddp/report/{read,tables,curves}.py.
 python -m pytest tests/unit/report/test_reading.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

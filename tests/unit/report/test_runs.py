@@ -4,8 +4,6 @@ Tests mpiddp/report/main.py.
 python -m pytest tests/unit/report/test_runs.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

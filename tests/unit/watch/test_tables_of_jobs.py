@@ -4,8 +4,6 @@ Tests mpiddp/watch, mpiddp/launch/ranks.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
