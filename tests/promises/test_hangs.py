@@ -124,7 +124,7 @@ def test_the_others_are_done(here, is_command):
 def test_ctrl_z(here):
     """The time in which the launcher is suspended, as by Ctrl-Z, does not count as a hang."""
     options = (*LONG_GRACE, "--hang-timeout", "3", *here.where(2))
-    job = here.start("launch", *options, program("alone.py"), "never").until("step ")
+    job = here.start("launch", *options, program("one_fails.py"), "never").until("step ")
     job.signal(signal.SIGSTOP)
     time.sleep(6)  # longer than --hang-timeout
     job.signal(signal.SIGCONT)
