@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,9 +159,16 @@ class Checkpoints:
             with run.together():
                 resumed, _ = read(files, run.rank, local_rank=run.local_rank)
                 self._refuse_another(found, resumed)
-            log.info(f"resuming from {found.named(run)}: step {resumed.step}")
-            if found.leaves_newer:
-                self._set_newer_aside(run, resumed.step)
+            first = found.hosts[0].rank
+            where = f" on {self._coordinator.hostnames[first]}" if first else ""
+            log.info(f"resuming from {from_here(found.path)}{where}: step {resumed.step}")
+            if found.leaves_newer:  # a restart would resume from the newest of them
+                root = self._dir.checkpoints
+                with run.together(), named_by("cannot rename"):
+                    for each in folders.set_aside(root, resumed.step) if run.is_writer else ():
+                        log.info(
+                            f"renamed to {each.name}: its step is later than that of the resume"
+                        )
             self._step = resumed.step
             current().stop.steps_before = resumed.step
             return resumed
@@ -183,14 +191,6 @@ class Checkpoints:
                 f"{from_here(found.path)} was made with another config: {'; '.join(different)}. "
                 "Use the same config, or name another folder."
             )
-
-    def _set_newer_aside(self, run: Run, step: int) -> None:
-        """Rename the checkpoints of later steps: a restart would resume from the newest of them."""
-        moved: list[Path] = []
-        with run.together(), named_by("cannot rename"):
-            moved = folders.set_aside(self._dir.checkpoints, step) if run.is_writer else []
-        for each in moved:
-            log.info(f"renamed to {each.name}: its step is later than that of the resume")
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -306,9 +306,10 @@ class Checkpoints:
         self._run.close()
 
     def _wait_for_own_save(self) -> None:
+        """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
         saver = self._saver  # another thread may close
         if saver is not None:
-            saver.wait_for_own_save()
+            wait(filter(None, [saver.pending]))
             if self._records.is_closed:  # its copy of the state is as large as the state
                 self._saver = None
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.folder import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint
+from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint
 from mpiddp.checkpoints.shards import ShardedValue, with_sharded
 from mpiddp.checkpoints.state import (
     RANKS,
@@ -35,10 +35,9 @@ from mpiddp.checkpoints.state import (
     write_tensors,
 )
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error, read_limited
+from mpiddp.paths import cause_of, read_error
 
 FACTS = "state.json"
-_MAX_FACTS_BYTES = 16 << 20
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
 
@@ -157,11 +156,11 @@ def read(
     """
     place = next(iter(files.values())).parent
     try:
-        facts = json.loads(read_limited(files[FACTS], _MAX_FACTS_BYTES))
+        facts = json.loads(files[FACTS].read_bytes())
         keys = [str(key) for key in facts["keys"]]
         state = {key: read_tensors(files[f"{stem_of(key)}.pt"]) for key in keys}
         if INDEX in files:
-            names = json.loads(read_limited(files[INDEX], MAX_INDEX_BYTES))["files"]
+            names = json.loads(files[INDEX].read_bytes())["files"]
             state = with_sharded(state, [files[name] for name in names])
         ranks = read_tensors(files[f"{RANKS}.pt"])
         own = unpacked(ranks[rank]) if rank is not None and rank < len(ranks) else {}

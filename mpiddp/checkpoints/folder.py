@@ -32,19 +32,19 @@ from mpiddp.text import shown
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 INDEX = "shards.json"
-MAX_INDEX_BYTES = 1 << 30
+_MAX_INDEX_BYTES = 1 << 30
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = ".unfinished-"
 
 
 class BrokenCheckpoint(Exception):
-    """The folder is a broken checkpoint. The message names the damage.
+    """The folder is a broken checkpoint. The message names it and the damage.
 
     With `is_failure`, a machine failed, a disk or a file server, and the checkpoint may be intact.
     """
 
-    def __init__(self, damage: str, *, is_failure: bool = False) -> None:
-        super().__init__(damage)
+    def __init__(self, folder: Path, damage: str, *, is_failure: bool = False) -> None:
+        super().__init__(f"checkpoint {folder.name}: {damage}")
         self.is_failure = is_failure
 
 
@@ -186,11 +186,11 @@ def verify(folder: Path, *, with_hashes: bool = True) -> Listing:
         path = folder / name
         try:
             if not path.is_file():
-                raise _broken(folder, f"{name} is missing")
+                raise BrokenCheckpoint(folder, f"{name} is missing")
             if (size := path.stat().st_size) != entry.bytes:
-                raise _broken(folder, f"{name} has {size} bytes instead of {entry.bytes}")
+                raise BrokenCheckpoint(folder, f"{name} has {size} bytes instead of {entry.bytes}")
             if with_hashes and _sha256(path) != entry.sha256:
-                raise _broken(folder, f"{name} does not match its SHA-256")
+                raise BrokenCheckpoint(folder, f"{name} does not match its SHA-256")
         except OSError as error:
             raise _unreadable(folder, name, error) from None
     return listed
@@ -217,33 +217,29 @@ def listing(folder: Path) -> Listing:
     expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:
-        raise _broken(folder, f"{MANIFEST} does not match its SHA-256")
+        raise BrokenCheckpoint(folder, f"{MANIFEST} does not match its SHA-256")
     here = _entries(folder, MANIFEST, manifest)
     if INDEX not in here:
         return Listing(here, {}, save_id)
     shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
     for name, entry in shards.items():
         if here.get(name, entry) != entry:
-            raise _broken(folder, f"{name} is of another save")
+            raise BrokenCheckpoint(folder, f"{name} is of another save")
     return Listing(here, shards, here[INDEX].sha256)
-
-
-def _broken(folder: Path, damage: str, *, is_failure: bool = False) -> BrokenCheckpoint:
-    return BrokenCheckpoint(f"checkpoint {folder.name}: {damage}", is_failure=is_failure)
 
 
 def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
     """The damage of a file on a bad sector, or on a file server that is gone."""
-    is_failure = cause_of(error) is JobFailed
-    return _broken(folder, f"{name} cannot be read: {error.strerror}", is_failure=is_failure)
+    damage = f"{name} cannot be read: {error.strerror}"
+    return BrokenCheckpoint(folder, damage, is_failure=cause_of(error) is JobFailed)
 
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        return read_limited(folder / name, MAX_INDEX_BYTES)
+        return read_limited(folder / name, _MAX_INDEX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
-        raise _broken(folder, damage) from None
+        raise BrokenCheckpoint(folder, damage) from None
     except OSError as error:
         raise _unreadable(folder, name, error) from None
 
@@ -255,10 +251,12 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
         rows = (table[key] if key else table).items()
         entries = {name: Entry(**each) for name, each in rows}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise _broken(folder, f"{file} is not a table of files") from None
+        raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None
     for name in entries:
         if "/" in name:  # it could lead out of the folder
-            raise _broken(folder, f'{file} lists "{shown(name)}", which is not the name of a file')
+            raise BrokenCheckpoint(
+                folder, f'{file} lists "{shown(name)}", which is not the name of a file'
+            )
     return entries
 
 

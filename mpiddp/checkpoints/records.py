@@ -11,12 +11,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
+from mpiddp.paths import flush
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 
@@ -30,27 +31,21 @@ class RunRecords:
     """
 
     def __init__(self, run: RunDir) -> None:
-        self._run = run
+        self.dir = run
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False
 
-    @property
-    def path(self) -> Path:
-        return self._run.path
-
     def start(self, step: int, *, is_writer: bool) -> None:
         """Take records from now on, and drop those of later steps, which the run repeats."""
-        self._is_writer = is_writer
-        path = self._run.metrics
+        self._is_writer, path = is_writer, self.dir.metrics
         if not is_writer:
             return
         try:
             lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
-                with replacing(path) as file:
-                    file.write(b"".join(kept))
+                replace_file(path, b"".join(kept))
         except OSError as error:
             self._warn(error)
 
@@ -64,7 +59,7 @@ class RunRecords:
             return
         record = {"step": step, **{name: _plain(name, value) for name, value in values.items()}}
         try:
-            _append(self._run.metrics, record)
+            _append(self.dir.metrics, record)
             self._is_warned = False
         except OSError as error:
             self._warn(error)
@@ -72,11 +67,11 @@ class RunRecords:
     def note(self, **facts: Any) -> None:
         """Append a line about this start of the run to attempts.jsonl."""
         with contextlib.suppress(OSError):
-            _append(self._run.attempts, {"at": time.time(), **facts})
+            _append(self.dir.attempts, {"at": time.time(), **facts})
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
-            log.warning(f"warning: {self._run.metrics}: {error.strerror}.")
+            log.warning(f"warning: {self.dir.metrics}: {error.strerror}.")
         self._is_warned = True
 
 
@@ -89,15 +84,12 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once the body has written it. Raises OSError."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in the place of `path`, or on an error leave what is there. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        part.write_bytes(content)
+        flush(part)
         part.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -121,7 +113,7 @@ def run_dir() -> Path:
     Raises:
         UserError: there is none yet.
     """
-    return _current_run().path
+    return _current_run().dir.path
 
 
 def log_metrics(step: int, **values: Any) -> None:

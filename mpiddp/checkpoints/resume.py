@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import from_here, named_by
+from mpiddp.paths import named_by
 from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
@@ -49,20 +51,12 @@ class Candidate(NamedTuple):
         damage = f"{self.path}: {error}" if self.is_named else str(error)
         return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
 
-    def verified(self) -> Candidate:
-        """The same, or why it is damaged. Reads every byte."""
-        try:
-            folder.verify(Path(self.path))
-        except BrokenCheckpoint as error:
-            return self.damaged(error)
-        return self
-
 
 @dataclass(frozen=True)
 class Found:
     """The checkpoint to resume from. The same on every rank."""
 
-    hosts: list[Candidate]  # that have it, all files together
+    hosts: list[Candidate]  # that have it, all files together, by rank
     files: Mapping[str, Entry]  # of all hosts, by name
     leaves_newer: bool  # this run has later checkpoints, which it repeats
 
@@ -74,11 +68,6 @@ class Found:
     def of_this_run(self) -> bool:
         return self.hosts[0].of_this_run
 
-    def named(self, run: Run) -> str:
-        """The checkpoint for the user: its path, and its host unless that is rank 0's."""
-        rank = self.hosts[0].rank
-        return from_here(self.path) + (f" on {run.coordinator.hostnames[rank]}" if rank else "")
-
 
 def find(run: Run, path: Path | None = None) -> Found | None:
     """The newest verified checkpoint of any host. All ranks must call this.
@@ -87,8 +76,7 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
             of its own. Of this run: the user goes back to it, but a restart does not go back again.
 
-    Returns None if there is nothing to resume from. Raises UserError if there is no verified checkpoint at
-    the path, or none of several in the run's folder; JobFailed if a disk has failed, and none can be read.
+    Returns None if there is nothing to resume from. Raises what `Checkpoints.resume` raises.
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
@@ -113,12 +101,9 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         return None
     if path is not None and best.of_this_run and not best.is_named:
         log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
-    same.sort(key=lambda each: each.rank)
-    listed: Mapping[str, Entry] = {}
-    if run.rank == same[0].rank:
-        listed = folder.listing(Path(same[0].path)).everywhere
+    listed = folder.listing(Path(best.path)).everywhere if run.rank == best.rank else {}
     rows = run.gather({name: vars(entry) for name, entry in listed.items()})
-    files = {name: Entry(**entry) for name, entry in rows[same[0].rank].items()}
+    files = {name: Entry(**entry) for name, entry in rows[best.rank].items()}
     # A later start may find the missing parts of a newer one. It would jump forward again.
     has_newer = any(each.lacking and each.order > best.order for each in broken)
     return Found(same, files, leaves_newer=best.is_named or has_newer)
@@ -133,10 +118,16 @@ def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:
     """The candidates of one save, with every byte verified. All ranks must call this."""
     missing = set.intersection(*(set(each.lacking) for each in same))
     if missing:
-        name = Path(same[0].path).name
-        nowhere = BrokenCheckpoint(f"checkpoint {name}: {min(missing)} is on none of these hosts")
+        where = f"{min(missing)} is on none of these hosts"
+        nowhere = BrokenCheckpoint(Path(same[0].path), where)
         return [each.damaged(nowhere) for each in same]
-    return _gathered(run, [each.verified() for each in same if each.rank == run.rank])
+    own = [each for each in same if each.rank == run.rank]
+    for index, each in enumerate(own):
+        try:
+            folder.verify(Path(each.path))
+        except BrokenCheckpoint as error:
+            own[index] = each.damaged(error)
+    return _gathered(run, own)
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
@@ -225,36 +216,28 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
         if receivers:
             path = Path(source.path) / name
             transfers.append(Transfer(source.rank, path, entry, tuple(sorted(receivers))))
-    own = by_node.get(nodes[run.rank])
-    received = folder.hidden(root, f"received-{found.hosts[0].save_id[:16]}")
+    new = folder.hidden(root, f"received-{found.hosts[0].save_id[:16]}")
+    is_whole = found.of_this_run and INDEX not in found.files
+    final = root / found.path.name if is_whole else new
     if transfers:
         log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
-        is_whole = found.of_this_run and INDEX not in found.files
-        final = root / found.path.name if is_whole else None
-        _receive(run, transfers, received, final)
-        received = final or received
+        receives = any(run.rank in each.receivers for each in transfers)
+        with run.writing_together():  # before any rank waits for another
+            if receives:
+                new.mkdir(parents=True, exist_ok=True)
+        with run.together():
+            try:
+                send_files(transfers, run.rank, run.group or dist.group.WORLD, new)
+                if receives and is_whole:
+                    hashes = {each.path.name: each.entry.sha256 for each in transfers}
+                    folder.complete(new, final, hashes)
+            except (OSError, RuntimeError) as error:
+                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+                raise JobFailed(
+                    f"{root}: cannot bring the files of other hosts: {reason}."
+                ) from None
+    own = by_node.get(nodes[run.rank])
     return {
-        name: Path(own.path) / name if own and not lacks(run.rank, name) else received / name
+        name: Path(own.path) / name if own and not lacks(run.rank, name) else final / name
         for name in found.files
     }
-
-
-def _receive(run: Run, transfers: list[Transfer], new: Path, final: Path | None) -> None:
-    """Send these files, and on the ranks that receive some make them the checkpoint `final`."""
-    import torch.distributed as dist
-
-    receives = any(run.rank in each.receivers for each in transfers)
-    with run.writing_together():  # before any rank waits for another
-        if receives:
-            new.mkdir(parents=True, exist_ok=True)
-    with run.together():
-        try:
-            send_files(transfers, run.rank, run.group or dist.group.WORLD, new)
-            if receives and final is not None:
-                hashes = {each.path.name: each.entry.sha256 for each in transfers}
-                folder.complete(new, final, hashes)
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            raise JobFailed(
-                f"{new.parent}: cannot bring the files of other hosts: {reason}."
-            ) from None

@@ -21,7 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
-from mpiddp.errors import JobFailed, NoAnswer, UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, from_here
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
@@ -64,10 +64,23 @@ class RunLock:
             raise UserError(f"{run} is in use by this process. Close it there first.")
         self._file = run.owner.open("a+b", buffering=0)
         try:
-            _lock(self._file, run)
-        except BaseException:
-            self._file.close()
-            raise
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._file.fileno()).st_nlink:
+                # The run before is just ending, and has removed this file, whose lock would exclude nobody.
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                holder = _holder(self._file)
+                self._file.close()
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                raise (JobFailed if is_restart(os.environ) else UserError)(
+                    f"{run}: {holder} writes there. Wait for its end, or name another folder."
+                ) from None
+            log.warning(
+                f"warning: {run}: its file system has no locks ({error.strerror}). "
+                "Nothing keeps a second run out of this folder."
+            )
         _held.add(self._path)
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
@@ -81,26 +94,6 @@ class RunLock:
         with contextlib.suppress(OSError):  # a file server that is gone
             self._path.unlink()
         self._file.close()
-
-
-def _lock(file: BinaryIO, run: RunDir) -> None:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(file.fileno()).st_nlink:
-            # The run before is just ending, and has removed this file, whose lock would exclude nobody.
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            log.warning(
-                f"warning: {run}: its file system has no locks ({error.strerror}). "
-                "Nothing keeps a second run out of this folder."
-            )
-        elif error.errno in (errno.EACCES, errno.EAGAIN):
-            raise (JobFailed if is_restart(os.environ) else UserError)(
-                f"{run}: {_holder(file)} writes there. Wait for its end, or name another folder."
-            ) from None
-        else:
-            raise
 
 
 def _holder(file: BinaryIO) -> str:
@@ -141,7 +134,6 @@ class Run:
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
         self.group = self._new_group()
-        self._created: list[Path] = []
         self._lock: RunLock | None = None  # on the ranks that write
         if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
             with self.together():
@@ -179,25 +171,9 @@ class Run:
         """The values of all ranks: [world_size]. All ranks must call this."""
         return self.coordinator.all_gather_json(value, timeout_s=self.timeout_s)
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Run the body on every rank; it succeeds on all ranks or raises the same error on all.
-
-        `Coordinator.all_or_none` ends the ranks, but a script may catch an error and continue. JobFailed
-        takes precedence, because a failure of a machine may cause what looks like bad input.
-        """
-        problem, is_failure = "", False
-        try:
-            yield
-        except NoAnswer:  # the missing rank would be missing here as well
-            raise
-        except (UserError, JobFailed) as error:
-            problem, is_failure = str(error), isinstance(error, JobFailed)
-        answers = self.gather((problem, is_failure))
-        if any(text for text, _ in answers):
-            kind = JobFailed if any(failed for _, failed in answers) else UserError
-            sentences = self.coordinator.sentences([text for text, _ in answers])
-            raise kind("\n".join(sentences)) from None
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Run the body on every rank; it succeeds on all ranks or raises the same error on all."""
+        return self.coordinator.all_or_none(timeout_s=self.timeout_s, exits=False)
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:

@@ -10,13 +10,14 @@ takes part has its files on the disk. A full disk never damages older checkpoint
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +31,8 @@ from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.contents import rng_states, write_files
 from mpiddp.checkpoints.folder import INDEX, Entry, name_of_step
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.send import Transfer, receiver_of, send_files, shards_at
-from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of, index_of
+from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
+from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush, from_here
@@ -72,7 +73,7 @@ class Saver:
         self._keep, self._must_succeed = keep, must_succeed
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
-        self._pending: Future[str] | None = None
+        self.pending: Future[str] | None = None  # the save in flight
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
@@ -93,7 +94,7 @@ class Saver:
             boxes = boxes_of(sharded) if sharded else None
             (copied, boxes), wait_for_copies = _to_host((own, boxes))
             job = _Copied(step, copied, boxes, ranks, config, wait_for_copies)
-            self._pending = self._thread.submit(self._write, job)
+            self.pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
         """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
@@ -105,22 +106,13 @@ class Saver:
         copied, wait_for_copies = _to_host(per_rank)
         wait_for_copies()
         own = packed({"rng": rng_states(run.local_rank), "state": copied})
-        gathered: list[Any] | None = [own]
+        gathered = [own] * run.world_size
         if run.world_size > 1 and run.writers == [0]:
-            gathered = [None] * run.world_size if run.rank == 0 else None
-            dist.gather_object(own, gathered, 0, group=run.group)
+            dist.gather_object(own, gathered if run.is_writer else None, 0, group=run.group)
         elif run.world_size > 1:
-            gathered = [None] * run.world_size
             dist.all_gather_object(gathered, own, group=run.group)
-        if gathered is None or not run.is_writer:
-            return []
-        return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in gathered]
-
-    def wait_for_own_save(self) -> None:
-        """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
-        pending = self._pending
-        if pending is not None:
-            wait([pending])
+        written = gathered if run.is_writer else []
+        return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in written]
 
     def meet(self, next_step: int | None) -> None:
         """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
@@ -131,8 +123,8 @@ class Saver:
             ValueError: the ranks save different steps.
             JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
-        problem = self._pending.result() if self._pending else ""
-        self._pending = None
+        problem = self.pending.result() if self.pending else ""
+        self.pending = None
         run = self._run
         met = threading.Event()
         if next_step is not None and run.rank == 0 and run.world_size > 1:
@@ -209,12 +201,11 @@ class Saver:
             result = work()
         except (OSError, RuntimeError) as error:
             problem = error
-        key = f"{self._prefix}/{self._num_saves}/{part}"
         try:
             reports = self._run.coordinator.all_gather_json(
                 [result, problem is not None],
                 timeout_s=self._run.timeout_s,
-                key=key,
+                key=f"{self._prefix}/{self._num_saves}/{part}",
                 unless_failed=True,
             )
         except NoAnswer as missing:
@@ -241,13 +232,10 @@ class Saver:
         return [(new / name).stat().st_size, sha256]
 
     def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
-        writer_of = self._run.writer_of
-        transfers = []
-        for rank in range(len(writer_of)):
-            receiver = receiver_of(rank, writer_of)
-            assert receiver is not None, "there are several file systems"
-            path = new / file_of(rank)
-            transfers.append(Transfer(rank, path, files[path.name], (receiver,)))
+        transfers = [
+            Transfer(rank, new / file_of(rank), files[file_of(rank)], (receiver,))
+            for rank, receiver in enumerate(receivers_of(self._run.writer_of))
+        ]
         send_files(transfers, self._run.rank, self._ring, new)
 
     def _complete(
@@ -257,13 +245,15 @@ class Saver:
         run = self._run
         if not run.is_writer:
             return
-        for rank in shards_at(run.rank, run.writer_of) if files else ():
+        for rank, receiver in enumerate(receivers_of(run.writer_of)) if files else ():
+            if run.rank not in (run.writer_of[rank], run.writer_of[receiver]):
+                continue
             name = file_of(rank)
             hashes[name] = files[name].sha256
             if (new / name).stat().st_size != files[name].bytes:
                 raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
         if files:
-            (new / INDEX).write_text(index_of(files))
+            (new / INDEX).write_text(json.dumps({"files": files}, default=vars))
         folder.complete(new, final, hashes)
 
     def _is_verified(self, checkpoint: Path) -> bool:
@@ -360,15 +350,9 @@ class SaveSchedule:
             previous, self._previous = self._previous, step
             # A script may count samples as steps.
             return step // self._interval.steps > previous // self._interval.steps
-        if self._interval.seconds is None or step < self._next_check:
+        interval_s = self._interval.seconds
+        if interval_s is None or step < self._next_check:
             return False
-        own = self._check(step, self._interval.seconds)
-        is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
-        self._next_check = step + pause
-        return is_due
-
-    def _check(self, step: int, interval_s: float) -> tuple[bool, int]:
-        """Whether a save is due by this rank's clock, and the number of steps until the next check."""
         now = time.monotonic()
         checked_step, checked_at = self._checked
         step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
@@ -379,5 +363,8 @@ class SaveSchedule:
             self._saved_at, left_s = now, interval_s
         pause = int(min(left_s, interval_s / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
         # The times of the first steps are too short: the GPU has only queued them.
-        pause = min(pause, 2 * (step - self._start))
-        return is_due, max(1, pause)
+        pause = max(1, min(pause, 2 * (step - self._start)))
+        by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)
+        is_due, pause = by_rank[0]
+        self._next_check = step + pause
+        return is_due

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.folder import Entry
-from mpiddp.checkpoints.state import filled, is_sharded, read_tensors
+from mpiddp.checkpoints.state import is_sharded, mapped, read_tensors
 from mpiddp.errors import UserError
 
 Boxes = dict[str, dict[str, Any]]
@@ -67,11 +66,6 @@ def _own_box(tensor: Any) -> tuple[Tensor, Sequence[int]]:
         return tensor.detach(), [0] * tensor.ndim
     [chunk] = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks as well
     return tensor.to_local().detach(), chunk.offsets
-
-
-def index_of(files: Mapping[str, Entry]) -> str:
-    """The contents of shards.json."""
-    return json.dumps({"files": files}, default=vars)
 
 
 # Read
@@ -123,7 +117,8 @@ def with_sharded(state: Any, files: Iterable[Path]) -> Any:
     for path in files:
         for name, box in read_tensors(path, mmap=True).items():
             boxes.setdefault(name, []).append(box)
-    return filled(state, {name: ShardedValue(name, each) for name, each in boxes.items()})
+    values = {name: ShardedValue(name, each) for name, each in boxes.items()}
+    return mapped(state, lambda path, value: values.get(json.dumps(path), value))
 
 
 def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequence[int]) -> None:

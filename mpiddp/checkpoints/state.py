@@ -67,11 +67,6 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return mapped(state, take), sharded
 
 
-def filled(state: Any, values: Mapping[str, Any]) -> Any:
-    """The state with the values at the paths that their names say."""
-    return mapped(state, lambda path, value: values.get(json.dumps(path), value))
-
-
 # What may be saved
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpiddp import __version__
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.checkpoints.records import replacing
+from mpiddp.checkpoints.records import replace_file
 from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
 from mpiddp.report import tables
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
     with named_by(""):
         runs = [read_run(each) for each in folders]
     content = page(runs).encode(errors="replace")
-    with named_by("--out"), replacing(out) as file:
-        file.write(content)
+    with named_by("--out"):
+        replace_file(out, content)
     for note in (note for run in runs for note in run.notes):
         print(escaped(note), file=sys.stderr)
     print(escaped(f"{options.out}: {counted(len(runs), 'run')}, {len(content) / 1e6:.1f} MB"))

@@ -164,12 +164,12 @@ class Coordinator:
         return key in self._called
 
     @contextlib.contextmanager
-    def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
+    def all_or_none(self, *, timeout_s: float = 600.0, exits: bool = True) -> Iterator[None]:
         """Run the body on every rank; it succeeds on all ranks or on none.
 
         If any rank raises a `UserError` or a `JobFailed`, the launcher prints it, or else rank 0, and every
-        rank exits, with code 2 or 1. A `NoAnswer` is raised at once: the missing rank would be missing here
-        as well.
+        rank exits, with code 2 or 1. Without `exits` all ranks raise it, because a script may catch it and
+        continue. A `NoAnswer` is raised at once: the missing rank would be missing here as well.
         """
         problem, code = "", DONE
         try:
@@ -187,6 +187,8 @@ class Coordinator:
         # A failure of a machine may cause what looks like bad input.
         code = min(code for _, code in answers if code != DONE)
         sentences = self.sentences(problems)
+        if not exits:
+            raise (JobFailed if code == FAILED else UserError)("\n".join(sentences)) from None
         if not self.has_launcher:
             if self.world.rank == 0:
                 for sentence in sentences:
