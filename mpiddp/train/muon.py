@@ -19,6 +19,7 @@ from torch import Tensor, nn
 _MOMENTUM, _RELATIVE_LR = 0.6, 0.5
 # Newton and Schulz's iteration, with Jordan's coefficients of x, x³ and x⁵.
 _ROUNDS, _FIRST, _THIRD, _FIFTH = 3, 3.4445, -4.7750, 2.0315
+Group = dict[str, Any]  # of parameters
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,13 +39,13 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        convolutions: Iterable[nn.Parameter],
-        others: Iterable[dict[str, Any]],
+        convolutions: list[nn.Parameter],
+        others: Iterable[Group],
         *,
         lr: float,
         momentum: float,
     ) -> None:
-        groups = [{"params": list(convolutions), "weight_decay": 0.0}, *others]
+        groups = [{"params": convolutions, "weight_decay": 0.0}, *others]
         super().__init__(groups, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
@@ -63,9 +64,8 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(direction, alpha=-group["lr"])
 
     def _step_orthogonal(self, convolutions: list[nn.Parameter], *, lr: float) -> None:
-        rank, world_size = 0, 1
-        if dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        has_ranks = dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
         # Each goes to the rank with the least work so far, the largest first: all wait for the slowest rank.
         shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
         for parameter in sorted(convolutions, key=Tensor.numel, reverse=True):
@@ -118,8 +118,7 @@ def orthogonal(weights: Tensor) -> Tensor:
     """
     matrix = weights.reshape(len(weights), -1).bfloat16()
     is_tall = matrix.shape[0] > matrix.shape[1]
-    if is_tall:
-        matrix = matrix.T
+    matrix = matrix.T if is_tall else matrix
     matrix = matrix / (matrix.norm() + 1e-7)
     product = matrix @ matrix.T
     polynomial = factor = _polynomial(product)
@@ -128,8 +127,7 @@ def orthogonal(weights: Tensor) -> Tensor:
         polynomial = _polynomial(product)
         factor = polynomial @ factor
     matrix = factor @ matrix
-    if is_tall:
-        matrix = matrix.T
+    matrix = matrix.T if is_tall else matrix
     result: Tensor = matrix.reshape(weights.shape).to(weights.dtype)
     return result
 

@@ -10,7 +10,6 @@ import argparse
 import difflib
 import re
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import mpiddp
@@ -67,19 +66,15 @@ def count(low: int, metavar: str = "N") -> dict[str, Any]:
     return {"type": whole, "metavar": metavar}
 
 
-def number(low: float) -> Callable[[str], float]:
-    """A parser for numbers from `low` on."""
-
-    def parsed(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value < float("inf"):
-            raise ArgumentTypeError(f"expected a number of at least {low:g}, not {text[:80]!r}")
-        return value
-
-    return parsed
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 1e-12 <= value < float("inf"):
+        raise ArgumentTypeError(f"expected a number of at least 1e-12, not {text[:80]!r}")
+    return value
 
 
 def interval(text: str) -> str:
@@ -134,10 +129,10 @@ def option_parser() -> argparse.ArgumentParser:
     add("--epochs", **count(1), help="(default: 7 on CPUs, 30 on GPUs)")
     add("--steps-per-epoch", **count(1), help="end every epoch after this many steps")
     add("--low-res-epochs", **count(0), help="on 3/4 of the pixels (default: half of them on CPUs)")
-    add("--lr", type=number(1e-12), default=0.4, help="peak for 256 images; scales with the batch")
+    add("--lr", type=positive, default=0.4, help="peak for 256 images; scales with the batch")
     add("--schedule", choices=SCHEDULES, default="one-cycle", help="learning rate (default: one-cycle)")
     add("--optimizer", choices=("sgd", "muon"), help="(default: muon for wide_resnet14_2 on CPUs, else sgd)")
-    add("--clip-grad-norm", type=number(1e-12), metavar="NORM", help="limit of the gradients' norm")
+    add("--clip-grad-norm", type=positive, metavar="NORM", help="limit of the gradients' norm")
     add = parser.add_argument_group("engine").add_argument
     add("--backend", choices=("nccl", "gloo"), help="(default: nccl with a GPU, else gloo)")
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="dtype")

@@ -26,7 +26,7 @@ from mpiddp.train.config import gathered
 from mpiddp.train.resnet import BasicBlock, Bottleneck
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_copies(config: Namespace, world: mpiddp.World) -> list[list[int]]:
@@ -48,11 +48,7 @@ def find_copies(config: Namespace, world: mpiddp.World) -> list[list[int]]:
 
 
 def wrap(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.Module:
-    """Shard the model over the ranks of each copy, in place. Without `copies`, wrap it in
-    DistributedDataParallel, freeze its buckets, and compile it with --compile.
-
-    A collective: every rank must call it.
-    """
+    """Shard the model in place over the ranks of each copy; without `copies`, wrap it in DDP."""
     if copies:
         return _shard(model, config, copies)
     # Each rank keeps its own BatchNorm statistics while it trains; `step.averaged_buffers` averages
@@ -93,10 +89,7 @@ def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor
     """
     rounded = bucket.buffer().to(torch.bfloat16).div_(group.size())
     work = dist.all_reduce(rounded, group=group, async_op=True)
-    mean: Future[Tensor] = work.get_future().then(
-        lambda done: bucket.buffer().copy_(done.value()[0])
-    )
-    return mean
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -107,13 +100,12 @@ def is_sharded(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
     """Run a forward and a backward pass in the body, which reduces the gradients over the ranks or not."""
+    skips = not reduces and not is_sharded(model)
     if is_sharded(model):
         model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
         model.set_is_last_backward(reduces)  # type: ignore[operator]
+    with model.no_sync() if skips else contextlib.nullcontext():  # type: ignore[operator]
         yield
-    else:
-        with contextlib.nullcontext() if reduces else model.no_sync():  # type: ignore[operator]
-            yield
 
 
 def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
@@ -127,11 +119,10 @@ def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
 
 
 def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.Module:
-    """Shard the parameters of the model, which lies on the device, in place. A collective.
+    """Shard the parameters, which a block gathers before it computes, and frees afterwards.
 
-    A block's parameters are gathered before it computes, and freed afterwards. With --amp, the gathered
-    parameters and the activations have its dtype, and gradients are averaged in fp32. BatchNorm computes in
-    fp32, as under autocast.
+    With --amp, the gathered parameters and the activations have its dtype, and gradients are averaged in
+    fp32. BatchNorm computes in fp32, as under autocast.
     """
     # Few trainings need torch's DTensor, which takes a while to import.
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,7 +136,7 @@ def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.M
         mesh = DeviceMesh(device.type, copies, mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy()
     if config.amp != "off":
-        policy = MixedPrecisionPolicy(param_dtype=_DTYPES[config.amp], reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.amp], reduce_dtype=torch.float32)
         norms: list[nn.Module] = [each for each in model.modules() if isinstance(each, _BatchNorm)]
         # Few bytes in many layers: one group gathers all of them at once.
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -157,13 +148,6 @@ def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.M
         policy = replace(policy, output_dtype=torch.float32)  # of the logits
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters that a forward pass without a backward pass has left."""
-    for module in model.modules():
-        if is_sharded(module):
-            module.reshard()  # type: ignore[operator]
 
 
 def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:

@@ -1,8 +1,7 @@
 """What a run leaves beside its checkpoints: settings, logs of its ranks, its starts, its records in tools.
 
-RUN/starts/start_0001.json is that of the first start, start_0002.json that of the first restart or resume:
-the command, the versions of the packages, the commit. Neither the environment nor a diff is stored, so that
-no secret can leak from there.
+RUN/starts/start_0001.json is that of the first start, start_0002.json that of the first restart or resume.
+Neither the environment nor a diff is stored, so that no secret can leak from there.
 
     with following("tensorboard,wandb", run, config, step=0) as record:      # --log-to
         record(1, train_loss=0.5)      # in metrics.jsonl, and in both tools
@@ -27,7 +26,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -84,7 +83,7 @@ def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str)
             "started_by": world.launcher.name,
             "hosts_of_ranks": hosts,
             "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
-            "git": git_state(Path.cwd()),
+            "git": commit_of(Path.cwd()),
         }
         with contextlib.suppress(OSError):  # the training matters more than its record
             (run / "starts").mkdir(exist_ok=True)
@@ -94,33 +93,27 @@ def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str)
     threading.Thread(target=write).start()
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of a folder, and whether files differ from it; None outside of a repository."""
-    options = ("--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+def commit_of(folder: Path) -> str:
+    """The commit of a folder, with "-dirty" if files differ from it; "" outside of a repository."""
+    options = ("--always", "--abbrev=40", "--exclude=*", "--dirty")
     command = ["git", "--no-optional-locks", "describe", *options]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    commit = done.stdout.strip()
-    return {"commit": commit.rstrip("+"), "dirty": commit.endswith("+")} if commit else None
+        return ""
+    return done.stdout.strip()
 
 
 # --log-to: the tools in which people look at runs, each through its own package. A thread of rank 0 sends the
-# records to each tool. An error of a package becomes one warning, and the training goes on.
-# RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
+# records to each tool. An error of a package, which may be anything, becomes one warning, and the training
+# goes on. RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
 
 Config = Mapping[str, Any]  # config.json
 Records = SimpleQueue[tuple[int, dict[str, float]] | None]  # step, numbers by name; None at the end
 
 
-class Sink(NamedTuple):
-    """A run that is open in a tool. Its functions may raise anything."""
-
-    id: str
-    log: Callable[[int, dict[str, float]], object]
-    finish: Callable[[], object]
-
+# A run that is open in a tool: its id there, what logs the numbers of a step, and what finishes.
+Sink = tuple[str, Callable[[int, dict[str, float]], object], Callable[[], object]]
 
 # Each tool gets the folder of the run, its configuration, the id that the tool gave it at its first start
 # ("" then), and the first step: it gets no record of earlier steps, and later ones anew.
@@ -138,31 +131,29 @@ def _tensorboard(folder: Path, config: Config, run_id: str, first_step: int) -> 
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Sink(folder.name, log, writer.close)
+    return folder.name, log, writer.close
 
 
 def _wandb(folder: Path, config: Config, run_id: str, _: int) -> Sink:
     import wandb
 
-    def opened(mode: str) -> Any:
-        return wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
-            name=folder.name,
-            id=run_id or None,
-            resume="allow",
-            dir=folder,
-            config=dict(config),
-            mode=mode,
-            settings=wandb.Settings(console="off"),
-        )
-
+    options: dict[str, Any] = {
+        "project": os.environ.get("WANDB_PROJECT") or _PROJECT,
+        "name": folder.name,
+        "id": run_id or None,
+        "resume": "allow",
+        "dir": folder,
+        "config": dict(config),
+        "settings": wandb.Settings(console="off"),
+    }
     try:
         mode = os.environ.get("WANDB_MODE")
-        found = opened(mode or ("online" if wandb.login(prompt=False) else "offline"))
+        mode = mode or ("online" if wandb.login(prompt=False) else "offline")
+        found = wandb.init(mode=mode, **options)
     except wandb.errors.CommError:  # no network
-        found = opened("offline")
+        found = wandb.init(mode="offline", **options)
     found.define_metric("*", step_metric="step")  # its own steps cannot go back as a resume does
-    return Sink(found.id, lambda step, values: found.log({"step": step, **values}), found.finish)
+    return found.id, lambda step, values: found.log({"step": step, **values}), found.finish
 
 
 def _mlflow(folder: Path, config: Config, run_id: str, _: int) -> Sink:
@@ -176,7 +167,7 @@ def _mlflow(folder: Path, config: Config, run_id: str, _: int) -> Sink:
     if not run_id:
         mlflow.log_params(config)
     log = lambda step, values: mlflow.log_metrics(values, step=step)  # noqa: E731
-    return Sink(opened.info.run_id, log, mlflow.end_run)
+    return opened.info.run_id, log, mlflow.end_run
 
 
 def _trackio(folder: Path, config: Config, run_id: str, _: int) -> Sink:
@@ -185,7 +176,7 @@ def _trackio(folder: Path, config: Config, run_id: str, _: int) -> Sink:
     name = run_id or f"{folder.name}-{os.urandom(4).hex()}"  # by which it knows a run
     project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
     opened: Any = trackio.init(project=project, name=name, resume="allow", config=dict(config))
-    return Sink(name, lambda step, values: opened.log(values, step=step), opened.finish)
+    return name, lambda step, values: opened.log(values, step=step), opened.finish
 
 
 # tool, which is also the name of its package: what opens a run in it
@@ -213,24 +204,24 @@ def following(
     tools: str | None, run: Path, config: Config, *, step: int
 ) -> Iterator[Callable[..., None]]:
     """Give the body a `mpiddp.log_metrics` that also sends the numbers after this step to these tools."""
-    threads: dict[threading.Thread, Records] = {}
+    queues: list[Records] = []
+    threads: list[threading.Thread] = []
     for tool in tools.split(",") if tools else ():
-        queue: Records = SimpleQueue()
-        arguments = (tool, run, config, step + 1, queue)
-        threads[threading.Thread(target=_send, args=arguments, daemon=True)] = queue
-    for thread in threads:
-        thread.start()
+        queues.append(SimpleQueue())
+        arguments = (tool, run, config, step + 1, queues[-1])
+        threads.append(threading.Thread(target=_send, args=arguments, daemon=True))
+        threads[-1].start()
 
     def record(step: int, **values: Any) -> None:
         mpiddp.log_metrics(step, **values)
         numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-        for queue in threads.values():
+        for queue in queues:
             queue.put((step, numbers))
 
     try:
         yield record
     finally:
-        for queue in threads.values():
+        for queue in queues:
             queue.put(None)
     for thread in threads:  # not after an error, which the other ranks must learn of now
         thread.join(FINISH_S)
@@ -243,11 +234,11 @@ def _send(tool: str, run: Path, config: Config, first_step: int, records: Record
     try:
         file.parent.mkdir(exist_ok=True)
         known = str(json.loads(file.read_bytes())["id"]) if file.exists() else ""
-        sink = SINKS[tool](run.absolute(), config, known, first_step)
-        save_json(file, {"id": sink.id})
-        while (record := records.get()) is not None:
-            sink.log(*record)
-        sink.finish()
+        run_id, log_numbers, finish = SINKS[tool](run.absolute(), config, known, first_step)
+        save_json(file, {"id": run_id})
+        for step, numbers in iter(records.get, None):
+            log_numbers(step, numbers)
+        finish()
     except (Exception, SystemExit) as error:
         first_line = str(error).strip().partition("\n")[0]
         log.warning(

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 __all__ = ["ARCHS", "ResNet"]
 
 SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
-
-
 STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # size and stride of the convolution
 
 
@@ -73,14 +71,11 @@ class PadShortcut(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int):
         super().__init__()
-        self.new_channels = out_channels - in_channels
-        self.stride = stride
+        self.stride, new = stride, out_channels - in_channels
+        self.padding = (0, 0, 0, 0, new // 2, new - new // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :, :: self.stride, :: self.stride]
-        return F.pad(
-            x, (0, 0, 0, 0, self.new_channels // 2, self.new_channels - self.new_channels // 2)
-        )
+        return F.pad(x[:, :, :: self.stride, :: self.stride], self.padding)
 
 
 def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
@@ -147,10 +142,7 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        num_classes: int | None = None,
-        stem: str | None = None,
+        self, architecture: Architecture, num_classes: int | None = None, stem: str | None = None
     ):
         """
         Args:
@@ -180,9 +172,9 @@ class ResNet(nn.Module):
             blocks = []
             for index in range(depth):
                 stride = 2 if stage > 1 and index == 0 else 1
-                out = width * block.expansion
-                needs_shortcut = stride != 1 or channels != out
-                shortcut = shortcut_of(channels, out, stride) if needs_shortcut else None
+                out, shortcut = width * block.expansion, None
+                if stride != 1 or channels != out:
+                    shortcut = shortcut_of(channels, out, stride)
                 blocks.append(block(channels, width, stride, shortcut))
                 channels = out
             self.add_module(f"layer{stage}", nn.Sequential(*blocks))

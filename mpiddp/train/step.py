@@ -21,7 +21,7 @@ from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data, Dataset
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import share_of
-from mpiddp.train.parallel import is_sharded, reducing, reshard, wrap
+from mpiddp.train.parallel import DTYPES, is_sharded, reducing, wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_bn import synchronized
 
@@ -43,10 +43,7 @@ class State:
 
 
 def build_state(model: nn.Module, config: Namespace, copies: list[list[int]]) -> State:
-    """The state of a training with this model, which lies on the device. A collective.
-
-    `copies` are those of `parallel.find_copies`.
-    """
+    """The state of a training with this model, over `copies` of `parallel.find_copies`. A collective."""
     ddp = wrap(model, config, copies)
     torch.manual_seed(config.seed + 1 + dist.get_rank())
     device = next(model.parameters()).device
@@ -67,7 +64,7 @@ def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Modul
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load a torchvision state_dict, except a last layer for another number of classes. Raises UserError."""
+    """Load a torchvision state_dict, but no last layer of another number of classes. Raises UserError."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -88,28 +85,24 @@ def load_weights(model: nn.Module, path: str) -> None:
 def choose_kernels(config: Namespace) -> None:
     """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
 
-    With --deterministic, an operation without a reproducible kernel raises. Call this before the first
-    operation on a GPU, because cuBLAS reads its variable once.
+    Call this before the first operation on a GPU, because cuBLAS reads its variable once.
     """
     if not config.deterministic:
         torch.backends.cudnn.benchmark = True
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # an operation without a reproducible kernel raises
 
 
 def build_optimizer(model: nn.Module, config: Namespace) -> torch.optim.Optimizer:
-    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only.
-
-    Muon leaves the first convolution, whose filters are few and small, to SGD.
-    """
+    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
     undecayed = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer == "muon":
-        hidden = [p for p in matrices[1:] if p.ndim == 4]
-        ends = [p for p in matrices if not any(p is each for each in hidden)]
-        others = ({"params": ends, "weight_decay": WEIGHT_DECAY}, undecayed)
+        # The first convolution, whose filters are few and small, and the last layer are left to SGD.
+        first, *hidden, last = matrices
+        others = ({"params": [first, last], "weight_decay": WEIGHT_DECAY}, undecayed)
         return Muon(hidden, others, lr=config.lr, momentum=MOMENTUM)
     optimizer = torch.optim.SGD(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, undecayed],
@@ -154,33 +147,26 @@ def learning_rate(step: int, steps_per_epoch: int, config: Namespace) -> float:
     return peak
 
 
-PhaseEnds = Callable[[str], object]
+PhaseEnd = Callable[[str], object]
 
 
 def train_step(
-    state: State,
-    batches: Iterator[Batch],
-    lr: float,
-    config: Namespace,
-    *,
-    phase_ends: PhaseEnds = str,
+    state: State, batches: Iterator[Batch], lr: float, config: Namespace, phase_ends: PhaseEnd = str
 ) -> Tensor:
-    """One step of the optimizer over the next batches of this rank. It leaves its gradients.
-
-    Arguments and result are those of `backward`. The rest of the step is the phase "optimizer".
-    """
+    """One step of the optimizer over this rank's next batches, see `backward`. It leaves its gradients."""
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = backward(state, batches, config, phase_ends=phase_ends)
-    if config.clip_grad_norm is not None:
-        clip_gradients(state, config.clip_grad_norm)
+    loss_sum = backward(state, batches, config, phase_ends)
+    if config.clip_grad_norm is not None:  # the norm of all parameters, over all shards
+        state.scaler.unscale_(state.optimizer)
+        clip_grad_norm_(state.model.parameters(), config.clip_grad_norm)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     return loss_sum
 
 
 def backward(
-    state: State, batches: Iterator[Batch], config: Namespace, *, phase_ends: PhaseEnds = str
+    state: State, batches: Iterator[Batch], config: Namespace, phase_ends: PhaseEnd = str
 ) -> Tensor:
     """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
 
@@ -205,32 +191,25 @@ def backward(
     return loss_sum
 
 
-def mark_last_gradient(model: nn.Module, phase_ends: PhaseEnds) -> None:
+def mark_last_gradient(model: nn.Module, phase_ends: PhaseEnd) -> None:
     """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
     if not is_sharded(model):
         first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda parameter: phase_ends("backward"))
 
 
-def clip_gradients(state: State, max_norm: float) -> None:
-    """Scale the gradients down to this norm over all parameters, of all shards. A collective if sharded."""
-    state.scaler.unscale_(state.optimizer)
-    clip_grad_norm_(state.model.parameters(), max_norm)
-
-
 def autocast(config: Namespace, device: torch.device) -> torch.autocast:
     """The autocast of --amp. A sharded model has its own policy instead, see `parallel`."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[config.amp]
     enabled = config.amp != "off" and config.parallel == "ddp"
-    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
+    return torch.autocast(device.type, dtype=DTYPES.get(config.amp), enabled=enabled)
 
 
 @contextlib.contextmanager
 def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Average BatchNorm's running statistics over the ranks while the body runs, then restore them.
+    """Average BatchNorm's running statistics over the ranks while the body runs. A collective.
 
-    All ranks evaluate and save the same model, and the training that follows does not change.
-    A collective: every rank must enter. Gives the body this rank's own statistics, for `restore_buffers`.
+    So all ranks evaluate and save the same model, and the training that follows does not change. Gives the
+    body this rank's own statistics, for `restore_buffers`.
     """
     own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
     mean = own.clone()
@@ -267,12 +246,12 @@ def evaluate(
     its mean cross-entropy, and the number of images.
     """
     batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
-    share = share_of(dataset.num_images, dist.get_rank(), dist.get_world_size())
+    world_size = dist.get_world_size()
+    share = share_of(dataset.num_images, dist.get_rank(), world_size)
     indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
     num_counted = len(indices)
-    if is_sharded(model):  # each pass needs all ranks
-        largest_share = -(-dataset.num_images // dist.get_world_size())
-        most = -(-largest_share // batch_size)
+    if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
+        most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)
         indices += [torch.tensor([0])] * (most - num_counted)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
     model.eval()
@@ -284,7 +263,9 @@ def evaluate(
                 totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
                 totals[2] += len(labels)
     model.train()
-    reshard(model)
+    for module in model.modules():
+        if is_sharded(module):  # free what a forward pass without a backward pass has gathered
+            module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
     correct, loss, count = totals.tolist()
     return correct / count, loss / count, int(count)

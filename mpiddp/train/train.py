@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import shlex
 import time
 from argparse import Namespace
@@ -19,27 +20,37 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.train.checkpoint import open_checkpoints, resume, save
-from mpiddp.train.config import IMAGES_PER_PASS, gathered, require_equal, resolve, resume_args
+from mpiddp.train.config import (
+    IMAGES_PER_PASS,
+    gathered,
+    noted_changes,
+    require_equal,
+    resolve,
+    resume_args,
+)
 from mpiddp.train.datasets import Data, batches, open_data, prepare
 from mpiddp.train.determinism import check_determinism
-from mpiddp.train.measure import StepTimer, counted, measured, table
+from mpiddp.train.measure import PHASES, StepTimer, counted, measured, table
+from mpiddp.train.options import FIXED
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards
 from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
+    averaged_buffers,
     build_model,
     build_state,
     choose_kernels,
     evaluate,
     learning_rate,
     mark_last_gradient,
+    restore_buffers,
     train_step,
 )
 
@@ -86,9 +97,8 @@ def main(options: Namespace) -> int:
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
-            require_equal(
-                "the automatic choice of settings", choice, "Set --backend, --arch, --amp."
-            )
+            automatic = "the automatic choice of settings"
+            require_equal(automatic, choice, "Set --backend, --arch, --amp.")
             require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
             copies = find_copies(config, world)
             refuse_existing_run(out, config)
@@ -153,9 +163,7 @@ def fit(
 ) -> dict[str, Any] | None:
     """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
 
-    Args:
-        step: the number of steps that it has made.
-        record: takes a step, and values by name.
+    `step` is the number of steps that it has made. `record` takes a step, and values by name.
     """
     started_at = time.monotonic()
     device = next(state.model.parameters()).device
@@ -195,16 +203,11 @@ def fit(
                     )
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]
-                images_per_s = len(recent) * config.global_batch_size / sum(recent)
-                shown["phases"] = {"steps": len(timer.read()), **timer.phases}
-                record(
-                    step,
-                    epoch=epoch,
-                    lr=lr,
-                    train_loss=train_loss,
-                    images_per_s=images_per_s,
-                    step_time_s=mean(recent),
-                )
+                images_per_s = config.global_batch_size / mean(recent)
+                spent = {phase: timer.spent[phase] for phase in PHASES}
+                shown["phases"] = {"steps": len(timer.read()), **spent}
+                speed = {"images_per_s": images_per_s, "step_time_s": mean(recent)}
+                record(step, epoch=epoch, lr=lr, train_loss=train_loss, **speed)
                 log.info(
                     f"epoch {epoch + 1}/{config.epochs}  step {step}/{total_steps}  "
                     f"loss {train_loss:.4f}  lr {lr:.4f}  {images_per_s:,.0f} images/s"
@@ -229,7 +232,10 @@ def fit(
             stops = not is_last and (mpiddp.should_stop() or step == config.stop_at_step)
             saves = is_due or stops or is_last
             if config.check_divergence and (saves or step % config.check_divergence == 0):
-                refuse_divergence(state, step)
+                # Before every save, so that a restart resumes from bits in which all ranks agreed.
+                with mpiddp.together():  # the ranks with other shards do not know
+                    same = ranks_with_same_shards(state.model)
+                    mpiddp.check_divergence(state.model, state.optimizer, step=step, group=same)
                 timer.resume()
             if saves:
                 save(checkpoints, state, step, config)
@@ -268,26 +274,89 @@ def fit(
     }
 
 
+# A checkpoint of step 1000 is in RUN/checkpoints/step_00001000:
+#
+#     model.pt       the bare model's state_dict with averaged BatchNorm statistics; any program can load it
+#     optimizer.pt   its momentum
+#     scaler.pt      the gradient scaler of fp16
+#     training.pt    the options
+#     ranks.pt       each rank's own BatchNorm statistics, beside its random number generators
+#
+# The learning rate and the order of the images are functions of the step.
+
+
+def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Checkpoints:
+    """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
+    fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
+    settings = {"program": "mpiddp train", "data": data, **fixed}
+    return mpiddp.Checkpoints(folder, keep=config.keep, every=config.save_every, config=settings)
+
+
+def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Namespace) -> None:
+    """Start to save the checkpoint of this step. A collective: every rank must call it."""
+    with averaged_buffers(state.model) as own:
+        checkpoints.save(
+            step,
+            {
+                "model": state.model.state_dict(),
+                "optimizer": state.optimizer.state_dict(),
+                "scaler": state.scaler.state_dict(),
+                "training": {"options": vars(config)},
+            },
+            per_rank={"buffers": own},
+        )
+
+
+def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> int:
+    """Open the run's folder, and restore the newest checkpoint, or that of --resume. A collective.
+
+    A job with another number of ranks keeps the averaged statistics and freshly seeded generators. Returns
+    the number of steps that it has made; 0 without a checkpoint.
+    """
+    saved = checkpoints.resume(None if config.resume in ("auto", "never") else config.resume)
+    if saved is not None:
+        if changes := noted_changes(saved.state["training"]["options"], config):
+            log.info(
+                f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
+                "that of a run that has had them from its start."
+            )
+        load(saved, state)
+        if saved.world_size == dist.get_world_size():
+            restore_buffers(state.model, saved.per_rank["buffers"])
+            return saved.step
+    seed = config.seed + 1 + dist.get_rank()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # numpy's largest
+    return saved.step if saved else 0
+
+
+def load(saved: mpiddp.Resumed, state: State) -> None:
+    """Load the model and the optimizer, with the settings of this version of the program."""
+    optimizer = state.optimizer
+    settings = [{**group} for group in optimizer.param_groups]
+    saved.load_into(model=state.model, optimizer=optimizer)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    # The fused kernels read a parameter and its momentum element by element in memory order, and the
+    # saved run may have had another layout.
+    for parameter, held in optimizer.state.items():
+        if held.get("momentum_buffer") is not None:
+            held["momentum_buffer"] = torch.empty_like(parameter).copy_(held["momentum_buffer"])
+    if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
+        state.scaler.load_state_dict(saved.state["scaler"])
+
+
 def say(config: Namespace, line: str) -> None:
     """With --per-rank-log, print a line of the multi-node guides' script on every rank."""
     if config.per_rank_log:
         print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too
 
 
-def refuse_divergence(state: State, step: int) -> None:
-    """End all ranks unless all copies of the model have the same bits. A collective.
-
-    This check precedes every save, so a restart resumes from bits in which all ranks agreed.
-    """
-    group = ranks_with_same_shards(state.model)
-    with mpiddp.together():  # the ranks with other shards do not know
-        mpiddp.check_divergence(state.model, state.optimizer, step=step, group=group)
-
-
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    is_restart = any(os.environ.get(name, "0") != "0" for name in restarts)
+    counts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
     if config.resume == "never" and not is_restart and (out / "checkpoints").exists():
         raise UserError(
             f"--resume never, but --out {out} already holds a run (checkpoints). Name another --out, or omit "

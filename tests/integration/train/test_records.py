@@ -20,7 +20,7 @@ from mpiddp.runtime.job.session import current
 from mpiddp.train import record
 from mpiddp.train.measure import table
 from mpiddp.train.options import SINKS
-from mpiddp.train.record import git_state
+from mpiddp.train.record import commit_of
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_records_reach_a_tool_that_a_resume_continues(
 
     def open_run(folder: Path, config: record.Config, run_id: str, first_step: int) -> record.Sink:
         got.append((run_id, first_step))
-        return record.Sink("an-id", lambda *each: got.append(each), lambda: got.append("end"))
+        return "an-id", lambda *each: got.append(each), lambda: got.append("end")
 
     monkeypatch.setitem(record.SINKS, "mlflow", open_run)  # type: ignore[misc]
     for step in (0, 2):
@@ -79,14 +79,11 @@ def test_the_commit_of_a_start(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("a\n")
     git("add", ".")
     git("commit", "-m", "first")
-    found = git_state(tmp_path)
-    assert found is not None
-    assert (len(found["commit"]), found["dirty"]) == (40, False)
+    commit = commit_of(tmp_path)
+    assert len(commit) == 40
     (tmp_path / "data.txt").write_text("b\n")
-    found = git_state(tmp_path)
-    assert found is not None
-    assert found["dirty"]
-    assert git_state(Path("/")) is None
+    assert commit_of(tmp_path) == f"{commit}-dirty"
+    assert commit_of(Path("/")) == ""
 
 
 def test_the_table_of_a_run_that_has_measured_nothing() -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import Resumed
-from mpiddp.train.checkpoint import _restore
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import (
@@ -27,6 +26,7 @@ from mpiddp.train.step import (
     mark_last_gradient,
     train_step,
 )
+from mpiddp.train.train import load
 from tests.support.training import configured
 
 
@@ -88,7 +88,7 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         model = model.to(memory_format=later)
         resumed = build_optimizer(model, configured("--lr=0.1"))
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
-        _restore(State(model, model, resumed, torch.amp.GradScaler("cpu")), Resumed(1, saved))
+        load(Resumed(1, saved), State(model, model, resumed, torch.amp.GradScaler("cpu")))
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
