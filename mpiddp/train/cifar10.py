@@ -189,7 +189,6 @@ def _unpack(archive: Path, sha256: str) -> None:
     if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
         raise ValueError("it does not match its SHA-256")
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(
-            tarfile, "data_filter", None
-        )  # as root, leave its owner out
+        # As root, leave the owner of its files out. Older Pythons ignore this.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(archive.parent)

@@ -116,9 +116,8 @@ class ImageFolder:
             if problem is not None:
                 raise problem
             images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-            images = (images * self._scale + self._shift).contiguous(
-                memory_format=self._memory_format
-            )
+            images = images * self._scale + self._shift
+            images = images.contiguous(memory_format=self._memory_format)
             yield images, labels.to(self._device, non_blocking=True)
 
 

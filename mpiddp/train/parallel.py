@@ -89,7 +89,10 @@ def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor
     """
     rounded = bucket.buffer().to(torch.bfloat16).div_(group.size())
     work = dist.all_reduce(rounded, group=group, async_op=True)
-    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+    mean: Future[Tensor] = work.get_future().then(
+        lambda done: bucket.buffer().copy_(done.value()[0])
+    )
+    return mean
 
 
 def is_sharded(model: nn.Module) -> bool:

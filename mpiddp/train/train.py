@@ -274,17 +274,6 @@ def fit(
     }
 
 
-# A checkpoint of step 1000 is in RUN/checkpoints/step_00001000:
-#
-#     model.pt       the bare model's state_dict with averaged BatchNorm statistics; any program can load it
-#     optimizer.pt   its momentum
-#     scaler.pt      the gradient scaler of fp16
-#     training.pt    the options
-#     ranks.pt       each rank's own BatchNorm statistics, beside its random number generators
-#
-# The learning rate and the order of the images are functions of the step.
-
-
 def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Checkpoints:
     """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
@@ -293,7 +282,11 @@ def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Check
 
 
 def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Namespace) -> None:
-    """Start to save the checkpoint of this step. A collective: every rank must call it."""
+    """Start to save the checkpoint of this step. A collective: every rank must call it.
+
+    The model can be loaded by any program: it is the bare one, with averaged BatchNorm statistics. The
+    learning rate and the order of the images are functions of the step.
+    """
     with averaged_buffers(state.model) as own:
         checkpoints.save(
             step,
@@ -355,8 +348,8 @@ def say(config: Namespace, line: str) -> None:
 
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    counts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    is_restart = any(os.environ.get(name, "0") != "0" for name in counts)
+    restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    is_restart = any(os.environ.get(name, "0") != "0" for name in restarts)
     if config.resume == "never" and not is_restart and (out / "checkpoints").exists():
         raise UserError(
             f"--resume never, but --out {out} already holds a run (checkpoints). Name another --out, or omit "
