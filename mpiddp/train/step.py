@@ -101,8 +101,9 @@ def build_optimizer(model: nn.Module, config: Namespace) -> torch.optim.Optimize
     undecayed = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer == "muon":
         # The first convolution, whose filters are few and small, and the last layer are left to SGD.
-        first, *hidden, last = matrices
-        others = ({"params": [first, last], "weight_decay": WEIGHT_DECAY}, undecayed)
+        hidden = [p for p in matrices[1:] if p.ndim == 4]
+        ends = [matrices[0], *(p for p in matrices[1:] if p.ndim != 4)]
+        others = ({"params": ends, "weight_decay": WEIGHT_DECAY}, undecayed)
         return Muon(hidden, others, lr=config.lr, momentum=MOMENTUM)
     optimizer = torch.optim.SGD(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, undecayed],
