@@ -88,37 +88,46 @@ class ImageFolder:
                 f"({', '.join(sorted(FORMATS))}). Each folder there is a class."
             )
         self.num_images = len(self.samples)
-        self._device, self._memory_format = device, memory_format(config)
+        self._device, self._num_workers = device, config.num_workers
+        self._memory_format = memory_format(config)
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._order: list[list[Key]] = []  # of the epoch
-        # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
-        method = "fork" if device.type == "cpu" else "forkserver"
-        multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
-        self._loader: DataLoader[Any] = DataLoader(
-            _Decoder(self.samples, config.image_size, config.seed, augment=augment),
-            batch_sampler=self._order,
-            collate_fn=tuple,  # the decoder delivers whole batches
-            num_workers=config.num_workers,
-            persistent_workers=augment and config.num_workers > 0,  # evaluations are rare
-            multiprocessing_context=method if config.num_workers else None,
-            worker_init_fn=partial(_leave_stops_to, os.getpid()),
-            pin_memory=device.type != "cpu",
-            generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
-        )
+        self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)
+        self._keeps_workers = augment and config.num_workers > 0  # evaluations are rare
+        self._order: list[list[Key]] = []  # of the epoch, for a loader that is kept for several
+        self._loader: DataLoader[Any] | None = None
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images, float [N, C, H, W], and labels, int64 [N], decoded by the workers."""
         if not indices:
             return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
-        for images, labels, problem in self._loader:
+        loader = self._loader or self._start()
+        self._loader = loader if self._keeps_workers else None
+        for images, labels, problem in loader:
             if problem is not None:
                 raise problem
             images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
-            images = images * self._scale + self._shift
-            images = images.contiguous(memory_format=self._memory_format)
+            images = (images * self._scale + self._shift).contiguous(
+                memory_format=self._memory_format
+            )
             yield images, labels.to(self._device, non_blocking=True)
+
+    def _start(self) -> DataLoader[Any]:
+        # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
+        method = "fork" if self._device.type == "cpu" else "forkserver"
+        multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
+        return DataLoader(
+            self._decoder,
+            batch_sampler=self._order,
+            collate_fn=tuple,  # the decoder delivers whole batches
+            num_workers=self._num_workers,
+            persistent_workers=self._keeps_workers,
+            multiprocessing_context=method if self._num_workers else None,
+            worker_init_fn=partial(_leave_stops_to, os.getpid()),
+            pin_memory=self._device.type != "cpu",
+            generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
+        )
 
 
 def _leave_stops_to(rank: int, _: int) -> None:
