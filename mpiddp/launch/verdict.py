@@ -139,7 +139,8 @@ def verdict(
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if found.first is None else 0
         printed = {rank: lines for rank, lines in printed.items() if rank >= least}
-    if (cause := explained(found.first, printed)) is None:
+    cause = explained(found.first, printed) if found.first or printed else None
+    if cause is None:
         return found
     row = cause.failure
     sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
