@@ -59,7 +59,7 @@ def ask_hosts(
     transport: Transport = SSH,
     fix: str = INSTALL,
 ) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
-    """The JSON in the last line that `program` prints, a sentence for each other host, and all answers.
+    """The JSON that `program` prints, a sentence for each other host, and all answers.
 
     `fix` is for a host without that Python.
     """
@@ -69,9 +69,9 @@ def ask_hosts(
     found: dict[Host, Any] = {}
     failures: dict[Host, str] = {}
     for host, answer in answers.items():
-        if answer.exit_code == 0:
-            with suppress(ValueError, IndexError):
-                found[host] = json.loads(answer.stdout.splitlines()[-1])
+        for line in answer.stdout.splitlines() if answer.exit_code == 0 else ():
+            with suppress(ValueError):  # a shell of the host may print lines around it
+                found[host] = json.loads(line)
         if host not in found:
             failures[host] = no_answer(host, python, answer, timeout_s, fix, transport)
     return found, failures, answers

@@ -262,9 +262,11 @@ class JobOutput:
         if is_held:
             held = self._held[stream.number]
             held += chunk
-            del held[:-_TAIL]
-        else:
-            self._screens[stream.number].show(stream, chunk)
+            if len(held) <= _TAIL:
+                return True
+            chunk = bytes(held)
+            held.clear()
+        self._screens[stream.number].show(stream, chunk)
         return True
 
     def _end(self, stream: _Stream) -> None:
@@ -275,7 +277,7 @@ class JobOutput:
 
     def _note(self, rank: int, number: int, text: bytes) -> None:
         """Keep the end of what is printed."""
-        self.latest[rank] = text[-_LATEST:]
+        self.latest[rank] = (self.latest.get(rank, b"") + text)[-_LATEST:]
         if number == 2:
             self._tail.append((rank, text))
             self._tail_size += len(text)

@@ -116,7 +116,8 @@ def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOpti
         is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
         gpus = _visible_gpus(host, info, options.variables) if is_known else 0
         if slots is not None:
-            if 0 < gpus < slots and not is_gloo:
+            # Without a preflight, this host is judged only if it is the only one.
+            if 0 < gpus < slots and not is_gloo and (info or len(hosts.hosts) == 1):
                 slots = _fitted(hosts, host, slots, gpus, options.backend)
         elif is_known:
             if by_number:

@@ -63,6 +63,7 @@ class Ranks:
         self.supports_stop: set[int] = set()
         self.saving: set[int] = set()
         self.last_saved_at = 0.0  # when a rank last ended a save
+        self.last_saving_at = 0.0  # when one last began or ended
         self.steps: dict[int, tuple[int, float]] = {}  # and since when
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
@@ -75,9 +76,10 @@ class Ranks:
         is_end = kind in ("done", "exited", "failed", "lost")
         if kind in ("saving", "stopped") and facts.get("active", True):
             self.saving.add(rank)  # a script that has stopped saves, and leaves
+            self.last_saving_at = at
         elif (is_end or kind == "saving") and rank in self.saving:
             self.saving.remove(rank)
-            self.last_saved_at = at
+            self.last_saved_at = self.last_saving_at = at
         # Only the rank knows whether its command succeeds: it may start the script again.
         if is_of_script and is_end:
             if kind == "failed":

@@ -64,6 +64,8 @@ class Screen:
             end = len(source.line)
         lines = bytes(source.line[:end])
         del source.line[:end]
+        # Of a progress bar, keep what a terminal shows: each return begins the line again.
+        del source.line[: source.line.rstrip(b"\r").rfind(b"\r") + 1]
         (self._open.add if source.line else self._open.discard)(source)
         if b"\r" in lines:
             lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))

@@ -134,7 +134,8 @@ def verdict(
     if found.first and first and (sentence := _lack_of_memory(first)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
-    if found.first and first and (is_silent(first) or _left_early(ranks, first.at)):
+    early = _left_early(ranks, first.at) if first and not history.ended_because else ""
+    if (found.first and first and is_silent(first)) or (early and found.sentence.startswith(early)):
         return found  # it names what precedes every error
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if found.first is None else 0

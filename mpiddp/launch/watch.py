@@ -107,8 +107,11 @@ class Watch:
             if 0 < self._step < step:
                 self._step_s.append((at - self._step_at) / (step - self._step))
             self._step, self._step_at = step, at
-        signs = [since for _, since in ranks.steps.values()] if step else [printed_at]
-        quiet_since = max(self._began_at, ranks.last_saved_at, *ranks.done.values(), *signs)
+        signs = [since for _, since in ranks.steps.values()]
+        if self._timeout_s is None or not signs:  # with --hang-timeout, the steps alone count
+            signs = signs if step else [printed_at]
+            signs += [ranks.last_saving_at, *ranks.done.values()]
+        quiet_since = max(self._began_at, *signs)
         if quiet_since != self._quiet_since:
             self._quiet_since, self._first = quiet_since, None
             self._sample_at = quiet_since + self._patience_s
@@ -123,7 +126,7 @@ class Watch:
         """Sentences about a hang by the stacks, which are there."""
         if not self.wants_stacks(now, printed_at):  # a rank has moved meanwhile
             return []
-        if self._timeout_s is not None and self._step:
+        if self._timeout_s is not None and self._ranks.steps:
             return stuck_sentences(self._ranks, self._timeout_s)
         places, before = places_of(self._ranks), self._first
         self._first = None if before else (now, places)
@@ -281,7 +284,7 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
             each for each in others if not all(_OF_LIBRARIES.search(frame[0]) for frame in each)
         )
         frames = next(of_script, frames)
-    return Place(frames, stacks["cpu_s"], stacks["state"])
+    return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
 
 
 def _threads(text: str) -> list[_Frames]:

@@ -102,7 +102,7 @@ def compared(what: str, records: Sequence[dict[str, Any]]) -> str:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """{"git commit": "1f3a"} for {"git": {"commit": "1f3a"}}."""
+    """{"packages torch": "2.13.0"} for {"packages": {"torch": "2.13.0"}}."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):

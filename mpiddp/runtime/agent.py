@@ -218,7 +218,7 @@ class Agent:
         os.environ.update(env)
         files = {"stdin": self.files[0]} if self.files else {}
         if store is not None:
-            if self.program.may_use_torch:
+            if self.child is not None and self.child.imports_torch:
                 files["store"] = store.detach()
             else:
                 reserve(store)  # a process of the program may listen there

@@ -41,6 +41,11 @@ SCRIPT, MODULE, COMMAND = "script", "module", "command"
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
 # Not multiprocessing: `mpiddp.runtime.script` prepares the processes of a script that may use torch.
 _WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - {"multiprocessing", "concurrent"}
+# What may import torch where the lines of a script do not show it.
+_HIDES_TORCH = re.compile(
+    rb"torch|importlib|runpy|__import__|\bexec\(|;[ \t]*(?:import|from)\b|^[ \t]*import\b.*\bas\b.*,",
+    re.MULTILINE,
+)
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -100,7 +105,8 @@ class Program(NamedTuple):
     def may_use_torch(self) -> bool:
         """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
 
-        Such a script begins at once. If it does use torch after all, it only does without the head start.
+        Such a script begins at once. If it does use torch after all, it works, but nobody counts the steps of
+        its optimizers, nor keeps a stranger's SIGTERM from the workers of its loaders.
         """
         if self.kind != SCRIPT:
             return self.kind == MODULE
@@ -108,7 +114,7 @@ class Program(NamedTuple):
             text = Path(self.name).read_bytes()
         except OSError:  # python will say why
             return True
-        return b"torch" in text or bool(_imported_by(text) - _WITHOUT_TORCH)
+        return bool(_HIDES_TORCH.search(text) or _imported_by(text) - _WITHOUT_TORCH)
 
     @property
     def files(self) -> list[tuple[str, str]]:
@@ -185,6 +191,7 @@ class Child:
         control: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
         self.is_command = control is None
+        self.imports_torch = False  # before the ranks have met
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
         self.control: socket.socket | None = None  # to the script, until that has closed it
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
@@ -218,9 +225,12 @@ class Child:
     def of_script(cls, program: Program, files: Mapping[int, int]) -> Child:
         """A script, which waits for `go` once it has imported torch, if it may use it."""
         ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-c", _START % program.may_use_torch, str(theirs.fileno())]
+        imports_torch = program.may_use_torch
+        argv = [sys.executable, "-c", _START % imports_torch, str(theirs.fileno())]
         argv += [program.kind, program.name, *program.args]
-        return cls(argv, os.environ, files, (ours, theirs))
+        child = cls(argv, os.environ, files, (ours, theirs))
+        child.imports_torch = imports_torch
+        return child
 
     @classmethod
     def of_command(cls, program: Program, files: Mapping[int, int]) -> Child:

@@ -105,7 +105,8 @@ def _as_script(world: World, session: Session) -> Coordinator:
     )
     has_store = session.torch_store is not None or env.get(AGENT_STORE) == "True"
     if world.rank == 0 and world.world_size > 1 and not has_store:
-        # In a command, nobody serves the store yet, unless the script has formed a group by itself.
+        # In a command, and for a script that has begun without torch, nobody serves the store yet, unless the
+        # script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(address, port, world.hostname)
             session.torch_store = serve_store(env, listener.detach())
@@ -201,8 +202,9 @@ class _Membership:
         prints every line, an agent all but that of bad input.
         """
         is_first = self._coordinator.claim_first_failure()
+        is_said = self._session.has_said_why  # `mpiddp.runtime.script` has printed it
         self._session.report(ending)
-        if is_first:
+        if is_first and not is_said:
             line = ending.line(self._name)
             if line and (
                 self._is_by_hand or (ending.is_refusal and not self._session.has_launcher)

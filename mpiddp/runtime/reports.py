@@ -94,7 +94,7 @@ def announced(env: Mapping[str, str] | None = None) -> Announced | None:
 
 @contextlib.contextmanager
 def saving() -> Iterator[None]:
-    """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
+    """Within the body, this rank saves its work: after a request to stop, it has up to 10 minutes.
 
     `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
     that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.

@@ -68,8 +68,11 @@ class Muon(torch.optim.Optimizer):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
         # Each goes to the rank with the least work so far, the largest first: all wait for the slowest rank.
         shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
+        work = [0] * world_size
         for parameter in sorted(convolutions, key=Tensor.numel, reverse=True):
-            min(shares, key=lambda share: sum(map(Tensor.numel, share))).append(parameter)
+            least = work.index(min(work))
+            shares[least].append(parameter)
+            work[least] += parameter.numel()
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
         for parameter in shares[rank]:

@@ -83,7 +83,7 @@ def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str)
             "started_by": world.launcher.name,
             "hosts_of_ranks": hosts,
             "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
-            "git": commit_of(Path.cwd()),
+            "git_commit": commit_of(Path.cwd()) or None,
         }
         with contextlib.suppress(OSError):  # the training matters more than its record
             (run / "starts").mkdir(exist_ok=True)

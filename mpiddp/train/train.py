@@ -325,7 +325,7 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
 
 
 def load(saved: mpiddp.Resumed, state: State) -> None:
-    """Load the model and the optimizer, with the settings of this version of the program."""
+    """Load the model, the optimizer and the scaler, with the settings of this version of the program."""
     optimizer = state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
     saved.load_into(model=state.model, optimizer=optimizer)

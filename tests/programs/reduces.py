@@ -7,5 +7,5 @@ from identity import tell
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-tell(sum=total.item(), torch=torch.__version__)
+tell(sum=total.item(), torch=torch.__version__, threads=torch.get_num_threads())
 dist.destroy_process_group()

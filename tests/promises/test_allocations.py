@@ -477,6 +477,10 @@ def test_local_ranks_that_nobody_sets(here, kind):
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     found = sorted(tuple(rank["found"].values()) for rank in done.records)
     assert found == [(str(rank), "3", str(threads)) for rank in range(3)]
+    if kind == "jsrun":  # torch was loaded before the local ranks were counted
+        job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
+        done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
+        assert [(rank["sum"], rank["threads"]) for rank in done.records] == [(6, threads)] * 3
 
 
 # --- documented variables ---

@@ -306,7 +306,7 @@ def test_timed_saves(here):
 @pytest.mark.parametrize("how", ["returns", "exits", "forks", "raises", "destroys"])
 def test_last_save_is_waited_for(here, how):
     """The last save of a script is completed, however the script ends."""
-    ranks = 2 if how == "raises" else 1
+    ranks = 2 if how in ("raises", "destroys", "exits") else 1
     done = here.run("launch", *here.where(ranks), program("last_save.py"), "run", how)
     assert done.code == (1 if how == "raises" else 0), done.stderr
     assert steps_kept(here.folder / "run") == [2]
@@ -317,7 +317,7 @@ def test_lost_last_save_is_a_failure(here, launcher):
     """A job whose last save fails does not exit with 0, and its older checkpoint is kept."""
     start = {
         "launch": ["launch", *here.where(2)],
-        "mpirun": [*mpirun_command(1), "-m", "mpiddp", "run"],
+        "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
         "torchrun": ["python", "-m", "torch.distributed.run", "--nproc-per-node", "1"],
     }[launcher]
     done = here.run(*start, program("last_save.py"), "run", "full")

@@ -73,10 +73,17 @@ def test_who_failed_first(here, how):
 
 
 @every_mpi
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_every_mpi_ends_the_job(hosts, mpi, how):
+@pytest.mark.parametrize(("how", "script"), [("exit", "alone.py"), ("kill", "one_fails.py")])
+def test_every_mpi_ends_the_job(hosts, mpi, how, script):
     """Under every MPI, a rank that exits or is killed ends the job on all hosts within a minute."""
-    failing(hosts, "alone.py", how, mpi=mpi)
+    failing(hosts, script, how, mpi=mpi)
+
+
+@every_mpi
+def test_every_rank_leaves(here, mpi):
+    """Under every MPI, a job succeeds if all of its ranks end by os._exit(0)."""
+    done = here.run("launch", *here.where(2), here.script("import os\nos._exit(0)"), mpi=mpi)
+    assert (done.code, done.said) == (0, [])
 
 
 CATCHES = """
@@ -394,7 +401,7 @@ def test_a_command(here, mpi, end, reason):
 
 def test_a_script_within_a_command(here):
     """If a Python script within a command fails, its error is named, and not only the command's exit code."""
-    line = shlex.join([sys.executable, program("alone.py"), "raise"])
+    line = shlex.join([sys.executable, program("one_fails.py"), "raise"])
     done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
     assert done.code == 1
     assert is_named(here, done, "raise"), done.stderr

@@ -435,7 +435,7 @@ ENDS = {
     "raise": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('a bug') from e",
     "syntax": "x = = 1",
     # Python ends what a script leaves in its globals: an open file gets its last lines.
-    "globals": "class End:\n    def __del__(self, say=print):\n        say('ended')\nend = End()",
+    "globals": "# torch\nclass End:\n    def __del__(self, say=print):\n        say('ended')\nend = End()",
     "hook": "import sys\nsys.excepthook = lambda *a: print('my hook', a[0].__name__)\n1 / 0",
 }
 

@@ -438,10 +438,15 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("script", ["many_hosts.py", "sharded.py"])
-def test_series(here, one_device, script):
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [("launch", "many_hosts.py"), ("torchrun", "many_hosts.py"), ("launch", "sharded.py")],
+)
+def test_series(here, one_device, launcher, script):
     """The scripts of examples/series have the losses of one device, and resume on one rank."""
-    first = series(here, ["launch", *here.where(2)], script, 2)
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    start = torchrun if launcher == "torchrun" else ["launch", *here.where(2)]
+    first = series(here, start, script, 2)
     later = series(here, ["python"], script, 4)
     assert (list(first), list(later)) == (["1", "2"], ["3", "4"])
     assert first | later == pytest.approx(one_device, rel=1e-4)

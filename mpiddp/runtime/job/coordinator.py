@@ -269,6 +269,10 @@ class Coordinator:
         """
         if self.is_lost:
             raise self.lost()
+        if (
+            unless_failed and self.claim_key in self._arrived
+        ):  # the others must not go on with its value
+            raise AnotherFailed
         if key:
             facts["key"] = key
         try:

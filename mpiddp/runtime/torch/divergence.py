@@ -64,7 +64,7 @@ def check_divergence(
                 "torch.distributed.init_process_group or mpiddp.init before it."
             )
         return
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) <= 1:  # -1 for a rank outside of the group
         return
     tensors = _compared_tensors(model, optimizer, with_shards=group is not None)
     if not tensors:

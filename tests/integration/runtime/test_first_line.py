@@ -52,10 +52,10 @@ def test_a_script_begins_after_few_modules(
 
 
 HIDES_TORCH = """
-import importlib, os, sys
+import os, sys
 name = "tor" + "ch"
 before = name in sys.modules
-group = importlib.import_module(f"{name}.distributed")
+group = getattr(__builtins__, "__imp" + "ort__")(f"{name}.distributed").distributed
 group.init_process_group("gloo")
 os.write(1, f"{before} {group.get_world_size()}\\n".encode())
 group.destroy_process_group()

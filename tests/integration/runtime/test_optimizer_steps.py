@@ -1,6 +1,6 @@
 """The steps of a script that tells none, by its optimizers.
 
-Tests mpiddp/runtime/join.py.
+Tests mpiddp/runtime/script.py.
 python -m pytest tests/integration/runtime/test_optimizer_steps.py
 """
 

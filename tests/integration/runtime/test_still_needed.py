@@ -20,7 +20,7 @@ def run(code: str) -> str:
 
 
 def test_hashlib_still_loads_openssl() -> None:
-    """mpiddp/protocol/channel.py, `proof`"""
+    """mpiddp/protocol/channel.py, `_mac`"""
     is_loaded = "import sys; print('_hashlib' in sys.modules)"
     assert run(f"import hashlib; {is_loaded}") == "True"
     assert run(f"import mpiddp.launch.main, mpiddp.protocol; {is_loaded}") == "False"

@@ -160,6 +160,30 @@ def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
     job.steps(50, every_s=0.5)
 
 
+def test_a_save_that_follows_a_long_evaluation_is_no_hang() -> None:
+    job = Job(2)
+    job.steps(50, every_s=0.5)
+    job.stacks = {0: OPENS, 1: ALL_REDUCE}
+    job.busy = {0}
+    for _ in range(250):
+        assert job.after(1) == ""
+    job.busy = set()
+    job.note(0, "saving", active=True)
+    for _ in range(120):
+        assert job.after(1) == ""
+
+
+def test_with_a_time_limit_only_steps_count() -> None:
+    job = Job(2, 100.0)
+    job.stacks = {0: BACKWARD, 1: OPENS}
+    job.note(0, "saving", active=True)
+    for rank in (0, 1):
+        job.note(rank, "progress", **progress(0))
+    assert job.after(90) == ""
+    job.note(0, "saving", active=False)
+    assert "rank 1 on b" in job.after(20)
+
+
 def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
     job = Job(2)
     job.steps(50, every_s=0.5)

@@ -39,7 +39,10 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None
         ("import lightning as L", True),
         ("from model import Net", True),
         ("import multiprocessing.pool", True),
-        ("import importlib\nimportlib.import_module('torch')", True),
+        ("import os\nprint(__import__('trainer'))", True),
+        ("import runpy\nrunpy.run_path('train.py')", True),
+        ("import os as o, trainer", True),
+        ("import sys; import trainer", True),
     ],
 )
 def test_what_may_use_torch(tmp_path: Path, text: str, expected: bool) -> None:
