@@ -23,7 +23,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint, without_name
+from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint
 from mpiddp.text import counted, listed, size_text
 
 _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host
@@ -101,7 +101,7 @@ def _fetch(host: Host, folder: Path) -> list[str] | str | None:
     # A connection that ends early is ssh's to explain, whatever exit code rsync has by then.
     said = [each for each in push.rsync_errors(done) if "unexpectedly closed" not in each]
     if done.returncode == _SSH_FAILED or not said:
-        return without_name(host, ssh_complaint(host, done.stderr))
+        return ssh_complaint(host, done.stderr).removeprefix(f"{host.name}: ")
     return None if "change_dir" in said[0] and "No such file" in done.stderr else said
 
 

@@ -28,7 +28,7 @@ from mpiddp.errors import DONE, FAILED, JobFailed, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.remote import ask_hosts
-from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, without_name
+from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options
 from mpiddp.paths import named_by
 from mpiddp.text import counted, names_by_value, shown, size_text
 
@@ -167,7 +167,7 @@ def push(
     others = other_hosts(hosts)
     prepare = _PREPARE.format(folders=[] if dry_run else [*names])
     found, unreached, _ = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
-    refusals = {host: without_name(host, why) for host, why in unreached.items()}
+    refusals = {host: why.removeprefix(f"{host.name}: ") for host, why in unreached.items()}
     refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
         raise UserError(_by_host(refusals))

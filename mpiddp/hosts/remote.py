@@ -57,17 +57,13 @@ def ask_hosts(
     work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,
-    fix: str = INSTALL,
+    fix: str = INSTALL,  # for a host without that Python
 ) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
-    """The JSON that `program` prints, a sentence for each other host, and all answers.
-
-    `fix` is for a host without that Python.
-    """
+    """The JSON that `program` prints, a sentence for each other host, and all answers."""
     answers = run_on_hosts(
         hosts, python, program, timeout_s=timeout_s, work_s=work_s, transport=transport
     )
-    found: dict[Host, Any] = {}
-    failures: dict[Host, str] = {}
+    found, failures = dict[Host, Any](), dict[Host, str]()
     for host, answer in answers.items():
         for line in answer.stdout.splitlines() if answer.exit_code == 0 else ():
             with suppress(ValueError):  # a shell of the host may print lines around it

@@ -20,7 +20,7 @@ from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import INSTALL
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts, without_name
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -122,4 +122,4 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return without_name(host, no_answer(host, "python3", answer, math.inf, INSTALL))
+    return no_answer(host, "python3", answer, math.inf, INSTALL).removeprefix(f"{host.name}: ")

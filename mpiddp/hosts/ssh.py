@@ -248,12 +248,7 @@ def ssh_complaint(host: Host, errors: str) -> str:
 
 
 def no_answer(
-    host: Host,
-    program: str,
-    answer: Answer,
-    limit_s: float,
-    fix: str,
-    transport: Transport = SSH,
+    host: Host, program: str, answer: Answer, limit_s: float, fix: str, transport: Transport = SSH
 ) -> str:
     """The sentence for a program that has not answered. `fix` is that for a host without it."""
     if not transport.is_ssh and not answer.has_failed_there:
@@ -271,11 +266,6 @@ def no_answer(
     if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
     return ssh_complaint(host, answer.stderr)
-
-
-def without_name(host: Host, sentence: str) -> str:
-    """The sentence for a caller that prints the host's name itself."""
-    return sentence.removeprefix(f"{host.name}: ")
 
 
 def ssh_line(host: Host) -> str:
