@@ -308,6 +308,11 @@ class ChannelServer:
             facts["body"] = value
         elif bool(value) is not (kind == "gather"):
             raise ValueError(kind)
+        if (
+            kind in ("done", "exited") and not peer.group
+        ):  # a script that never came is gone as well
+            for group in self._groups[1:]:
+                group.lose(peer.rank)
         if kind in _AGREEMENTS:
             self._groups[peer.group].receive(peer.rank, kind, facts, value, now)
             if kind != "claim":

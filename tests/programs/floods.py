@@ -1,4 +1,6 @@
-"""Ranks that print without end in a thread, and leave the file saved RANK in their folder when they stop.
+"""Ranks that print without end in a thread.
+
+They leave the files ready RANK in their folder when they begin, and saved RANK when they stop.
 
 mpiddp launch -H localhost:2 tests/programs/floods.py
 """
@@ -21,6 +23,7 @@ def flood() -> None:
 
 is_over = threading.Event()
 mpiddp.should_stop()
+Path(f"ready{os.environ['RANK']}").touch()
 printing = threading.Thread(target=flood)
 printing.start()
 while not mpiddp.should_stop():

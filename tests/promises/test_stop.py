@@ -233,6 +233,28 @@ def test_after_one_rank_has_finished(here):
     assert (done.code, done.lines) == (75, ["finished", "saved"]), done.stderr
 
 
+LOADS_ITS_DATA = """
+import os, time, mpiddp
+if os.environ["RANK"] == "1":
+    time.sleep(6000)
+mpiddp.should_stop()
+print("ready", flush=True)
+while not mpiddp.should_stop():
+    time.sleep(0.01)
+print("saved", flush=True)
+raise SystemExit(75)
+"""
+
+
+def test_before_one_rank_has_begun(here):
+    """A job stops on request even if one of its ranks has not called should_stop() yet: SIGTERM ends it."""
+    script = here.script(LOADS_ITS_DATA, "loads_its_data.py")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("ready")
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.lines) == (75, ["ready", "saved"]), done.stderr
+
+
 # --- who reads the output ---
 
 
@@ -253,8 +275,8 @@ def flooding(here: Here, out: IO[bytes] | int) -> Iterator[subprocess.Popen[byte
             job.kill()
 
 
-def have_saved(here: Here) -> bool:
-    return all((here.folder / f"saved{rank}").exists() for rank in (0, 1))
+def have_left(here: Here, name: str) -> bool:
+    return all((here.folder / f"{name}{rank}").exists() for rank in (0, 1))
 
 
 def test_ctrl_c_ends_the_reader_as_well(here):
@@ -264,21 +286,22 @@ def test_ctrl_c_ends_the_reader_as_well(here):
         assert tee.stdout is not None
         with flooding(here, tee.stdin) as job:
             tee.stdin.close()
-            while b"xxxx" not in tee.stdout.readline():
-                pass
+            while not have_left(here, "ready"):
+                tee.stdout.read(1 << 12)
             tee.send_signal(signal.SIGINT)
             job.send_signal(signal.SIGINT)
             assert job.wait() == 75
-    assert have_saved(here)
+    assert have_left(here, "saved")
 
 
 def test_a_reader_that_reads_no_more(here):
     """A job stops within seconds on request even if nobody reads its output, as in a pager."""
     with flooding(here, subprocess.PIPE) as job:
+        eventually(lambda: have_left(here, "ready"))
         eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 75
-    assert have_saved(here)
+    assert have_left(here, "saved")
     eventually(lambda: not here.processes())
 
 

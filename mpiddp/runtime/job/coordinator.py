@@ -152,10 +152,11 @@ class Coordinator:
 
         With `calls`, `is_called` becomes true on the other ranks.
         """
-        self.send("gather", channel.encode_value(value), key=key, timeout_s=None, calls=calls)
+        facts = {"key": key, "timeout_s": None, "calls": calls, "or_gone": True}
+        self.send("gather", channel.encode_value(value), **facts)
 
     def given(self, key: str) -> list[Any] | None:
-        """The values of all ranks under this key, None until all have given theirs."""
+        """The values of all ranks, None of those that are gone; None until the others have given theirs."""
         answer = self._arrived.get(key)
         return None if answer is None else channel.unlisted(answer[1], self.world.world_size)
 

@@ -256,8 +256,8 @@ class StopRequest:
         self.propose_step(channel, _AHEAD)
         steps = channel.given(self._key)
         if steps is not None:
-            with self._lock:
-                self._decide(max(steps))
+            with self._lock:  # a rank that had not called `should_stop` yet is gone, and gives none
+                self._decide(max(step for step in steps if step is not None))
 
     def propose_step(self, channel: Coordinator, ahead: int) -> None:
         """Propose the step `ahead` of the present one, once, and do not pass it before the decision.
