@@ -308,9 +308,8 @@ class ChannelServer:
             facts["body"] = value
         elif bool(value) is not (kind == "gather"):
             raise ValueError(kind)
-        if (
-            kind in ("done", "exited") and not peer.group
-        ):  # a script that never came is gone as well
+        if kind in ("done", "exited") and not peer.group and peer.rank not in self._scripts:
+            # The rank has ended before its script came.
             for group in self._groups[1:]:
                 group.lose(peer.rank)
         if kind in _AGREEMENTS:
