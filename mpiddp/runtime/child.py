@@ -127,9 +127,8 @@ class Program(NamedTuple):
             path = todo.pop()
             name = str(path.relative_to(folder))
             if name not in found:
-                with contextlib.suppress(
-                    OSError
-                ):  # python will say why, if the script ever imports it
+                # Python will say why, if the script ever imports it.
+                with contextlib.suppress(OSError):
                     text = path.read_bytes()
                     found[name] = sha256(text).hexdigest()
                     for first in _imported_by(text):

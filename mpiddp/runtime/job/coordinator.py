@@ -270,9 +270,8 @@ class Coordinator:
         """
         if self.is_lost:
             raise self.lost()
-        if (
-            unless_failed and self.claim_key in self._arrived
-        ):  # the others must not go on with its value
+        # The others must not go on with its value.
+        if unless_failed and self.claim_key in self._arrived:
             raise AnotherFailed
         if key:
             facts["key"] = key
