@@ -125,7 +125,7 @@ def test_a_script_needs_no_torch(bare, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
-    [(["train"], "torch", "train"), (["report", "."], "bokeh", "report")],
+    [(["train"], "numpy", "train"), (["report", "."], "bokeh", "report")],
 )
 def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path, command, package, extra):
     (tmp_path / "metrics.jsonl").touch()
