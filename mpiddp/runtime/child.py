@@ -43,7 +43,8 @@ _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]
 _WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - {"multiprocessing", "concurrent"}
 # What may import torch where the lines of a script do not show it.
 _HIDES_TORCH = re.compile(
-    rb"torch|importlib|runpy|__import__|\bexec\(|;[ \t]*(?:import|from)\b|^[ \t]*import\b.*\bas\b.*,",
+    rb"torch|mpiddp\.train|importlib|runpy|__import__|\bexec\("
+    rb"|[;:][ \t]*(?:import|from)\b|^[ \t]*import\b.*\bas\b.*,",
     re.MULTILINE,
 )
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
