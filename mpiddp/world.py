@@ -32,12 +32,10 @@ class RankSource(NamedTuple):
     proof: tuple[str, ...]
     rank: str
     world_size: str
-    local_rank: str
-    local_world_size: str = ""  # else the ranks count what is missing when they have joined
+    local_rank: str = ""  # else the ranks count what is missing when they have joined
+    local_world_size: str = ""
     vendors: tuple[str, ...] = ()  # of the MPIs that its ranks may load, by mpi4py's get_vendor()
-    may_lack_locals: bool = False  # some versions set neither local variable
     hides_gpus: bool = False  # each rank may see only its own GPU
-    yields_to: tuple[str, ...] = ()  # others with the same variables: it is present without them
     starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
 
     @property
@@ -61,7 +59,9 @@ def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
+_HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
+_MPICHS = ("MPICH", "Intel MPI")
 
 # The innermost source wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
@@ -69,17 +69,7 @@ RANK_SOURCES = (
     RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
     _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI"),
     _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH"),
-    # Other sources set PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
-    RankSource(
-        "hydra",
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", *_PMI),
-        *_PMI,
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-        vendors=("MPICH", "Intel MPI"),
-        may_lack_locals=True,
-        yields_to=("flux", "slurm", "pals"),
-    ),
+    RankSource("hydra", _HYDRA, *_PMI, *_HYDRA, vendors=_MPICHS),
     # IBM Spectrum MPI is an Open MPI.
     _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(hides_gpus=True, starts_any_program=True),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
@@ -114,13 +104,16 @@ RANK_SOURCES = (
         vendors=("MPICH", "Cray MPICH", "Open MPI"),
         starts_any_program=True,
     ),
-    # The pods of a PyTorchJob have no local variables. A script within a command of a rank finds these
-    # alone, and its GPU may be the only visible one, if the rank's source shows each rank its own.
-    RankSource("env://", TORCH, *TORCH, may_lack_locals=True, hides_gpus=True),
+    # A Hydra that sets no local variables. The sources before it set these two as well.
+    RankSource("hydra", _PMI, *_PMI, vendors=_MPICHS),
+    # A script within a command of a rank finds these alone, and its GPU may be the only visible one, if the
+    # rank's source shows each rank its own.
+    RankSource("env://", TORCH[2:], *TORCH, hides_gpus=True),
+    RankSource("env://", TORCH[:2], *TORCH[:2], hides_gpus=True),  # the pods of a PyTorchJob
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-ALONE = RankSource("none", (), "", "", "")
+ALONE = RankSource("none", (), "", "")
 
 
 @dataclass(frozen=True)
@@ -188,10 +181,7 @@ class World:
     @classmethod
     def _from_row(cls, launcher: RankSource, env: Mapping[str, str]) -> World:
         found = {name: env[name] for name in launcher.variables if name in env}
-        locals_ = {launcher.local_rank, launcher.local_world_size}
-        lacks_locals = launcher.may_lack_locals and not locals_ & found.keys()
-        complete = {*found, *locals_} if lacks_locals else {*found}
-        missing = [name for name in launcher.variables if name not in complete]
+        missing = [name for name in launcher.variables if name not in found]
         if missing:
             raise UserError(
                 f"only some of {launcher.name}'s variables are set: found "
@@ -226,12 +216,11 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     A local rank that is not known is 0. Decides which of several ranks prints an error, where
     `World.from_env` may have failed.
     """
-    for launcher in (each for each in RANK_SOURCES if _present(each, env)):
+    sources = (*RANK_SOURCES, RankSource("PMIx", _PMIX, "PMIX_RANK", ""))
+    for source in (each for each in sources if _present(each, env)):
         with suppress(ValueError):  # a stale variable, beside those of the launcher
-            rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
+            rank, local_rank = env.get(source.rank, ""), env.get(source.local_rank, "0")
             return parse_whole(rank), parse_whole(local_rank)
-    with suppress(ValueError):
-        return parse_whole(env.get("PMIX_RANK", "")), 0
     return 0, 0
 
 
@@ -242,11 +231,7 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
             return parse_whole(env["SLURM_STEP_ID"], high=2**32) <= 2**32 - 16
     if launcher.name == "torchrun" and is_joined(env):
         return False
-    found = {name for name in launcher.proof if name in env}
-    if found and found <= set(_PMI):  # more than those proves this source, whatever else is there
-        others = [row for row in RANK_SOURCES if row.name in launcher.yields_to]
-        return not any(_present(row, env) for row in others)
-    return bool(found)
+    return any(name in env for name in launcher.proof)
 
 
 def is_joined(env: Mapping[str, str]) -> bool:
