@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import io
-import json
 import linecache
 import pickle
 import sys
@@ -25,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, import_package
-from mpiddp.protocol.channel import encode_value, value_mac
+from mpiddp.protocol.channel import value_mac
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
@@ -37,123 +36,18 @@ _LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages
 
 
-def main() -> None:
-    """Run the function as this rank, in the process of its script, and answer with its result."""
-    for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
-    session = current()
-    with join() as coordinator:
-        world = coordinator.world
-        try:
-            with coordinator.all_or_none():
-                facts, body = received_function(coordinator)
-                for file, text in facts["sources"].items():
-                    if not Path(file).exists():  # a notebook's cell: tracebacks show its lines
-                        lines = text.splitlines(keepends=True)
-                        linecache.cache[file] = (len(text), None, lines, file)
-                # What the function imports may lie beside the caller's script, if this host has that folder.
-                sys.path += [each for each in facts["path"] if each not in sys.path]
-                function, args = unpickled_function(facts, body, world.hostname)
-            sys.argv[0] = facts["name"]
-            try:
-                result = function(*args)
-            except SystemExit as end:
-                if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
-                    raise
-                result = None
-            # A result that is refused ends the other ranks, which may still save.
-            session.finish()
-            body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
-            answer(coordinator, body, is_result=True)
-        except (UserError, JobFailed, SystemExit):
-            raise  # the launcher itself learns of them
-        except BaseException as error:  # asyncio.CancelledError is no Exception
-            with contextlib.suppress(JobFailed):  # the agent notices it as well
-                answer(coordinator, pickled_error(error), is_result=False)
-            raise
-
-
-def received_function(coordinator: Coordinator) -> tuple[dict[str, Any], bytes]:
-    """The facts about the function, and its pickle. Raises JobFailed if a stranger has sent it."""
-    facts, value = coordinator.ask("function")
-    if facts["mac"] != value_mac(coordinator.key, "function", value):
-        raise coordinator.lost()
-    found, body = json.loads(value)
-    return found, b64decode(body)
-
-
-def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
-    """Send the answer of this rank, and wait until the launcher has it."""
-    value = b64encode(body)
-    mac = value_mac(coordinator.key, f"answer {coordinator.world.rank}", value)
-    coordinator.ask("answer", value, is_result=is_result, mac=mac)
-
-
-def unpickled_function(
-    facts: Mapping[str, Any], body: bytes, hostname: str
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments."""
-    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {hostname}")
-    try:
-        function, args = pickle.loads(body)
-    except Exception as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            hint = f" Install {error.name} on every host."
-        elif cloudpickle.__version__ != facts["cloudpickle"]:
-            hint = (
-                f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
-                "in the calling process. Install the same version."
-            )
-        raise UserError(
-            f"{facts['name']} cannot be unpickled on {hostname}: {_said(error)}.{hint}"
-        ) from None
-    return function, args
-
-
-def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes:
-    """The pickle of a rank's result."""
-    import cloudpickle
-
-    name, limit = facts["name"], facts["max_result_bytes"]
-    try:
-        body: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        raise UserError(
-            f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
-            f"{_said(error)}."
-        ) from None
-    if len(body) > limit:
-        raise UserError(
-            f"{rank}: the result of {name} has {len(body)} bytes, more than max_result_bytes={limit}. "
-            "Return less, write it to a file, or raise max_result_bytes."
-        )
-    return body
-
-
-def pickled_error(error: BaseException) -> bytes:
-    """The pickle of an exception's traceback, and of the pickle of the exception.
-
-    The latter is b"" if it has none of a usual size. The caller may lack its class.
-    """
-    frames, body = script_frames(error.__traceback__), b""
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    with contextlib.suppress(Exception):
-        import cloudpickle
-
-        body = cloudpickle.dumps(error)
-    return pickle.dumps((text[-_MAX_TRACEBACK:], body if len(body) <= _LARGEST_ERROR else b""))
-
-
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Python's name of an error and its text, to go on with a full stop."""
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
+
+
+# --- in the caller ---
 
 
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
 ) -> bytes:
-    """The function and its arguments for `mpiddp.runtime.function`, with what it has to know of them."""
+    """The function and its arguments, with what a rank has to know of them."""
     cloudpickle = import_package("cloudpickle", "mpiddp.spawn")
     name = name_of(function)
     before = cloudpickle.list_registry_pickle_by_value()
@@ -165,8 +59,7 @@ def pickled_call(
     except Exception as error:
         raise UserError(
             f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the "
-            "function."
+            f"{said(error)}. Create it within the function."
         ) from error
     finally:
         for module in own:
@@ -179,7 +72,39 @@ def pickled_call(
         "sources": _sources(function),
         "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
     }
-    return encode_value([facts, b64encode(body).decode()])
+    return b64encode(pickle.dumps((facts, body)))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; of a partial one, that of its function; else the type's name."""
+    inner = _inner(function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _sources(function: Callable[..., Any]) -> dict[str, str]:
+    """The lines of the function's file or cell, for tracebacks on hosts that do not have it."""
+    code = getattr(inspect.unwrap(_inner(function)), "__code__", None)
+    if code is None:
+        return {}
+    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
+
+
+def _own_modules() -> list[ModuleType]:
+    """The loaded modules of Python files below the script's folder, or a notebook's working folder."""
+    folder, others, found = Path(sys.path[0]).resolve(), {"mpiddp", *sys.stdlib_module_names}, []
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or ".").resolve()
+        is_own = path.suffix == ".py" and path.is_relative_to(folder)
+        is_other = _INSTALLED & {*path.parts} or name.partition(".")[0] in others
+        if is_own and not is_other and name == module.__name__ != "__main__":
+            found.append(module)
+    return found
 
 
 class _Unpickler(pickle.Unpickler):
@@ -209,37 +134,116 @@ def _is_defined_here(kind: type) -> bool:
     return found is kind
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; of a partial one, that of its function; else the type's name."""
-    inner = _inner(function)
-    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+# --- in a rank ---
 
 
-def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+def main() -> None:
+    """Run the function as this rank, in the process of its script, and answer with its result."""
+    for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    session = current()
+    with join() as coordinator:
+        host = coordinator.world.hostname
+        try:
+            with coordinator.all_or_none():
+                facts, body = received_function(coordinator)
+                for file, text in facts["sources"].items():
+                    if not Path(file).exists():  # a notebook's cell: tracebacks show its lines
+                        lines = text.splitlines(keepends=True)
+                        linecache.cache[file] = (len(text), None, lines, file)
+                # What the function imports may lie beside the caller's script, if this host has that folder.
+                sys.path += [each for each in facts["path"] if each not in sys.path]
+                function, args = unpickled_function(facts, body, host)
+            sys.argv[0] = facts["name"]
+            try:
+                result = function(*args)
+            except SystemExit as end:
+                if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
+                    raise
+                result = None
+            # A result that is refused ends the other ranks, which may still save.
+            session.finish()
+            body = pickled_result(result, facts, coordinator.name(coordinator.world.rank))
+            answer(coordinator, body, is_result=True)
+        except (UserError, JobFailed, SystemExit):
+            raise  # the launcher itself learns of them
+        except BaseException as error:  # asyncio.CancelledError is no Exception
+            with contextlib.suppress(JobFailed):  # the agent notices it as well
+                answer(coordinator, pickled_error(error), is_result=False)
+            raise
 
 
-def _sources(function: Callable[..., Any]) -> dict[str, str]:
-    """The lines of the function's file or cell, for tracebacks on hosts that do not have it."""
-    code = getattr(inspect.unwrap(_inner(function)), "__code__", None)
-    if code is None:
-        return {}
-    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
-
-
-def _own_modules() -> list[ModuleType]:
-    """The loaded modules of Python files below the script's folder, or a notebook's working folder."""
-    folder, others, found = Path(sys.path[0]).resolve(), {"mpiddp", *sys.stdlib_module_names}, []
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or ".").resolve()
-        is_own = path.suffix == ".py" and path.is_relative_to(folder)
-        if not is_own or _INSTALLED & set(path.parts) or name.partition(".")[0] in others:
-            continue
-        if name == module.__name__ != "__main__":
-            found.append(module)
+def received_function(coordinator: Coordinator) -> tuple[dict[str, Any], bytes]:
+    """The facts about the function, and its pickle. Raises JobFailed if a stranger has sent it."""
+    facts, value = coordinator.ask("function")
+    if facts["mac"] != value_mac(coordinator.key, "function", value):
+        raise coordinator.lost()
+    found: tuple[dict[str, Any], bytes] = pickle.loads(b64decode(value))
     return found
+
+
+def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
+    """Send the answer of this rank, and wait until the launcher has it."""
+    value = b64encode(body)
+    mac = value_mac(coordinator.key, f"answer {coordinator.world.rank}", value)
+    coordinator.ask("answer", value, is_result=is_result, mac=mac)
+
+
+def unpickled_function(
+    facts: Mapping[str, Any], body: bytes, hostname: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments."""
+    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {hostname}")
+    try:
+        function, args = pickle.loads(body)
+    except Exception as error:
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f" Install {error.name} on every host."
+        elif cloudpickle.__version__ != facts["cloudpickle"]:
+            hint = (
+                f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
+                "in the calling process. Install the same version."
+            )
+        raise UserError(
+            f"{facts['name']} cannot be unpickled on {hostname}: {said(error)}.{hint}"
+        ) from None
+    return function, args
+
+
+def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes:
+    """The pickle of a rank's result."""
+    import cloudpickle
+
+    name, limit = facts["name"], facts["max_result_bytes"]
+    try:
+        body: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise UserError(
+            f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
+            f"{said(error)}."
+        ) from None
+    if len(body) > limit:
+        raise UserError(
+            f"{rank}: the result of {name} has {len(body)} bytes, more than max_result_bytes={limit}. "
+            "Return less, write it to a file, or raise max_result_bytes."
+        )
+    return body
+
+
+def pickled_error(error: BaseException) -> bytes:
+    """The pickle of an exception's traceback, and of the pickle of the exception.
+
+    The latter is b"" if it has none of a usual size. The caller may lack its class.
+    """
+    frames, body = script_frames(error.__traceback__), b""
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    with contextlib.suppress(Exception):
+        import cloudpickle
+
+        body = cloudpickle.dumps(error)
+    return pickle.dumps((text[-_MAX_TRACEBACK:], body if len(body) <= _LARGEST_ERROR else b""))
 
 
 if __name__ == "__main__":

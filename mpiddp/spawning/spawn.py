@@ -1,11 +1,8 @@
 """`mpiddp.spawn`: run a function in every rank of a job, from Python or a notebook.
 
-    results = mpiddp.spawn(train, 0.1, hosts="node1:4,node2:4")
-
-The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks
-(`mpiddp.runtime.function`). It is a process of its own, because a launcher handles signals, adopts orphans
-and writes to the file descriptors 1 and 2, none of which belongs to a library. In a notebook sys.stdout is a
-stream of the cell.
+The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mpiddp.runtime.function`). It is
+a process of its own, because a launcher handles signals, adopts orphans and writes to the file descriptors 1
+and 2, none of which belongs to a library. In a notebook sys.stdout is a stream of the cell.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TextIO, TypeAlias, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
-from mpiddp.runtime.function import name_of, pickled_call, unpickled
+from mpiddp.runtime.function import name_of, pickled_call, said, unpickled
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -224,12 +221,13 @@ def _launched(
     return outcome, answers
 
 
-def _is_own(stream: TextIO | None, number: int) -> bool:
+def _is_own(stream: Any, number: int) -> bool:
     """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
-    try:
-        return stream is not None and stream.fileno() == number
-    except (OSError, ValueError, AttributeError):  # that of a cell, of a test, of a closed file
-        return False
+    with suppress(
+        OSError, ValueError, AttributeError
+    ):  # that of a cell, of a test, a closed one, None
+        return bool(stream.fileno() == number)
+    return False
 
 
 @contextmanager
@@ -274,6 +272,6 @@ def _result(rank: int, body: bytes, name: str) -> Any:
         return unpickled(body)
     except Exception as error:
         raise UserError(
-            f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}. Return plain values, or tensors on the CPU."
+            f"the result of {name} from rank {rank} cannot be unpickled here: {said(error)}. "
+            "Return plain values, or tensors on the CPU."
         ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import json
 import multiprocessing
 import os
 import pickle
@@ -99,11 +98,6 @@ def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
 # What travels
 
 
-def travelled(call: bytes) -> tuple[dict[str, Any], bytes]:
-    facts, body = json.loads(call)
-    return facts, b64decode(body)
-
-
 def test_the_callers_own_modules_travel_and_installed_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +109,8 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
     )
     monkeypatch.syspath_prepend(tmp_path)
     own_work = importlib.import_module("own_work")
-    _, body = travelled(pickled_call(own_work.work, (4,), MAX_RESULT_BYTES))
+    call = pickled_call(own_work.work, (4,), MAX_RESULT_BYTES)
+    _, body = pickle.loads(b64decode(call))
     code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); print(f(*a))"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -19,7 +19,7 @@ from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
 from mpiddp.launch.control import ControlServer, Exchange, TimedSelector
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
-from mpiddp.protocol.channel import SCRIPT, encode_value, value_mac
+from mpiddp.protocol.channel import SCRIPT, value_mac
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
 from mpiddp.runtime.job.connection import Server
@@ -30,7 +30,7 @@ from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
 BODY = b"f" * 3_000_000
-FUNCTION = encode_value([{"name": "work"}, b64encode(BODY).decode()])
+FUNCTION = b64encode(pickle.dumps(({"name": "work"}, BODY)))
 
 
 @contextmanager
