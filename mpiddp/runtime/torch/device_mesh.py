@@ -1,9 +1,5 @@
 """`mpiddp.mesh`: a DeviceMesh whose tensor-parallel groups lie inside hosts, under any launcher.
 
-    mpiddp.init()                                   # or the script's own init_process_group
-    mesh = mpiddp.mesh(dp=4, tp=2)
-    parallelize_module(model, mesh["tp"], plan)
-
 The ranks tell each other their hosts. If their numbers would put a tensor-parallel group on several hosts,
 all of them refuse with one sentence.
 """
@@ -32,6 +28,7 @@ def mesh(
     All ranks must call this with the same arguments, after `mpiddp.init()` or `init_process_group`.
 
         mesh = mpiddp.mesh(dp=4, tp=2)
+        parallelize_module(model, mesh["tp"], plan)
         mesh.mesh_dim_names          # ("dp", "tp"): the slowest first, in whatever order they are named
         mesh["tp"].get_group()       # the process group of this rank's tensor-parallel ranks
         mesh.get_local_rank("dp")    # this rank's coordinate, which is its rank in that group

@@ -127,7 +127,9 @@ def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) 
     pairs = zip(ranks, rows, strict=True)
     odd = [rank for rank, row in pairs if row != usual or not has_majority]
     differs = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
-    first = tensors[differs.index(True)].partition(": ")[0]
+    # Without what DDP and torch.compile add to the names.
+    first = tensors[differs.index(True)].partition(": ")[0].replace("_orig_mod.", "")
+    first = first.removeprefix("module.").replace(" of module.", " of ")
     names = all_of(odd) if len(odd) <= _MAX_NAMED else listed(odd, _MAX_NAMED)
     verb = "differs" if len(odd) == 1 else "differ"
     than = f" from the {num_equal} ranks that agree" if has_majority else ""
@@ -144,26 +146,20 @@ def _compared_tensors(
         for module in model.modules():
             if isinstance(module, fsdp.FullyShardedDataParallel):
                 sharded.update(map(id, module.parameters()))
-    parameters = dict(model.named_parameters())
-    # Without what DDP and torch.compile add to the names, if they still differ.
-    bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in parameters]
-    bare = bare if len(set(bare)) == len(bare) else [*parameters]
-    names = dict(zip(map(id, parameters.values()), bare, strict=True))
-    found: list[tuple[str, Tensor]] = [
-        (names[id(each)], each) for each in parameters.values() if id(each) not in sharded
+    names = {id(each): name for name, each in model.named_parameters()}
+    found: list[tuple[str, Any]] = [
+        (name, each) for name, each in model.named_parameters() if id(each) not in sharded
     ]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        if id(parameter) in sharded:
-            continue
-        name = names.get(id(parameter), "a parameter of another model")
-        leaves = [
-            (keystr(path).strip("[']"), leaf) for path, leaf in tree_flatten_with_path(state)[0]
-        ]
-        found += [(f"{key} of {name}", each) for key, each in leaves if isinstance(each, Tensor)]
+        if id(parameter) not in sharded:
+            name = names.get(id(parameter), "a parameter of another model")
+            for path, leaf in tree_flatten_with_path(state)[0]:
+                key = keystr(path).strip("[']")
+                found.append((f"{key} of {name}", leaf))
     return {
         f"{name}: {each.dtype} {list(each.shape)}": each
         for name, each in found
-        if with_shards or not hasattr(each, "to_local")
+        if isinstance(each, Tensor) and (with_shards or not hasattr(each, "to_local"))
     }
 
 

@@ -1,8 +1,4 @@
-"""The process group of a job: form it, choose its device, and leave it together.
-
-with mpiddp.process_group() as world:      # or: world = mpiddp.init()
-    model = DistributedDataParallel(model.to(world.device))
-"""
+"""The process group of a job: form it, choose its device, and leave it together."""
 
 from __future__ import annotations
 
