@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),
         "gpus": None if names is None else len(names),
-        "interfaces": [asdict(interface) for interface in interfaces()],
+        "interfaces": [interface._asdict() for interface in interfaces()],
     }
 
 
@@ -94,7 +93,7 @@ def links(root: str = "/sys/class/net") -> list[dict[str, Any]]:
     for each in interfaces():
         speed, mtu = (_text(Path(root, each.name, name)) for name in ("speed", "mtu"))
         known = f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else ""  # -1: not known
-        found.append({**asdict(each), "speed": known, "mtu": mtu})
+        found.append({**each._asdict(), "speed": known, "mtu": mtu})
     return found
 
 

@@ -11,8 +11,8 @@ import re
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # linux/sockios.h and linux/if.h
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
@@ -22,8 +22,7 @@ _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podman")
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """An interface that is up, with its first address: IPv4, or IPv6 if it has no IPv4 address."""
 
     name: str

@@ -46,8 +46,9 @@ def connect_to_server(
         try:
             return _connect(server, world.rank, kind, facts, answer_s)
         except OSError as error:
-            # Strangers may hold all connections.
-            if not isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
+            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
+            has_ended = isinstance(error, ConnectionRefusedError) and answer_s is None
+            if not has_ended and time.monotonic() < deadline:
                 time.sleep(_RETRY_S)
                 continue
             why = str(error)

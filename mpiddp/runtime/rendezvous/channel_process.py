@@ -69,18 +69,14 @@ def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
     while not (is_gone and not server.has_members) and time.monotonic() < ends_at:
         deadline = min(server.next_deadline, ends_at)
         wait_s = None if deadline == _NEVER else max(0.0, deadline - time.monotonic())
-        was_there = not is_gone
         for key, _ in selector.select(wait_s):
             for message in server.receive(key.data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()
-                elif message.rank or message.from_script:
-                    pass
-                elif message.kind == "leave":
-                    has_left = True
-                elif message.kind == "lost":
-                    is_gone = True
-        if is_gone and was_there and not has_left:
+                elif message.rank == 0 and not message.from_script:
+                    has_left |= message.kind == "leave"
+                    is_gone |= message.kind == "lost"
+        if is_gone and not has_left and ends_at == _NEVER:
             # It serves torch's store, without which the others form no process group.
             server.send_all("lost")
             ends_at = time.monotonic() + _LAST_S

@@ -1,9 +1,10 @@
-"""The ranks meet: over MPI, or at an address that they know.
+"""The ranks meet: over MPI, or over a channel that they find without it.
 
     with meet(world, lambda: RankInfo.of_this_process(world)) as (coordinator, variables, listener): ...
 
-A rank's agent comes here, and by hand the rank itself. Both ways have one course: every rank tells the others
-who it is, rank 0 compares them and offers the addresses on which it listens, and all take the same one.
+A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
+and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
+addresses, and all take the first one that every other host reaches.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import contextlib
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import bind, port_in, reachable, resolve, resolve_own
@@ -26,8 +27,8 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import result
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
-from mpiddp.runtime.rendezvous.result import Gather, Own, RankInfo
-from mpiddp.text import parse_duration, parse_whole, shown
+from mpiddp.runtime.rendezvous.result import Gather, Infos, Own, RankInfo
+from mpiddp.text import parse_duration, shown
 from mpiddp.world import World
 
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
@@ -45,63 +46,50 @@ def meet(
     `own`, what the others learn of this rank, is called once MPI has begun, and may wait. `launched` is
     connected to the launcher; without one, rank 0 serves the job channel.
     """
-    timeout_s = joining_timeout_s() + (_LAUNCHER_HEAD_START_S if launched is not None else 0.0)
+    env, timeout_s = os.environ, joining_timeout_s()
+    if launched is not None:
+        timeout_s += _LAUNCHER_HEAD_START_S
     is_alone = world.world_size == 1
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
-    is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
+    is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
-    if not world.launcher.speaks_mpi or is_alone or has_address:
-        yield _by_address(world, own, launched, timeout_s)
+    if world.launcher.speaks_mpi and not is_alone and not has_address:
+        with over_mpi(world, own, timeout_s, launched, keep_mpi=keep_mpi) as (info, gather):
+            yield _met(world, info, gather, launched, timeout_s)
         return
-    with over_mpi(world, own, timeout_s, launched, keep_mpi=keep_mpi) as (info, gather):
-        infos = _compared(world, info, gather)
-        address, port, listener = _place(world, infos, gather)
-        world = result.joined(world, infos, address, port)
-        if launched is None:
-            server = _from_rank_0(world, gather, partial(_serve, world))
-            coordinator = Coordinator(world, Server(*server), answer_s=timeout_s)
-        else:
-            coordinator = launched
-            gather(None)  # a script that connects to torch's store before would be drained too
-        yield _met(coordinator, world, infos, listener)
-
-
-def _by_address(world: World, own: Own, launched: Coordinator | None, timeout_s: float) -> Met:
-    world, listener = find_by_address(world, timeout_s)
-    address, port = str(world.master_addr), world.master_port or 0
-    server = None
-    if launched is None and world.world_size > 1:
-        if os.environ.get(AGENT_STORE) == "True":
-            server = _serve_beside_agent(world, timeout_s)
-        else:
-            # The channel is where the ranks expect rank 0. They share no secret, so the key keeps two jobs
-            # apart, but no stranger out.
-            ids = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-            key = " ".join([*ids, str(port)])
-            server = Server(f"{address}:{port}", key)
-            if listener is not None:
-                serve_beside(listener, key, world.world_size)
-                listener = bind(address, 0, world.hostname)
-    coordinator = launched or Coordinator(world, server, answer_s=timeout_s)
+    if launched is not None:
+        coordinator = launched
+    elif is_alone and env.get(AGENT_STORE) != "True":
+        coordinator = Coordinator(world, None)
+    else:
+        world, coordinator = _by_address(world, timeout_s)
     info = own()
-    gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
     with coordinator.all_or_none():
-        infos = _compared(world, info, gather)
-        port = gather(port if listener is None else listener.getsockname()[1])[0]
-        world = result.joined(world, infos, address, port)
-        requested = result.requested_interface(os.environ)
-        if requested and world.num_nodes != 1:
-            result.check_interface(infos, requested)
-    return _met(coordinator, world, infos, listener)
+        gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
+        met = _met(world, info, gather, coordinator, timeout_s)
+    yield met
 
 
-def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
-    """The master address from the environment or from Slurm's variables, and rank 0's listener there."""
-    env = os.environ
+def _by_address(world: World, timeout_s: float) -> tuple[World, Coordinator]:
+    """The channel of ranks that know the address of rank 0, which is set in the world."""
+    address, port = address_of_rank_0(world, os.environ)
+    world = replace(world, master_addr=address, master_port=port)
+    if os.environ.get(AGENT_STORE) == "True":
+        server = _serve_beside_agent(world, timeout_s)
+    else:
+        # The channel is where the ranks expect rank 0. They share no secret, so the key keeps two jobs apart,
+        # but no stranger out.
+        key = " ".join([*_slurm_ids(os.environ), str(port)])
+        server = Server(f"{address}:{port}", key)
+        if world.rank == 0:
+            serve_beside(bind(address, port, world.hostname), key, world.world_size)
+    return world, Coordinator(world, server, answer_s=timeout_s)
+
+
+def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
+    """Where the ranks expect rank 0, by the user's variables or Slurm's."""
     address, port = env.get("MASTER_ADDR", ""), port_in(env)
-    if world.world_size == 1 and world.launcher.name != "torchrun":
-        address = result.LOOPBACK
-    elif world.launcher.name == "slurm":
+    if world.launcher.name == "slurm":
         address, port = slurm_address(env)
     elif not (address and env.get("MASTER_PORT")):
         raise UserError(
@@ -110,18 +98,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
         )
     # Over several hosts, a name that leads to 127.0.1.1 on rank 0's own host is another address.
     is_on_one_host = world.local_world_size == world.world_size or address.startswith("127.")
-    address = resolve(address) if is_on_one_host else resolve_own(address)
-    listener = None
-    if world.rank == 0 and env.get(AGENT_STORE) != "True":
-        listener = bind(address, port, world.hostname)
-        port = listener.getsockname()[1]
-    elif not wait_for(address, port, timeout_s):
-        raise JobFailed(
-            f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
-            f"in {timeout_s:g} s. Check that rank 0 is running and that no firewall blocks the "
-            "port."
-        )
-    return replace(world, master_addr=address, master_port=port), listener
+    return resolve(address) if is_on_one_host else resolve_own(address), port
 
 
 def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
@@ -132,61 +109,62 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
     """
     from mpiddp.hosts.allocations import expand_nodelist
 
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-    nodelist = env.get("SLURM_STEP_NODELIST", "")
-    address, port = env.get("MASTER_ADDR"), port_in(env)
+    address, nodelist = env.get("MASTER_ADDR"), env.get("SLURM_STEP_NODELIST", "")
     try:
-        job, step = (parse_whole(env.get(name) or "0", high=1 << 32) for name in names)
-        port = port or 20000 + (job * 31 + step) % 32768
-        if not address:
-            first, *others = expand_nodelist(nodelist)
-            address = first if others else result.LOOPBACK
+        first, *others = [address] if address else expand_nodelist(nodelist)
     except ValueError as error:
-        found = ", ".join(f"{name}={shown(env.get(name, ''))}" for name in names)
         raise UserError(
-            f'{found} and SLURM_STEP_NODELIST="{shown(nodelist)}" are not those of a Slurm step: {error}. '
+            f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}. '
             "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
-    return address, port
+    port = 20000 + crc32(" ".join(_slurm_ids(env)).encode()) % 32768
+    return first if address or others else result.LOOPBACK, port_in(env) or port
 
 
-def wait_for(address: str, port: int, timeout_s: float) -> bool:
-    """Whether the port accepts a connection within `timeout_s`. torch's own attempts log every failure."""
-    deadline = time.monotonic() + timeout_s
-    while (remaining := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((address, port), timeout=remaining).close()
-        except OSError:
-            time.sleep(min(0.1, remaining))
-        else:
-            return True
-    return False
+def _slurm_ids(env: Mapping[str, str]) -> list[str]:
+    return [env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
 
 
-def _compared(world: World, own: RankInfo, gather: Gather) -> tuple[RankInfo, ...]:
-    """The RankInfos of all ranks, which are alike."""
-    plain: Any = [astuple(each) for each in own.interfaces]
-    infos = result.gathered(gather(own._replace(interfaces=plain)))
-    _from_rank_0(world, gather, partial(result.check_alike, infos, os.environ))
-    return infos
+def _met(
+    world: World, info: RankInfo, gather: Gather, coordinator: Coordinator | None, timeout_s: float
+) -> Met:
+    """The one course. It raises the same on every rank. Without a coordinator, rank 0 serves the channel."""
+    env = os.environ
+    infos = result.gathered(gather(info))
+    _from_rank_0(world, gather, partial(result.check_alike, infos, env))
+    address, port, listener = _place(world, infos, gather)
+    world = result.joined(world, infos, address, port)
+    if coordinator is None:
+        server = _from_rank_0(world, gather, partial(_serve, world))
+        coordinator = Coordinator(world, Server(*server), answer_s=timeout_s)
+    coordinator.world = world
+    coordinator.hostnames = tuple(info.hostname for info in infos)
+    interface = infos[world.rank].interface_for(address, result.requested_interface(env))
+    if env.get(VERBOSE):
+        places = _places(world, infos) if world.rank == 0 else ""
+        own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
+        print(f"{places}{own}", end="", flush=True)
+    return coordinator, result.variables_of(world, interface, infos[0].run_id), listener
 
 
-def _place(
-    world: World, infos: Sequence[RankInfo], gather: Gather
-) -> tuple[str, int, socket.socket | None]:
+def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
     """Where torch's store is: the first address of rank 0 that every other host reaches, and its port.
 
     One rank of each host tries them all. Rank 0 listens on every candidate before the ranks hear of it, so
     that no other program takes its port.
     """
+    known = world.master_addr
+    if known is not None and os.environ.get(AGENT_STORE) == "True":
+        return known, world.master_port or 0, None
     listeners: dict[str, socket.socket] = {}
 
-    def listen() -> list[tuple[str, int]]:
-        for address in result.choose(infos, os.environ):
-            listeners[address] = bind(address, port_in(os.environ), world.hostname)
-        return [(address, each.getsockname()[1]) for address, each in listeners.items()]
+    def listen() -> dict[str, int]:
+        for address in [known] if known else result.choose(infos, os.environ):
+            port = 0 if known else port_in(os.environ)  # the channel has the known one
+            listeners[address] = bind(address, port, world.hostname)
+        return {address: each.getsockname()[1] for address, each in listeners.items()}
 
-    ports: dict[str, int] = dict(_from_rank_0(world, gather, listen))
+    ports: dict[str, int] = _from_rank_0(world, gather, listen)
     firsts = [ranks[0] for ranks in result.ranks_by_host(infos).values()]
     tries = world.rank in firsts[1:]
     reached = gather(reachable([*ports], [*ports.values()]) if tries else [*ports])
@@ -203,35 +181,20 @@ def _place(
             while True:
                 listener.accept()[0].close()
         listener.setblocking(True)
+    gather(None)  # a script that connects to torch's store before would be drained too
     return found, ports[found], listener
 
 
-def _met(
-    coordinator: Coordinator,
-    world: World,
-    infos: Sequence[RankInfo],
-    listener: socket.socket | None,
-) -> Met:
-    """What the rank knows now. With `launch -v` it prints where the ranks are."""
-    env = os.environ
-    coordinator.world = world
-    coordinator.hostnames = tuple(info.hostname for info in infos)
-    requested = result.requested_interface(env)
-    interface = infos[world.rank].interface_for(str(world.master_addr), requested)
-    if env.get(VERBOSE):
-        lines = [f"rank {world.rank} on {world.hostname} uses {interface}\n"]
-        if world.rank == 0:
-            found, why = "", ""
-            name = env.get("MASTER_ADDR") or f"{world.hostname}'s own name"
-            with contextlib.suppress(OSError):
-                named = env.get("MASTER_ADDR") or world.hostname
-                found = socket.gethostbyname(named) if world.num_nodes != 1 else ""
-            if found.startswith("127."):  # as Debian's own name of a host
-                why = f": {name} resolves to {found}, which no other host can reach"
-            address = f"master address {world.master_addr} port {world.master_port}{why}\n"
-            lines = [f"{result.table(infos)}\n", address, *lines]
-        print("".join(lines), end="", flush=True)
-    return coordinator, result.variables_of(world, interface, infos[0].run_id), listener
+def _places(world: World, infos: Infos) -> str:
+    """Where the ranks are, and why rank 0's address is not that of its name."""
+    given, found, why = os.environ.get("MASTER_ADDR"), "", ""
+    with contextlib.suppress(OSError):
+        found = socket.gethostbyname(given or world.hostname) if world.num_nodes != 1 else ""
+    if found.startswith("127."):  # as Debian's own name of a host
+        name = given or f"{world.hostname}'s own name"
+        why = f": {name} resolves to {found}, which no other host can reach"
+    address = f"master address {world.master_addr} port {world.master_port}{why}"
+    return f"{result.table(infos)}\n{address}\n"
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:

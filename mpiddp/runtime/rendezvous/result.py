@@ -74,31 +74,29 @@ class RankInfo(NamedTuple):
         return first if target.is_loopback or not named or first in named else named[0]
 
 
+Infos = Sequence[RankInfo]  # of all ranks, by rank
 Own = Callable[[], RankInfo]  # what the others learn of this rank; it may wait
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
-def gathered(answers: Iterable[Sequence[Any]]) -> tuple[RankInfo, ...]:
-    """The infos of all ranks, by rank, from the JSON of each.
+def gathered(answers: Iterable[Sequence[Any]]) -> Infos:
+    """The infos of all ranks, from the JSON of each.
 
     The local ranks that no launcher has set are counted on each host, in the order of the ranks.
     """
     infos = [RankInfo(*answer) for answer in answers]
     by_host = ranks_by_host(infos)
-    found = []
-    for info in infos:
-        ranks = by_host[info.host]
-        local_rank, size = info.local_rank, info.local_world_size
-        counted = info._replace(
-            interfaces=[Interface(*each) for each in info.interfaces],  # type: ignore[misc]
-            local_rank=ranks.index(info.rank) if local_rank is None else local_rank,
+    for rank, info in enumerate(infos):
+        ranks, local_rank, size = by_host[info.host], info.local_rank, info.local_world_size
+        infos[rank] = info._replace(
+            interfaces=[Interface(*each) for each in info.interfaces],
+            local_rank=ranks.index(rank) if local_rank is None else local_rank,
             local_world_size=len(ranks) if size is None else size,
         )
-        found.append(counted)
-    return tuple(found)
+    return infos
 
 
-def ranks_by_host(infos: Sequence[RankInfo]) -> dict[tuple[str, str], list[int]]:
+def ranks_by_host(infos: Infos) -> dict[tuple[str, str], list[int]]:
     """The ranks of each host. The hosts are in the order of their lowest ranks."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for info in infos:
@@ -106,7 +104,7 @@ def ranks_by_host(infos: Sequence[RankInfo]) -> dict[tuple[str, str], list[int]]
     return ranks
 
 
-def joined(world: World, infos: Sequence[RankInfo], address: str, port: int) -> World:
+def joined(world: World, infos: Infos, address: str, port: int) -> World:
     """The world of a rank that knows all others. torch's store is at `address`."""
     hosts, own = list(ranks_by_host(infos)), infos[world.rank]
     return replace(
@@ -177,17 +175,7 @@ def own_gpu(world: World, env: Mapping[str, str]) -> str:
     return visible[world.local_rank].strip() if world.local_rank < len(visible) else ""
 
 
-def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
-    """Refuse a host of a rank that has no such interface."""
-    for info in infos:
-        if not any(interface.matches(requested) for interface in info.interfaces):
-            names = " and ".join(interface.name for interface in info.interfaces)
-            raise UserError(
-                f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}. '
-            )
-
-
-def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
+def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     """The addresses on which rank 0 can listen, best first.
 
     MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
@@ -205,16 +193,12 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
                 f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
                 "Is one machine in the hostfile under two names?"
             )
-    if name := env.get("MASTER_ADDR"):
-        address = resolve(name)
-        if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
-            return [address]
-    elif len(by_host) == 1:
-        return [LOOPBACK]
+    name = env.get("MASTER_ADDR") if len(infos) > 1 else ""
+    address = resolve(name) if name else LOOPBACK
+    if len(by_host) == 1 or not ipaddress.ip_address(address).is_loopback:
+        return [address]
     requested = requested_interface(env)
-    master, *others = one_per_host = [infos[ranks[0]] for ranks in by_host.values()]
-    if requested:
-        check_interface(one_per_host, requested)
+    master, *others = [infos[ranks[0]] for ranks in by_host.values()]
     elsewhere = {each.address for info in others for each in info.interfaces}
     networks = [{each.network for each in info.interfaces} for info in others]
 
@@ -237,9 +221,7 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> list[str]:
     return [each.address for each in sorted(usable, key=order)]
 
 
-def unreachable(
-    infos: Sequence[RankInfo], addresses: Sequence[str], reached: Sequence[Sequence[str]]
-) -> str:
+def unreachable(infos: Infos, addresses: Sequence[str], reached: Sequence[Sequence[str]]) -> str:
     """The sentence that names the hosts which reach none of rank 0's addresses. `reached` is by rank."""
     firsts = [ranks[0] for ranks in ranks_by_host(infos).values()][1:]
     cut_off = [rank for rank in firsts if not reached[rank]] or firsts
@@ -260,17 +242,13 @@ def expected_hosts(placement: str) -> list[str]:
     return hosts
 
 
-def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
-    """Raise a UserError unless all ranks can begin, run the same files, and are placed as expected."""
-    problems = {info.problem: info for info in reversed(infos) if info.problem}
-    if problems:
-        is_common = len(problems) == 1 and all(info.problem for info in infos)
-        raise UserError(
-            "\n".join(
-                text if is_common else f"rank {info.rank} on {info.hostname}: {text}"
-                for text, info in sorted(problems.items(), key=lambda each: each[1].rank)
-            )
-        )
+def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
+    """Raise a UserError unless all ranks can begin, run the same files, and are where they are expected."""
+    problems = [info.problem for info in infos]
+    if any(problems):
+        first = {each: infos[problems.index(each)] for each in problems if each}
+        named = [f"rank {info.rank} on {info.hostname}: {each}" for each, info in first.items()]
+        raise UserError("\n".join(named) if len(set(problems)) > 1 else problems[0])
     for info in infos:
         if info.program != infos[0].program:
             ours, theirs = dict(infos[0].program), dict(info.program)
@@ -286,9 +264,16 @@ def check_alike(infos: Sequence[RankInfo], env: Mapping[str, str]) -> None:
                 f"the ranks are not placed as in the hostfile ({placement}). Check mpirun's own "
                 f"settings (environment, mca-params.conf) and the host names.\n{table(infos, names)}"
             )
+    requested, is_on_one_host = requested_interface(env), len(ranks_by_host(infos)) == 1
+    for info in infos if requested and not is_on_one_host else ():
+        if not any(interface.matches(requested) for interface in info.interfaces):
+            found = " and ".join(interface.name for interface in info.interfaces)
+            raise UserError(
+                f'interface "{requested}" is not on {info.hostname}, which has {found or "none"}. '
+            )
 
 
-def _is_placed(infos: Sequence[RankInfo], names: Sequence[str]) -> bool:
+def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
     own_names = {
         info.host: _forms(info.hostname) | {each.address for each in info.interfaces}
@@ -296,7 +281,7 @@ def _is_placed(infos: Sequence[RankInfo], names: Sequence[str]) -> bool:
     }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
-    known = {name for each in own_names.values() for name in each}
+    known = set().union(*own_names.values())
     # Any other name is an alias, by which mpirun has reached the host.
     fits = [_forms(name) & own_names[host] or not _forms(name) & known for name, host in pairs]
     return len(names) == len(infos) and one_to_one and all(fits)
@@ -307,12 +292,9 @@ def _forms(name: str) -> set[str]:
     return {name, name.partition(".")[0]}
 
 
-def table(infos: Sequence[RankInfo], expected: Sequence[str] = ()) -> str:
+def table(infos: Infos, expected: Sequence[str] = ()) -> str:
     """A line for each rank: its host, local rank and GPU, and the expected host if it is known."""
-    rows = [("rank", "host", "local rank", "GPU", *(["expected host"] if expected else []))]
-    for index, info in enumerate(infos):
-        row = [str(info.rank), info.hostname, str(info.local_rank), info.gpu or "-"]
-        if expected:
-            row.append(expected[index] if index < len(expected) else "none")
-        rows.append(tuple(row))
-    return align_columns(rows)
+    rows = [("rank", "host", "local rank", "GPU", "expected host")]
+    for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
+        rows.append((str(info.rank), info.hostname, str(info.local_rank), info.gpu or "-", name))
+    return align_columns([row if expected else row[:-1] for row in rows])

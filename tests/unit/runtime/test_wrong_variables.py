@@ -15,16 +15,11 @@ from mpiddp.text import shown
 from tests.support.errors import error
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("SLURM_STEP_ID", each) for each in ("²", "9" * 5000)),
-        *(("SLURM_STEP_NODELIST", each) for each in ("[1-]", ",", "", "n[0-999999999]")),
-    ],
-)
-def test_variables_of_a_slurm_step_that_slurm_never_writes(name: str, value: str) -> None:
-    env = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node1", name: value}
-    with pytest.raises(UserError, match=error("not those of a Slurm", f"{name}=", shown(value))):
+@pytest.mark.parametrize("value", ["[1-]", ",", "", "n[0-999999999]"])
+def test_a_list_of_nodes_that_slurm_never_writes(value: str) -> None:
+    env = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": value}
+    sentence = error("not that of a Slurm", f'SLURM_STEP_NODELIST="{shown(value)}"')
+    with pytest.raises(UserError, match=sentence):
         slurm_address(env)
 
 
