@@ -24,8 +24,7 @@ from mpiddp.text import parse_whole, shown
 class RankSource(NamedTuple):
     """A program that starts ranks, as data: the variables that hold a rank's identity.
 
-    The source is present if any variable of `proof` is in the environment. No other source sets these, and a
-    stale shell profile does not contain them.
+    It is present if any variable of `proof` is set. No later source sets these, nor does a stale profile.
     """
 
     name: str
@@ -77,9 +76,7 @@ RANK_SOURCES = (
     RankSource(
         "flux",
         ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
-        "FLUX_TASK_RANK",
-        "FLUX_JOB_SIZE",
-        "FLUX_TASK_LOCAL_ID",
+        *("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
         vendors=("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
         hides_gpus=True,
         starts_any_program=True,
@@ -89,18 +86,14 @@ RANK_SOURCES = (
     RankSource(
         "slurm",
         ("SLURM_STEP_ID",),
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "SLURM_LOCALID",
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         hides_gpus=True,
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
     RankSource(
         "pals",
         ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        "PALS_RANKID",
-        "PMI_SIZE",
-        "PALS_LOCAL_RANKID",
+        *("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
         vendors=("MPICH", "Cray MPICH", "Open MPI"),
         starts_any_program=True,
     ),
@@ -211,10 +204,9 @@ def _listed(variables: Mapping[str, str]) -> str:
 
 
 def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and local rank by the launcher's variables, unchecked; (0, 0) without a launcher.
+    """Rank and local rank by the launcher's variables, unchecked; 0 where they are not known.
 
-    A local rank that is not known is 0. Decides which of several ranks prints an error, where
-    `World.from_env` may have failed.
+    They decide which of several ranks prints an error, where `World.from_env` may have failed.
     """
     sources = (*RANK_SOURCES, RankSource("PMIx", _PMIX, "PMIX_RANK", ""))
     for source in (each for each in sources if _present(each, env)):
@@ -235,19 +227,12 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
 
 
 def is_joined(env: Mapping[str, str]) -> bool:
-    """Whether `env` is that of a rank that has joined, or of its child process.
-
-    A rank then has the variables of torchrun, with the run's own id. A torchrun that the rank starts has
-    another id.
-    """
+    """Whether `env` is of a rank that has joined, or of its child. A torchrun of theirs has another id."""
     return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
 
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
-    """Remove the variables of a rank of another job, which starts a job of its own.
-
-    mpirun's ranks on this host would inherit them. Returns whether this is such a rank.
-    """
+    """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
     for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)

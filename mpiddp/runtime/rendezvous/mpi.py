@@ -2,8 +2,6 @@
 
 Only this module imports mpi4py. MPI is finalized before training starts. So DataLoader's forks are safe,
 nothing polls beside NCCL, and mpirun ends the whole job when a rank raises.
-
-Every function of a finalized MPI aborts the process, so mpi4py.MPI can no longer be imported then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What the ranks know of each other once they have met: a record of each, and what follows for all.
 
-Over MPI, rank 0 is at the first address of its host that every other host reaches.
-
 The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
 on node1, and ranks 4 and 5 on node2.
 """
@@ -178,10 +176,9 @@ def own_gpu(world: World, env: Mapping[str, str]) -> str:
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     """The addresses on which rank 0 can listen, best first.
 
-    MASTER_ADDR and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the launcher names the
-    networks that lead to the other hosts. On a single host the store listens on the loopback, so that no
-    other host can reach it. Over several hosts no candidate is a loopback, a bridge of containers, or an
-    address that another host has as well. Raises UserError if none is left.
+    MASTER_ADDR and the requested networks are honoured. On a single host the store listens on the loopback,
+    so that no other host can reach it. Over several hosts no candidate is a loopback, a bridge of containers,
+    or an address that another host has as well.
     """
     by_host = ranks_by_host(infos)
     for ranks in by_host.values():

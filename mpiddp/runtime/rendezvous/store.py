@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.world import World, is_joined
+from mpiddp.world import World
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
@@ -56,11 +56,9 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
 def prefix_of_attempt() -> str:
     """Of the keys of this attempt.
 
-    torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones. A
-    store of ours lives in one attempt.
+    torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones.
     """
-    attempt = "0" if is_joined(os.environ) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"mpiddp/{attempt}"
+    return f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _open(

@@ -137,20 +137,20 @@ def choose_backend(requested: str | None) -> str:
     return requested or of_gpu or "gloo"
 
 
-def device_of(world: World, backend: str | None = None) -> torch.device:
+def device_of(world: World, backend: str) -> torch.device:
     """The device of this rank. Only this function decides on it.
 
     With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
     each rank its own.
     """
-    if (backend or choose_backend(None)) == "gloo":
+    if backend == "gloo":
         return torch.device("cpu")
     gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
-    if gpu is not None and world.local_rank < gpus:
-        return torch.device(gpu.type, world.local_rank)
-    if gpu is not None and gpus == 1 and world.launcher.hides_gpus:  # as srun --gpus-per-task does
-        return torch.device(gpu.type, 0)
+    has_own = gpus == 1 and world.launcher.hides_gpus  # as with srun --gpus-per-task
+    index = 0 if has_own else world.local_rank
+    if gpu is not None and index < gpus:
+        return torch.device(gpu.type, index)
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
         "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "
