@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.sockets import bind, port_in, reachable, resolve, resolve_own
+from mpiddp.hosts import sockets
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, TIMEOUT, VERBOSE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -82,13 +82,13 @@ def _by_address(world: World, timeout_s: float) -> tuple[World, Coordinator]:
         key = " ".join([*_slurm_ids(os.environ), str(port)])
         server = Server(f"{address}:{port}", key)
         if world.rank == 0:
-            serve_beside(bind(address, port, world.hostname), key, world.world_size)
+            serve_beside(sockets.bind(address, port, world.hostname), key, world.world_size)
     return world, Coordinator(world, server, answer_s=timeout_s)
 
 
 def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     """Where the ranks expect rank 0, by the user's variables or Slurm's."""
-    address, port = env.get("MASTER_ADDR", ""), port_in(env)
+    address, port = env.get("MASTER_ADDR", ""), sockets.port_in(env)
     if world.launcher.name == "slurm":
         address, port = slurm_address(env)
     elif not (address and env.get("MASTER_PORT")):
@@ -98,7 +98,7 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
         )
     # Over several hosts, a name that leads to 127.0.1.1 on rank 0's own host is another address.
     is_on_one_host = world.local_world_size == world.world_size or address.startswith("127.")
-    return resolve(address) if is_on_one_host else resolve_own(address), port
+    return sockets.resolve(address) if is_on_one_host else sockets.resolve_own(address), port
 
 
 def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
@@ -118,7 +118,7 @@ def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
             "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     port = 20000 + crc32(" ".join(_slurm_ids(env)).encode()) % 32768
-    return first if address or others else result.LOOPBACK, port_in(env) or port
+    return first if address or others else result.LOOPBACK, sockets.port_in(env) or port
 
 
 def _slurm_ids(env: Mapping[str, str]) -> list[str]:
@@ -160,17 +160,23 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
 
     def listen() -> dict[str, int]:
         for address in [known] if known else result.choose(infos, os.environ):
-            port = 0 if known else port_in(os.environ)  # the channel has the known one
-            listeners[address] = bind(address, port, world.hostname)
+            port = 0 if known else sockets.port_in(os.environ)  # the channel has the known one
+            listeners[address] = sockets.bind(address, port, world.hostname)
         return {address: each.getsockname()[1] for address, each in listeners.items()}
 
     ports: dict[str, int] = _from_rank_0(world, gather, listen)
-    firsts = [ranks[0] for ranks in result.ranks_by_host(infos).values()]
-    tries = world.rank in firsts[1:]
-    reached = gather(reachable([*ports], [*ports.values()]) if tries else [*ports])
+    _, *others = [ranks[0] for ranks in result.ranks_by_host(infos).values()]
+    tries = world.rank in others
+    reached = gather(sockets.reachable([*ports], [*ports.values()]) if tries else [*ports])
     found = next((each for each in ports if all(each in some for some in reached)), None)
     if found is None:
-        raise JobFailed(result.unreachable(infos, [*ports], reached))
+        cut_off = [rank for rank in others if not reached[rank]] or others
+        raise JobFailed(
+            f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
+            f"{infos[0].hostname} ({', '.join(ports)}) within {sockets.PROBE_TIMEOUT_S:g} s: "
+            "a firewall blocks them, or the networks are not connected. "
+            "Name a reachable address: --master-addr ADDR"
+        )
     listener = listeners.pop(found, None)
     for other in listeners.values():
         other.close()
@@ -214,7 +220,7 @@ def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
 def _serve(world: World) -> Server:
     """Serve the channel beside rank 0, at any port of its address."""
     address, key = str(world.master_addr), secrets.token_hex(16)
-    listener = bind(address, 0, world.hostname)
+    listener = sockets.bind(address, 0, world.hostname)
     server = Server(f"{address}:{listener.getsockname()[1]}", key)
     serve_beside(listener, key, world.world_size)
     return server

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, resolve
+from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
 from mpiddp.text import align_columns
 from mpiddp.world import World
@@ -218,18 +218,6 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     return [each.address for each in sorted(usable, key=order)]
 
 
-def unreachable(infos: Infos, addresses: Sequence[str], reached: Sequence[Sequence[str]]) -> str:
-    """The sentence that names the hosts which reach none of rank 0's addresses. `reached` is by rank."""
-    firsts = [ranks[0] for ranks in ranks_by_host(infos).values()][1:]
-    cut_off = [rank for rank in firsts if not reached[rank]] or firsts
-    return (
-        f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
-        f"{infos[0].hostname} ({', '.join(addresses)}) within {PROBE_TIMEOUT_S:g} s: "
-        "a firewall blocks them, or the networks are not connected. "
-        "Name a reachable address: --master-addr ADDR"
-    )
-
-
 def expected_hosts(placement: str) -> list[str]:
     """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
     hosts: list[str] = []
@@ -261,7 +249,9 @@ def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
                 f"the ranks are not placed as in the hostfile ({placement}). Check mpirun's own "
                 f"settings (environment, mca-params.conf) and the host names.\n{table(infos, names)}"
             )
-    requested, is_on_one_host = requested_interface(env), len(ranks_by_host(infos)) == 1
+    # The networks that the launcher found need not lead to an address that the user has given.
+    is_given, is_on_one_host = env.get("MASTER_ADDR"), len(ranks_by_host(infos)) == 1
+    requested = env.get(variables.INTERFACE, "") if is_given else requested_interface(env)
     for info in infos if requested and not is_on_one_host else ():
         if not any(interface.matches(requested) for interface in info.interfaces):
             found = " and ".join(interface.name for interface in info.interfaces)

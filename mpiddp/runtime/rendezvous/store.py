@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -15,6 +16,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
+
+_open = partial(TCPStore, wait_for_workers=False, multi_tenant=True)
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
@@ -24,7 +27,7 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
     """
     with no_dns():
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        return _open(address, port, int(env["WORLD_SIZE"]), 60.0, listener)
+        return _open(address, port, int(env["WORLD_SIZE"]), True, master_listen_fd=listener)
 
 
 def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
@@ -44,7 +47,7 @@ def connect_to_store(world: World, timeout_s: float) -> Store:
     """The store that rank 0, or torchrun's agent, serves."""
     address, port = str(world.master_addr), world.master_port or 0
     try:
-        return _open(address, port, world.world_size, timeout_s, None)
+        return _open(address, port, world.world_size, timeout=timedelta(seconds=timeout_s))
     except RuntimeError:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach torch's store of rank 0 at "
@@ -59,21 +62,6 @@ def prefix_of_attempt() -> str:
     torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones.
     """
     return f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _open(
-    address: str, port: int, world_size: int, timeout_s: float, listener: int | None
-) -> Store:
-    return TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
 
 
 @contextmanager

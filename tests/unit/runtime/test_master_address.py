@@ -1,6 +1,6 @@
 """The master address, chosen from RankInfos made by hand. tests/unit/hosts/test_sockets.py has real sockets.
 
-Tests mpiddp/runtime/rendezvous/result.py.
+Tests mpiddp/runtime/rendezvous/{result,meet}.py.
 python -m pytest tests/unit/runtime/test_master_address.py
 """
 
@@ -15,14 +15,8 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.rendezvous.result import (
-    RankInfo,
-    check_alike,
-    choose,
-    gathered,
-    joined,
-    unreachable,
-)
+from mpiddp.runtime.rendezvous.meet import _place
+from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, choose, gathered, joined
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.machine import files_left
@@ -124,10 +118,14 @@ def test_one_machine_under_two_names_is_refused() -> None:
 
 
 def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
-    infos = ranks_on(*((LO, eth(node)) for node in range(3)))
-    sentence = unreachable(infos, ["10.0.0.1"], [["10.0.0.1"], ["10.0.0.1"], []])
+    """As the second rank of the first host sees it, which tries none itself."""
+    infos = ranks_on(*((LO, eth(node)) for node in range(3)), ranks=2)
+    reached = [["10.0.0.1"] if rank != 4 else [] for rank in range(6)]
+    answers = iter([[{"value": {"10.0.0.1": 4711}}], reached])
+    with pytest.raises(JobFailed) as failed:
+        _place(World(1, 6, 1, 2), infos, lambda value: next(answers))
     values = ("node2 ", " node0 (10.0.0.1) ", " 2 s", ": --master-addr ADDR ")
-    assert re.fullmatch(error("a firewall", *values), sentence)
+    assert re.fullmatch(error("a firewall", *values), str(failed.value))
 
 
 def test_a_machine_without_files_is_no_bad_input() -> None:
