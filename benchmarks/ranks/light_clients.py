@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import selectors
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
 from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
-from mpiddp.protocol.server import PER_RANK, ChannelServer
+from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.protocol.viewers import Console
 from mpiddp.runtime.rendezvous.channel_process import serve
@@ -88,8 +87,8 @@ def server(ranks: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
     since = time.monotonic()
     members.stdin.close()
-    with selectors.DefaultSelector() as selector:
-        serve(ChannelServer(listener, _KEY, ranks, selector), selector)
+    with TimedSelector() as selector:
+        serve(ChannelServer(listener, _KEY, ranks, selector))
     members.wait()
     report(since, before)
 

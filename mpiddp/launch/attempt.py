@@ -116,7 +116,7 @@ class Attempt:
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
-        ready = self._timers.ready(min(until, self.server.next_deadline))
+        ready = self._timers.ready(until)
         for data in ready:
             if data is self._news:
                 if found := self._news.recv(LONGEST_NEWS).decode():
@@ -127,7 +127,6 @@ class Attempt:
             elif data is not self.signals:
                 for message in self.server.receive(data):
                     self.on_message(message)
-        self.server.expire()
         # After the messages, which the signal's sender may have reacted to.
         for number in self.signals.receive() if self.signals in ready else ():
             if number in STOP_SIGNALS:

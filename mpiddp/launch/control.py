@@ -1,4 +1,4 @@
-"""What the launcher waits for: its ranks, signals and timers. And what it asks of the ranks.
+"""What the launcher waits for: its ranks and signals. And what it asks of the ranks.
 
 The launcher's end of the job channel listens on one address only. `mpiddp.protocol.server` handles the
 connections and the protocol.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import selectors
 import signal
 import socket
 import time
@@ -17,59 +16,20 @@ from collections.abc import Iterator, KeysView
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import UNIX, VALUE_LIMIT, encode, value_mac
-from mpiddp.protocol.server import PER_RANK, ChannelServer, Message
+from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # coreutils' timeout signals its child and then the child's process group, systemd and a closing terminal
 # do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
-_REPEAT_S: dict[int, float] = {signal.SIGINT: 0.3}
-_DEFAULT_REPEAT_S = 1.0
+_REPEAT_S, _REPEAT_OF_CTRL_C_S = 1.0, 0.3
 
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
-_LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
-
-
-class TimedSelector(selectors.DefaultSelector):
-    """A selector with timers. Times are time.monotonic()'s seconds.
-
-    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.timers: dict[Any, float] = {}  # events, and when they are due
-
-    def after(self, seconds: float, event: object) -> None:
-        """Let `due` return `event` in so many seconds, and no sooner."""
-        self.timers[event] = time.monotonic() + seconds
-
-    def cancel(self, *events: object) -> None:
-        for event in events:
-            self.timers.pop(event, None)
-
-    @property
-    def next_at(self) -> float:
-        """The time of the next timer, infinity without one."""
-        return min(self.timers.values(), default=float("inf"))
-
-    def ready(self, until: float) -> list[Any]:
-        """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
-        wait_s = min(until, self.next_at) - time.monotonic()
-        return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
-
-    def due(self) -> Iterator[Any]:
-        """The events of the timers that are over, the first one first."""
-        while self.next_at <= time.monotonic():
-            event = min(self.timers, key=self.timers.__getitem__)
-            del self.timers[event]
-            yield event
 
 
 class SignalQueue:
@@ -113,8 +73,8 @@ class SignalQueue:
 
     def _is_new(self, number: int) -> bool:
         now = time.monotonic()
-        since = now - self._first_at.get(number, float("-inf"))
-        if number in STOP_SIGNALS and since < _REPEAT_S.get(number, _DEFAULT_REPEAT_S):
+        repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
+        if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) < repeat_s:
             return False
         self._first_at[number] = now
         return True
@@ -157,7 +117,6 @@ class ControlServer(ChannelServer):
     """
 
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
-        self.selector = selector
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         of, hint = " of this machine", " Name another interface: --interface NAME"
         try:
@@ -177,10 +136,6 @@ class ControlServer(ChannelServer):
         secret = os.urandom(16).hex()
         super().__init__(listener, secret, world_size, selector)
         self.settings = {ADDRESS: address, SECRET: secret}  # the variables that the ranks need
-
-    def close(self) -> None:
-        super().close()
-        self._listener.close()
 
     def request_stacks(self) -> KeysView[int]:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""

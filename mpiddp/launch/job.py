@@ -19,13 +19,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import (
-    ControlServer,
-    Exchange,
-    SignalQueue,
-    TimedSelector,
-    queued_signals,
-)
+from mpiddp.launch.control import ControlServer, Exchange, SignalQueue, queued_signals
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -34,6 +28,7 @@ from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
+from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.viewers import Console
 from mpiddp.text import all_of, counted
 

@@ -34,12 +34,10 @@ import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `_mac`
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
 RANK, SCRIPT = "rank", "script"
-_SERVER = "server"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
@@ -63,9 +61,6 @@ DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
-
-# The phases of a step of `mpiddp train`, in this order.
-PHASES = ("data", "forward", "backward", "waiting", "optimizer")
 
 _NUMBER, _MAYBE = (int, float), (int, type(None))
 # The messages that a rank may send, with their required fields and types. The first four are those of every
@@ -133,25 +128,15 @@ def introduction(
     own_challenge = os.urandom(16).hex()
     proof = member_proof(key, challenge, str(facts.get("role", RANK)), rank)
     line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-    return line, _mac(key, f"{_SERVER} {own_challenge}")
-
-
-def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, str]:
-    """The role of the member that introduces itself so, and the proof that the server owes it.
-
-    Raises ValueError, LookupError or TypeError if it does not belong to the job.
-    """
-    role = facts.get("role", RANK) if facts["type"] == "hello" else RANK
-    if role not in (RANK, SCRIPT):
-        raise ValueError(role)
-    # The time of this comparison reveals nothing: every connection has another challenge.
-    if facts["proof"] != member_proof(key, challenge, role, facts["rank"]):
-        raise ValueError("no proof")
-    return role, _mac(key, f"{_SERVER} {facts['challenge']}")
+    return line, server_proof(key, own_challenge)
 
 
 def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
     return _mac(key, f"{role} {rank} {challenge}")
+
+
+def server_proof(key: str, challenge: str) -> str:
+    return _mac(key, f"server {challenge}")
 
 
 def value_mac(key: str, purpose: str, value: bytes) -> str:
@@ -217,7 +202,7 @@ class Peer:
 
     `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
     a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
-    `limit` to read.
+    limit of its `lines` to read.
     """
 
     connection: socket.socket
@@ -227,14 +212,13 @@ class Peer:
     lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
     rank: int | None = None
     group: int = 0
-    limit: int = VALUE_LIMIT  # bytes of a line with a value
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
     _is_written: bool = False  # the selector reports when the connection takes more
 
     def send(self, line: bytes) -> None:
         """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
         self._unsent.append(line)
-        if sum(map(len, self._unsent)) > 2 * self.limit:
+        if sum(map(len, self._unsent)) > 2 * self.lines.limit:
             self._unsent.clear()
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
@@ -319,17 +303,3 @@ def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def recorded_error(path: str) -> str:
-    """The error in the file that torch.distributed's `@record` writes, "" if there is none.
-
-    https://docs.pytorch.org/docs/stable/elastic/errors.html
-    """
-    from mpiddp.paths import read_limited  # a script needs none of it
-
-    try:
-        recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
-        return str(recorded["message"] if isinstance(recorded, dict) else recorded)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""

@@ -11,8 +11,9 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Iterable, KeysView
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpiddp.protocol.channel import (
@@ -25,16 +26,18 @@ from mpiddp.protocol.channel import (
     VALUE_LIMIT,
     VIEWS,
     Peer,
-    check_introduction,
     decode,
     encode,
     is_valid,
     listed,
+    member_proof,
     notice_silence,
+    server_proof,
 )
 
 _AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
-_NEVER = float("inf")
+NEVER = float("inf")
+_LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
@@ -44,53 +47,84 @@ _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
+class TimedSelector(selectors.DefaultSelector):
+    """A selector with timers. Times are time.monotonic()'s seconds.
+
+    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timers: dict[Any, float] = {}  # events, and when they are due
+
+    def after(self, seconds: float, event: object) -> None:
+        """Let `due` return `event` in so many seconds, and no sooner."""
+        self.timers[event] = time.monotonic() + seconds
+
+    def cancel(self, *events: object) -> None:
+        for event in events:
+            self.timers.pop(event, None)
+
+    @property
+    def next_at(self) -> float:
+        """The time of the next timer, infinity without one."""
+        return min(self.timers.values(), default=NEVER)
+
+    def ready(self, until: float = NEVER) -> list[Any]:
+        """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
+        wait_s = min(until, self.next_at) - time.monotonic()
+        return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
+
+    def due(self) -> Iterator[Any]:
+        """The events of the timers that are over, the first one first."""
+        while self.next_at <= time.monotonic():
+            event = min(self.timers, key=self.timers.__getitem__)
+            del self.timers[event]
+            yield event
+
+
 @dataclass
 class _Gather:
-    deadline: float = _NEVER
-    calls: bool = False  # the members that have not given a value yet are told
-    or_gone: bool = False  # a member whose connection has ended gives null
+    expire: Callable[[], None]  # the event of its time limit
+    or_gone: bool  # a member whose connection has ended gives null
     values: dict[int, bytes] = field(default_factory=dict)  # by rank
 
 
 class Group:
     """What the members [0, world_size) agree on. `members` are those that are connected, by rank.
 
-    Nothing here waits: whoever owns it calls `expire` at `next_deadline`, by its own clock, so that a server
-    that is stopped ends no wait.
+    Nothing here waits: a time limit is a timer, so that a server that is stopped ends no wait.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, selector: TimedSelector) -> None:
+        self.world_size, self._timers = world_size, selector.timers
         self.members: dict[int, Peer] = {}
-        # The messages of the first member that has failed: by key of its claim, and to end the others, "".
-        self._failed: dict[str, bytes] = {}
+        # What a member that enters late hears at once. By key: who has claimed to have failed first, and the
+        # gathers that call all; by "", with which code the first member that has failed ends the others.
+        self._news: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
         self._late: dict[str, bytes] = {}  # what those hear who come to a gather that is over
         self._gone: set[int] = set()  # members whose connection has ended
 
-    def receive(
-        self, rank: int, kind: str, facts: dict[str, Any], value: bytes, now: float
-    ) -> None:
+    def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
         """Take a message of a member. Raises ValueError if it violates the protocol."""
         everyone = range(self.world_size)
         if kind == "gather":
-            self._gather(rank, facts, value, now)
+            self._gather(rank, facts, value)
         elif kind == "claim":
             # The first member that claims to have failed first is told so, and all others learn of it.
-            is_first = facts["key"] not in self._failed
+            is_first = facts["key"] not in self._news
             claimed = encode("claimed", rank=rank, key=facts["key"])
-            line = self._failed.setdefault(facts["key"], claimed)
+            line = self._news.setdefault(facts["key"], claimed)
             self._tell(everyone if is_first else [rank], line)
-        elif "" not in self._failed:
+        elif "" not in self._news:
             # End the other members with the exit code of the first that asks.
-            self._failed[""] = encode("failed", code=facts["code"])
-            self._tell([each for each in everyone if each != rank], self._failed[""])
+            self._news[""] = encode("failed", code=facts["code"])
+            self._tell([each for each in everyone if each != rank], self._news[""])
 
     def enter(self, rank: int) -> None:
-        """A member that enters late learns at once of failures, and of the gathers that call it."""
         self._gone.discard(rank)
-        called = [encode("called", key=key) for key, each in self._gathers.items() if each.calls]
-        for line in (*self._failed.values(), *called):
+        for line in self._news.values():
             self._tell([rank], line)
 
     def lose(self, rank: int) -> None:
@@ -99,51 +133,55 @@ class Group:
             self._gathers[key].values.setdefault(rank, b"null")
             self._complete(key)
 
-    @property
-    def next_deadline(self) -> float:
-        """When to call `expire`; infinite if no member waits."""
-        return min((each.deadline for each in self._gathers.values()), default=_NEVER)
+    def _gather(self, rank: int, facts: dict[str, Any], value: bytes) -> None:
+        """Every member gives a value, and gets those of all."""
+        key, timeout_s = facts["key"], facts["timeout_s"]
+        if key in self._late:
+            self._tell([rank], self._late[key])
+            return
+        gather = self._gathers.get(key)
+        if gather is None:
+            gather = _Gather(partial(self._expire, key), facts.get("or_gone") is True)
+            self._gathers[key] = gather
+            if gather.or_gone:
+                gather.values = dict.fromkeys(self._gone, b"null")
+        if rank in gather.values:
+            raise ValueError("a second value")
+        if timeout_s is not None:
+            ends_at = time.monotonic() + timeout_s
+            self._timers[gather.expire] = min(ends_at, self._timers.get(gather.expire, ends_at))
+        gather.values[rank] = value
+        if facts.get("calls") is True and key not in self._news:
+            self._news[key] = encode("called", key=key)
+            others = [each for each in range(self.world_size) if each not in gather.values]
+            self._tell(others, self._news[key])
+        self._complete(key)
 
-    def expire(self, now: float) -> None:
+    def _complete(self, key: str) -> None:
+        """Answer all, if no member is missing."""
+        if len(self._gathers[key].values) == self.world_size:
+            values = listed(self._end(key))
+            self._tell(range(self.world_size), encode("gathered", values, key=key))
+
+    def _expire(self, key: str) -> None:
         """Answer the members whose wait has lasted too long, with the ranks that are missing."""
-        for key in [key for key, each in self._gathers.items() if each.deadline <= now]:
-            values = self._gathers.pop(key).values
-            missing = [rank for rank in range(self.world_size) if rank not in values]
-            self._late[key] = encode("no_answer", key=key, missing=missing)
-            self._tell(values, self._late[key])
+        values = self._end(key)
+        missing = [rank for rank in range(self.world_size) if rank not in values]
+        self._late[key] = encode("no_answer", key=key, missing=missing)
+        self._tell(values, self._late[key])
+
+    def _end(self, key: str) -> dict[int, bytes]:
+        """Forget a gather. Returns its values, by rank."""
+        gather = self._gathers.pop(key)
+        self._timers.pop(gather.expire, None)
+        self._news.pop(key, None)
+        return gather.values
 
     def _tell(self, ranks: Iterable[int], line: bytes) -> None:
         """Send members a line, which is encoded once. Those that are gone get none."""
         for rank in ranks:
             if (member := self.members.get(rank)) is not None:
                 member.send(line)
-
-    def _gather(self, rank: int, facts: dict[str, Any], value: bytes, now: float) -> None:
-        """Every member gives a value, and gets those of all."""
-        key, timeout_s = facts["key"], facts["timeout_s"]
-        if key in self._late:
-            self._tell([rank], self._late[key])
-            return
-        gather = self._gathers.setdefault(key, _Gather())
-        if rank in gather.values:
-            raise ValueError("a second value")
-        gather.deadline = min(gather.deadline, _NEVER if timeout_s is None else now + timeout_s)
-        gather.values[rank] = value
-        if facts.get("or_gone") is True and not gather.or_gone:
-            gather.or_gone = True
-            gather.values |= dict.fromkeys(self._gone - gather.values.keys(), b"null")
-        if facts.get("calls") is True and not gather.calls:
-            gather.calls = True
-            others = [each for each in range(self.world_size) if each not in gather.values]
-            self._tell(others, encode("called", key=key))
-        self._complete(key)
-
-    def _complete(self, key: str) -> None:
-        """Answer all, if no member is missing."""
-        values = self._gathers[key].values
-        if len(values) == self.world_size:
-            del self._gathers[key]
-            self._tell(range(self.world_size), encode("gathered", listed(values), key=key))
 
 
 class Message(NamedTuple):
@@ -168,23 +206,20 @@ class Message(NamedTuple):
 class ChannelServer:
     """The server for `world_size` ranks, on `listener`. Its selector's data are listeners and peers.
 
-    Args:
-        listener: a socket that listens, and that this object does not close.
-        key: the job's, which only its members have.
-
-    Attributes:
-        value_limit: the most bytes of a line with a value, of those that connect from now on.
+    It closes `listener`. Only the job's members have `key`.
     """
 
-    value_limit = VALUE_LIMIT
+    value_limit = VALUE_LIMIT  # bytes of a line with a value, of those that connect from now on
 
     def __init__(
-        self, listener: socket.socket, key: str, world_size: int, selector: selectors.BaseSelector
+        self, listener: socket.socket, key: str, world_size: int, selector: TimedSelector
     ) -> None:
         self.world_size, self.key = world_size, key
-        self._listener, self._selector = listener, selector
+        self._listener, self.selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
-        self._groups = [Group(world_size)]  # that of the ranks, and those of their n-th scripts
+        self._groups = [
+            Group(world_size, selector)
+        ]  # that of the ranks, and those of their n-th scripts
         self._ranks = self._groups[0].members
         self._scripts: dict[int, Peer] = {}  # the present ones
         self._num_scripts = [0] * world_size  # that each rank has had
@@ -195,7 +230,8 @@ class ChannelServer:
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
             self._forget(peer).close()
-        self._selector.unregister(self._listener)
+        self.selector.unregister(self._listener)
+        self._listener.close()
 
     @property
     def connected(self) -> KeysView[int]:
@@ -206,16 +242,6 @@ class ChannelServer:
     def has_members(self) -> bool:
         """Whether any process that belongs to the job is connected."""
         return any(group.members for group in self._groups)
-
-    @property
-    def next_deadline(self) -> float:
-        """When to call `expire`, by time.monotonic(); infinite if nothing waits."""
-        return min(group.next_deadline for group in self._groups)
-
-    def expire(self) -> None:
-        """Answer what has waited for too long."""
-        for group in self._groups:
-            group.expire(time.monotonic())
 
     def send(self, rank: int, kind: str, *, to_script: bool = False, **facts: object) -> None:
         """Send a message to a rank, or to its script, if that is connected."""
@@ -246,10 +272,9 @@ class ChannelServer:
         try:
             chunk = data.connection.recv(CHUNK)
             for line in data.lines.split(chunk):
-                if (message := self._take(data, line, now)) is not None:
-                    messages.append(message)
-                    if message.kind in HANDED_OVER:  # what follows is no message
-                        return messages
+                messages += self._take(data, line, now)
+                if messages and messages[-1].kind in HANDED_OVER:  # what follows is no message
+                    return messages
         except BlockingIOError:
             return []
         except OSError as error:
@@ -277,7 +302,7 @@ class ChannelServer:
                 if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
                     return []
                 # The selector would report the socket without end. Now it reports only its errors.
-                self._selector.modify(listener, selectors.EVENT_WRITE, listener)
+                self.selector.modify(listener, selectors.EVENT_WRITE, listener)
                 full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
                 return [full] if listener is self._listener else []
             now = time.monotonic()
@@ -288,58 +313,55 @@ class ChannelServer:
                 if not is_late and len(self._strangers) < PER_RANK * self.world_size + STRANGERS:
                     break
                 self._forget(oldest).close()
-            peer = Peer(connection, self._selector, now)
+            peer = Peer(connection, self.selector, now)
             self._strangers[peer] = None
             connection.setblocking(False)
             notice_silence(connection)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self.selector.register(connection, selectors.EVENT_READ, peer)
             peer.send(encode("challenge", challenge=peer.challenge))
         return []
 
-    def _take(self, peer: Peer, line: bytes, now: float) -> Message | None:
+    def _take(self, peer: Peer, line: bytes, now: float) -> list[Message]:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         facts, value = decode(line)
-        if peer.rank is None:
-            return self._introduce(peer, facts, now)
-        kind = facts.pop("type")
-        if not is_valid(kind, facts):
+        rank, kind = peer.rank, facts.pop("type")
+        if rank is None:
+            return self._introduce(peer, kind, facts, now)
+        if not is_valid(kind, facts) or bool(value) is not (kind in ("gather", "answer")):
             raise ValueError(kind)
-        if kind == "answer":
-            facts["body"] = value
-        elif bool(value) is not (kind == "gather"):
-            raise ValueError(kind)
-        if kind in ("done", "exited") and not peer.group and peer.rank not in self._scripts:
+        if kind in ("done", "exited") and not peer.group and rank not in self._scripts:
             # The rank has ended before its script came.
             for group in self._groups[1:]:
-                group.lose(peer.rank)
+                group.lose(rank)
         if kind in _AGREEMENTS:
-            self._groups[peer.group].receive(peer.rank, kind, facts, value, now)
+            self._groups[peer.group].receive(rank, kind, facts, value)
             if kind != "claim":
-                return None
-            facts = {}
-        return Message(peer.rank, kind, facts, now, from_script=peer.group > 0)
+                return []
+        elif kind == "answer":
+            facts["body"] = value
+        return [Message(rank, kind, facts, now, from_script=peer.group > 0)]
 
-    def _introduce(self, peer: Peer, facts: dict[str, Any], now: float) -> Message | None:
+    def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Message]:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
-        kind = facts["type"]
+        peer.lines.limit = self.value_limit + LINE_LIMIT
         # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
         if kind in VIEWS and peer.connection.family == socket.AF_UNIX:
-            return Message(-1, kind, {"viewer": peer}, now)
-        rank = facts["rank"]
-        is_rank = type(rank) is int and 0 <= rank < self.world_size
-        if not is_rank or kind not in ("hello", *HANDED_OVER):
+            return [Message(-1, kind, {"viewer": peer}, now)]
+        rank, role = facts["rank"], facts.get("role", RANK)
+        # The time of this comparison reveals nothing: every connection has another challenge.
+        is_proved = facts["proof"] == member_proof(self.key, peer.challenge, role, rank)
+        if not is_proved or rank not in range(self.world_size):
             raise ValueError(rank)
-        role, proof = check_introduction(self.key, peer.challenge, facts)
-        if kind != "hello":
-            handed = {}
-            if kind == "output":
-                handed = {"stream": facts["stream"], "host": str(facts["host"])}
-                if handed["stream"] not in STREAMS:
-                    raise ValueError(handed)
+        proof = server_proof(self.key, facts["challenge"])
+        if kind in HANDED_OVER:
+            handed = {each: facts[each] for each in ("stream", "host") if kind == "output"}
+            if handed.get("stream", 1) not in STREAMS:
+                raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
-            return Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)
-        if (rank in self._ranks) is (role == RANK):  # a second rank, or a script without its rank
+            return [Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)]
+        # No second rank, and no script without its rank.
+        if kind != "hello" or (rank in self._ranks) is not (role == SCRIPT):
             raise ValueError(rank)
         number = 0  # of its group: that of the ranks, or that of all ranks' n-th scripts
         if role == SCRIPT:
@@ -350,14 +372,13 @@ class ChannelServer:
             self._num_scripts[rank] += 1
             number = self._num_scripts[rank]
         if number == len(self._groups):
-            self._groups.append(Group(self.world_size))
+            self._groups.append(Group(self.world_size, self.selector))
         self._groups[number].members[rank] = peer
-        peer.rank, peer.group, peer.limit = rank, number, self.value_limit
-        peer.lines.limit = self.value_limit + LINE_LIMIT
+        peer.rank, peer.group = rank, number
         del self._strangers[peer]
         peer.send(encode("received", proof=proof, group=number))
         self._groups[number].enter(rank)
-        return None
+        return []
 
     def _forget(self, peer: Peer) -> socket.socket:
         self._strangers.pop(peer, None)
@@ -365,5 +386,5 @@ class ChannelServer:
             if peer.group:
                 del self._scripts[peer.rank]
             del self._groups[peer.group].members[peer.rank]
-        self._selector.unregister(peer.connection)
+        self.selector.unregister(peer.connection)
         return peer.connection

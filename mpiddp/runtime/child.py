@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import STOPPED, UserError
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
-from mpiddp.paths import cause_of, check_program, named_by
-from mpiddp.protocol.channel import LINE_LIMIT, Lines, recorded_error
+from mpiddp.paths import cause_of, check_program, named_by, read_limited
+from mpiddp.protocol.channel import LINE_LIMIT, Lines
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.text import escaped
@@ -328,7 +328,7 @@ class Child:
         if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
             error, traceback = reason["error"], reason["traceback"]
             return Ending(reason["code"], error, traceback, reason["is_verdict"])
-        return ending._replace(sentence=recorded_error(os.environ.get(ERROR_FILE, "")))
+        return ending._replace(sentence=_recorded_error(os.environ.get(ERROR_FILE, "")))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:
@@ -359,3 +359,15 @@ def _begin(agent: int, *, takes_terminal: bool) -> None:
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         os.tcsetpgrp(0, os.getpid())
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+
+
+def _recorded_error(path: str) -> str:
+    """The error in the file that torch.distributed's `@record` writes, "" if there is none.
+
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    try:
+        recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
+        return str(recorded["message"] if isinstance(recorded, dict) else recorded)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""

@@ -19,10 +19,9 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
-from mpiddp.launch.control import TimedSelector
 from mpiddp.launch.ranks import Ranks, job_facts
 from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS
-from mpiddp.protocol.server import ChannelServer, Message
+from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
 from mpiddp.protocol.viewers import Console, sockets
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress

@@ -14,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from mpiddp.launch.control import ControlServer, TimedSelector
+from mpiddp.launch.control import ControlServer
 from mpiddp.launch.output import JobOutput
 from mpiddp.protocol.channel import INPUT, STREAMS, is_shown
+from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 

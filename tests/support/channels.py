@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import tempfile
 import threading
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mpiddp.protocol.channel import RANK
-from mpiddp.protocol.server import ChannelServer
+from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
@@ -52,7 +51,7 @@ def serving(world_size: int) -> Iterator[Server]:
     """A server that a thread runs."""
     with (
         socket.create_server(("127.0.0.1", 0), backlog=64) as listener,
-        selectors.DefaultSelector() as selector,
+        TimedSelector() as selector,
     ):
         key = os.urandom(16).hex()
         server = ChannelServer(listener, key, world_size, selector)
@@ -62,7 +61,8 @@ def serving(world_size: int) -> Iterator[Server]:
             while not is_over.is_set():
                 for ready, _ in selector.select(0.01):
                     server.receive(ready.data)
-                server.expire()
+                for end_a_wait in selector.due():
+                    end_a_wait()
 
         thread = threading.Thread(target=run)
         thread.start()

@@ -26,9 +26,8 @@ from mpiddp.bench.ranks.training import (
     synthetic_order,
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
-from mpiddp.protocol.channel import PHASES
 from mpiddp.train.datasets import Batch, Data, batches
-from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.measure import PHASES, STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.order import Order
 from mpiddp.train.step import learning_rate
 from mpiddp.train.train import fit, open_checkpoints

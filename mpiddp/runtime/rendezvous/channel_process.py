@@ -7,7 +7,6 @@ the other ranks meanwhile. It needs the standard library alone.
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -16,12 +15,11 @@ import time
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.protocol.server import PER_RANK, ChannelServer
+from mpiddp.protocol.server import NEVER, PER_RANK, ChannelServer, TimedSelector
 
 # A batch system and a terminal signal every process of a job, and the ranks may still save.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
-_NEVER = float("inf")
 
 # Without `site`, whose .pth files may cost more than this process.
 _CODE = (
@@ -58,26 +56,25 @@ def main() -> None:
         os._exit(0)
     key, file, world_size = sys.stdin.read(), int(sys.argv[2]), int(sys.argv[3])
     allow_open(PER_RANK * world_size + OPEN_BESIDES)
-    with socket.socket(fileno=file) as listener, selectors.DefaultSelector() as selector:
-        serve(ChannelServer(listener, key, world_size, selector), selector)
+    with socket.socket(fileno=file) as listener, TimedSelector() as selector:
+        serve(ChannelServer(listener, key, world_size, selector))
 
 
-def serve(server: ChannelServer, selector: selectors.BaseSelector) -> None:
+def serve(server: ChannelServer) -> None:
     """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
-    ends_at = _NEVER
+    ends_at = NEVER
     while not (is_gone and not server.has_members) and time.monotonic() < ends_at:
-        deadline = min(server.next_deadline, ends_at)
-        wait_s = None if deadline == _NEVER else max(0.0, deadline - time.monotonic())
-        for key, _ in selector.select(wait_s):
-            for message in server.receive(key.data):
+        for data in server.selector.ready(ends_at):
+            for message in server.receive(data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()
                 elif message.rank == 0 and not message.from_script:
                     has_left |= message.kind == "leave"
                     is_gone |= message.kind == "lost"
-        if is_gone and not has_left and ends_at == _NEVER:
+        if is_gone and not has_left and ends_at == NEVER:
             # It serves torch's store, without which the others form no process group.
             server.send_all("lost")
             ends_at = time.monotonic() + _LAST_S
-        server.expire()
+        for end_a_wait in server.selector.due():
+            end_a_wait()

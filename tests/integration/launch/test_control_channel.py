@@ -21,12 +21,12 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer, TimedSelector
+from mpiddp.launch.control import ControlServer
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.protocol.server import Message
+from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS
 from tests.support.channels import place_to_listen
 from tests.support.errors import error

@@ -6,7 +6,6 @@ python -m pytest tests/integration/runtime/test_job_channel.py
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from mpiddp.protocol.channel import (
     encode,
     member_proof,
 )
-from mpiddp.protocol.server import ChannelServer, Message
+from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.world import World
@@ -48,7 +47,7 @@ class Job:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self.listener.getsockname()[1]
-        self.selector = selectors.DefaultSelector()
+        self.selector = TimedSelector()
         self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
         self.messages: list[Message] = []
         self.news: dict[Coordinator, list[dict[str, Any]]] = {}
@@ -71,7 +70,8 @@ class Job:
         while self._runs.is_set():
             for key, _ in self.selector.select(0.01):
                 self.messages += self.server.receive(key.data)
-            self.server.expire()
+            for end_a_wait in self.selector.due():
+                end_a_wait()
 
     def connect(self, rank: int, role: str = RANK) -> Coordinator:
         server = Server(f"127.0.0.1:{self.port}", KEY)
@@ -104,7 +104,6 @@ class Job:
         self.pause()
         self.server.close()
         self.selector.close()
-        self.listener.close()
         self._pool.shutdown()
 
 
@@ -172,7 +171,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
     first, second, third = job.all()
     second.give("left", None)
     waits = job.call(first.all_gather_json, None, key="left", timeout_s=600, or_gone=True)
-    until(lambda: job.server.next_deadline < float("inf"))
+    until(lambda: job.selector.next_at < float("inf"))
     cut(third)
     assert waits.result(PATIENCE_S) == [None] * 3
     again = job.call(second.all_gather_json, 2, key="again", timeout_s=600, or_gone=True)
@@ -184,7 +183,7 @@ def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -
     channels = job.all()
     never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600, unless_failed=True)
     waits = job.call(never)
-    until(lambda: job.server.next_deadline < float("inf"))
+    until(lambda: job.selector.next_at < float("inf"))
     claims = [job.call(each.claim_first_failure) for each in channels]
     assert sorted(claim.result(PATIENCE_S) for claim in claims) == [False, False, True]
     assert isinstance(waits.exception(PATIENCE_S), AnotherFailed)
@@ -241,7 +240,7 @@ def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
     """What has arrived meanwhile counts before the time does."""
     first, second, third = job.all()
     early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.5)
-    until(lambda: job.server.next_deadline < float("inf"))
+    until(lambda: job.selector.next_at < float("inf"))
     job.pause()
     others = [
         job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=0.5)
@@ -269,7 +268,7 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
         job.call(first.all_gather_json, 0, key="key", timeout_s=600),
         job.call(first.all_gather_json, 0, key="another", timeout_s=600),
     ]
-    until(lambda: job.server.next_deadline < float("inf"))
+    until(lambda: job.selector.next_at < float("inf"))
     job.close()
     assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
     with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):

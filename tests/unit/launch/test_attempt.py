@@ -22,7 +22,7 @@ import pytest
 from mpiddp.errors import FAILED
 from mpiddp.launch import attempt, watch
 from mpiddp.launch.attempt import Attempt, Event
-from mpiddp.launch.control import ControlServer, SignalQueue, TimedSelector
+from mpiddp.launch.control import ControlServer, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -31,7 +31,7 @@ from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
 from mpiddp.protocol.channel import RANK, UNIX, encode, member_proof
-from mpiddp.protocol.server import Message
+from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer, TimedSelector
+from mpiddp.launch.control import ControlServer
 from mpiddp.protocol.channel import RANK, SCRIPT, encode
-from mpiddp.protocol.server import Message
+from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.coordinator import Coordinator

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 import pytest
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
-from mpiddp.launch.control import ControlServer, Exchange, TimedSelector
+from mpiddp.launch.control import ControlServer, Exchange
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, value_mac
+from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
 from mpiddp.runtime.job.connection import Server
