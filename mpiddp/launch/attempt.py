@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +16,10 @@ from enum import Enum, IntEnum, unique
 from typing import Any
 
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.control import STOP_SIGNALS, ControlServer, Exchange, SignalQueue
+from mpiddp.launch.control import ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.plan import LONGEST_NEWS
 from mpiddp.launch.ranks import Ranks, job_facts, status_lines
 from mpiddp.launch.verdict import History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
@@ -57,7 +56,8 @@ class Attempt:
     """An attempt whose mpirun has just started: its state, and its loop.
 
     stop_at: when --stop-after is over, in time.monotonic()'s seconds. exchange: of the function that every
-    rank runs, if it is no script. search: begins the search for hosts that can join, with `--grow`.
+    rank runs, if it is no script. search: begins the search for hosts that can join, with `--grow`, see
+    `mpiddp.launch.plan.search_hosts`.
     """
 
     options: LaunchOptions
@@ -69,7 +69,7 @@ class Attempt:
     console: Console = field(default_factory=Console)
     stop_at: float = float("inf")
     exchange: Exchange | None = None
-    search: Callable[[], socket.socket] | None = None
+    search: Callable[[], tuple[list[str], threading.Event]] | None = None
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -78,8 +78,8 @@ class Attempt:
         self._phase = Phase.STARTING
         self._stop_reason, self._stopping_since = "", 0.0
         self._stacks = Stacks(self.ranks, self.server, self.console)
-        self._news: socket.socket | None = None  # of the search
-        self._found = ""  # a host that can join, and how
+        self._found: list[str] = []  # by the search: hosts that can join
+        self._has_ended = threading.Event()
         start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._start_timeout_s = self._join_timeout_s = start_timeout_s
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
@@ -110,27 +110,17 @@ class Attempt:
             blocked = "cannot be killed: they are blocked in the kernel."
             self.output.log(f"processes {left} {blocked}", is_error=True)
         is_all_shown = self._receive_last_output()
-        if self._news is not None:
-            self._news.close()
+        self._has_ended.set()
         return is_all_shown
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
-        ready = self._timers.ready(until)
-        for data in ready:
-            if data is self._news:
-                if found := self._news.recv(LONGEST_NEWS).decode():
-                    self._found = found
-                    self.on(Event.HOST_FOUND)
-                else:  # an error has ended the search
-                    self._timers.unregister(self._news)
-            elif data is not self.signals:
-                for message in self.server.receive(data):
-                    self.on_message(message)
+        for data in self._timers.ready(until):
+            for message in self.server.receive(data) if data is not self.signals else ():
+                self.on_message(message)
         # After the messages, which the signal's sender may have reacted to.
-        for number in self.signals.receive() if self.signals in ready else ():
-            if number in STOP_SIGNALS:
-                self.on_signal(number)
+        for number in self.signals.receive():
+            self.on_signal(number)
         for event in self._timers.due():
             event() if callable(event) else self.on(event)
 
@@ -256,13 +246,14 @@ class Attempt:
         self._enter(Phase.RUNNING)
         self._see_steps()
         if self.search is not None:
-            self._news = self.search()
-            self._timers.register(self._news, selectors.EVENT_READ, self._news)
+            self._found, self._has_ended = self.search()
 
     def _see_steps(self) -> None:
         """Look at the running job, and at its stacks if the watch wants them."""
         if self.ranks.all_done:
             return
+        if self._found:
+            self._grow(self._found.pop())
         now, watch = time.monotonic(), self.watch
         if sentence := watch.judge_steps(now):
             self.output.log(sentence)
@@ -281,15 +272,15 @@ class Attempt:
         if sentences and self.options.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
-    def _grow(self) -> None:
+    def _grow(self, found: str) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
         if self.history.stop or self.ranks.done or self.ranks.is_full:
             return
         if why_not := self.ranks.why_not_resumable:
             so = "so the job continues without a restart."
-            self.output.log(f"{self._found}, but {why_not}, {so}")
+            self.output.log(f"{found}, but {why_not}, {so}")
         else:
-            self.output.log(f"{self._found}: stopping to restart.")
+            self.output.log(f"{found}: stopping to restart.")
             self.history.stop = Stop.TO_GROW
             self.server.request_stop(*self.server.connected)
 
@@ -384,7 +375,6 @@ class Event(Enum):
     STARTED      = _A._await_rest,    __,              __,              __,            __
     FIRST_JOINED = __,                _A._await_rest,  __,              __,            __
     ALL_JOINED   = __,                _A._run_on,      __,              __,            __
-    HOST_FOUND   = __,                __,              _A._grow,        __,            __
     LAST_STEP    = __,                __,              _A._begin_grace, __,            __
     FAILED       = _A._fail,          _A._fail,        _A._fail,        _A._fail,      __
     STOP         = _A._ask_all,       _A._ask_all,     _A._ask_all,     _A._ask_all,   __

@@ -66,15 +66,16 @@ class SignalQueue:
             self._interrupts = False
 
     def receive(self) -> list[int]:
-        """The signals that are new. A stop signal that only repeats an equal one is left out."""
+        """The stop signals that are new, without those that only repeat an equal one."""
+        numbers = b""
         with suppress(BlockingIOError):
-            return [each for each in os.read(self._receiver, 4096) if self._is_new(each)]
-        return []
+            numbers = os.read(self._receiver, 4096)
+        return [number for number in numbers if number in STOP_SIGNALS and self._is_new(number)]
 
     def _is_new(self, number: int) -> bool:
         now = time.monotonic()
         repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
-        if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) < repeat_s:
+        if now - self._first_at.get(number, -repeat_s) < repeat_s:
             return False
         self._first_at[number] = now
         return True
@@ -82,7 +83,7 @@ class SignalQueue:
     def has_stop(self, within_s: float) -> bool:
         """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
         deadline = time.monotonic() + within_s
-        while not any(number in STOP_SIGNALS for number in self.receive()):
+        while not self.receive():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False

@@ -5,10 +5,7 @@ options -> read_hosts -> run_preflight -> choose -> with_slots -> place -> find_
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import socket
 import sys
 import threading
 from collections.abc import Collection, Mapping
@@ -34,8 +31,6 @@ from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 
-LONGEST_NEWS = 1 << 16  # bytes of a sentence about hosts that can join
-_LONGEST_PAUSE_S = 1e6  # poll accepts some weeks
 # This Python. Links are not resolved: its path identifies a virtual environment.
 PYTHON = Path(sys.executable).absolute()
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
@@ -244,25 +239,24 @@ def variables_of_ranks(
 # --- hosts that can join a running job ---
 
 
-def search_hosts(options: LaunchOptions, plan: Plan, avoided: Collection[str]) -> socket.socket:
-    """Search every `--grow` for hosts that can join the job, until the returned socket is closed.
+def search_hosts(
+    options: LaunchOptions, plan: Plan, avoided: Collection[str]
+) -> tuple[list[str], threading.Event]:
+    """Search every `--grow` for hosts that can join the job, until the returned event is set.
 
-    What a search has found is a message on it: "node1 can join". A search reads files, resolves names and
-    logs in to hosts, any of which may hang. So a thread searches, which ends with the process.
+    What a search has found is added to the returned list: "node1 can join". A search reads files, resolves
+    names and logs in to hosts, any of which may hang. So a thread searches, which ends with the process.
     """
-    receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pause_s = min(options.grow_s or 0.0, _LONGEST_PAUSE_S)
+    found: list[str] = []
+    is_over = threading.Event()
 
     def search() -> None:
-        is_over = select.poll()
-        is_over.register(sender, select.POLLIN)
-        with sender, contextlib.suppress(OSError):
-            while not is_over.poll(1000 * pause_s):
-                if found := search_once(options, plan, avoided):
-                    sender.send(found.encode()[:LONGEST_NEWS])
+        while not is_over.wait(options.grow_s):
+            if news := search_once(options, plan, avoided):
+                found.append(news)
 
     threading.Thread(target=search, daemon=True).start()
-    return receiver
+    return found, is_over
 
 
 def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:

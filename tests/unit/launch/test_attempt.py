@@ -64,10 +64,6 @@ class Job:
     def say(self, rank: int, kind: str, **facts: Any) -> None:
         self.attempt.on_message(Message(rank, kind, facts, time.monotonic()))
 
-    def find(self, found: str) -> None:
-        self.attempt._found = found
-        self.attempt.on(Event.HOST_FOUND)
-
     def connect(self, rank: int) -> None:
         """Connect a rank that never says anything."""
         connection = socket.socket(socket.AF_UNIX)
@@ -295,14 +291,14 @@ def test_a_job_grows_up_to_the_ranks_that_it_can_use(
     jobs: list[Job], max_ranks: int | None, grows: bool
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
-    job.find("c can join")
+    job.attempt._grow("c can join")
     assert (job.attempt.history.stop == Stop.TO_GROW) == grows
     assert ("c can join: stopping to restart." in job.said) == grows
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
-    job.find("c can join")
+    job.attempt._grow("c can join")
     assert Event.SEE_GRACE not in job.timers  # a step may take long
     job.say(0, "stopped", step=3)
     job.say(0, "exited")
