@@ -53,12 +53,7 @@ class Phase(IntEnum):
 
 @dataclass(eq=False)
 class Attempt:
-    """An attempt whose mpirun has just started: its state, and its loop.
-
-    stop_at: when --stop-after is over, in time.monotonic()'s seconds. exchange: of the function that every
-    rank runs, if it is no script. search: begins the search for hosts that can join, with `--grow`, see
-    `mpiddp.launch.plan.search_hosts`.
-    """
+    """An attempt whose mpirun has just started: its state, and its loop."""
 
     options: LaunchOptions
     ranks: Ranks
@@ -67,9 +62,9 @@ class Attempt:
     output: JobOutput
     signals: SignalQueue
     console: Console = field(default_factory=Console)
-    stop_at: float = float("inf")
-    exchange: Exchange | None = None
-    search: Callable[[], tuple[list[str], threading.Event]] | None = None
+    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
+    exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
+    search: Callable[[], tuple[list[str], threading.Event]] | None = None  # with --grow
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -89,10 +84,7 @@ class Attempt:
     # --- the loop ---
 
     def run(self) -> bool:
-        """Wait and act until no process of the job is left here. Whether all its output is copied.
-
-        A terminal may be stopped, and a second signal then ends the wait.
-        """
+        """Wait and act until no process of the job is left here. Whether all its output is copied."""
         self._timers.register(self.signals, selectors.EVENT_READ, self.signals)
         if (viewers := self.console.listener) is not None:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
@@ -141,7 +133,7 @@ class Attempt:
         return is_finished
 
     def _may_wait_since(self, began_at: float) -> bool:
-        """Whether a terminal that is stopped may delay the end. A signal may arrive meanwhile."""
+        """Whether a terminal that is stopped may delay the end. A second signal ends the wait."""
         limit_s = AT_ONCE_S if self.history.stop is Stop.AT_ONCE else OUTPUT_S
         return self.history.stop is Stop.NONE or time.monotonic() <= began_at + limit_s
 
@@ -274,7 +266,8 @@ class Attempt:
 
     def _grow(self, found: str) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
-        if self.history.stop or self.ranks.done or self.ranks.is_full:
+        most = self.ranks.announcement.max_ranks
+        if self.history.stop or self.ranks.done or (most and self.ranks.world_size >= most):
             return
         if why_not := self.ranks.why_not_resumable:
             so = "so the job continues without a restart."

@@ -47,10 +47,11 @@ def open_closed_streams() -> None:
 
 @dataclass(eq=False, kw_only=True)
 class _Stream(Source):
-    """A stream of a rank, or what mpirun itself writes (MPIRUN)."""
+    """A stream of a rank, or what mpirun itself writes: MPIRUN, or MPIRUN_AT_END, which is held."""
 
     file: socket.socket | IO[bytes]
     number: int
+    held: bytes = b""
 
 
 class JobOutput:
@@ -67,8 +68,9 @@ class JobOutput:
         stdout, stderr = (Screen(each, STREAMS[each], is_shared=world_size > 1) for each in (1, 2))
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
+        # One terminal has room for a status.
+        self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
         self._of_mpirun: list[_Stream] = []
-        self._held = {1: bytearray(), 2: bytearray()}  # of mpirun, since the job began to end
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._said: dict[str, str] = {}  # the sentences of the launcher, by what they are about
         self._sentences: deque[str] = deque()  # of these, that are not shown yet
@@ -76,7 +78,7 @@ class JobOutput:
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
-        self._has_begun_to_end = self._is_ending = False
+        self._is_ending = False
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
@@ -117,16 +119,10 @@ class JobOutput:
         `--quiet` leaves errors alone.
         """
         is_new = (about or sentence) not in self._said
-        self._said.setdefault(about or sentence, sentence)
         if is_new and (is_error or not log.is_quiet):
+            self._said[about or sentence] = sentence
             self._sentences.append(sentence)
             os.eventfd_write(self._wake, 1)
-
-    @property
-    def shows_status(self) -> bool:
-        """Whether stdout and stderr are one terminal, which has room for a status."""
-        is_one = self._screens[1] is self._screens[2]
-        return is_one and self._screens[2].is_terminal and not log.is_quiet
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""
@@ -136,7 +132,8 @@ class JobOutput:
 
     def begin_end(self) -> None:
         """The job stops or has failed: what mpirun prints from now on waits for the verdict."""
-        self._has_begun_to_end = True
+        for stream in self._of_mpirun:
+            stream.rank = MPIRUN_AT_END
         self.show_status([])
 
     @property
@@ -156,20 +153,15 @@ class JobOutput:
         return sorted({each.rank for each in self._of_ranks()})
 
     @property
-    def copied_at(self) -> float:
-        """When something was copied last, by time.monotonic(): now, while a reader delays it.
-
-        Never, if the thread has ended: it copies nothing more.
-        """
-        if not self._thread.is_alive():
-            return float("-inf")
-        return self._copied_at if self._busy_since is None else time.monotonic()
-
-    @property
     def blocked_s(self) -> float:
         """For how long the thread has been in one turn, as while nobody reads what it writes, in seconds."""
-        since = self._busy_since
+        since = self._busy_since if self._thread.is_alive() else None
         return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def copied_at(self) -> float:
+        """When something was copied last, by time.monotonic(): now, while a reader delays it."""
+        return time.monotonic() if self.blocked_s else self._copied_at
 
     def give_up(self) -> None:
         """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
@@ -179,10 +171,9 @@ class JobOutput:
                 each.file.shutdown(socket.SHUT_RDWR)
 
     def finish(self, within_s: float) -> bool:
-        """No process of the job is left: end after what mpirun's pipes still hold.
+        """No process of the job is left: end after what mpirun's pipes still hold, and whether all is copied.
 
-        Returns:
-            Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it.
+        A terminal that is stopped by Ctrl-S delays it.
         """
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
@@ -199,11 +190,10 @@ class JobOutput:
         """
         left_out = b""
         for stream in self._of_mpirun:
-            text = bytes(self._held[stream.number])
             if is_said and not self._shows_end:
-                left_out += text
-            elif text.strip():
-                self._screens[stream.number].show(stream, text)
+                left_out += stream.held
+            elif stream.held.strip():
+                self._screens[stream.number].show(stream, stream.held)
         for screen in set(self._screens.values()):
             screen.close()
         self._poll.close()
@@ -248,7 +238,7 @@ class JobOutput:
         screen.show_status(self._status)
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
-        """Take what a stream has brought. False at its end."""
+        """Take what a stream has brought, and keep the end of that. False at its end."""
         try:
             chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
@@ -257,15 +247,17 @@ class JobOutput:
             return False
         if not chunk:
             return False
-        is_held = self._has_begun_to_end and stream.rank == MPIRUN
-        self._note(MPIRUN_AT_END if is_held else stream.rank, stream.number, chunk)
-        if is_held:
-            held = self._held[stream.number]
-            held += chunk
-            if len(held) <= _TAIL:
+        self.latest[stream.rank] = (self.latest.get(stream.rank, b"") + chunk)[-_LATEST:]
+        if stream.number == 2:
+            self._tail.append((stream.rank, chunk))
+            self._tail_size += len(chunk)
+            while self._tail_size > _TAIL:
+                self._tail_size -= len(self._tail.popleft()[1])
+        if stream.rank == MPIRUN_AT_END:
+            chunk, stream.held = stream.held + chunk, b""
+            if len(chunk) <= _TAIL:
+                stream.held = chunk
                 return True
-            chunk = bytes(held)
-            held.clear()
         self._screens[stream.number].show(stream, chunk)
         return True
 
@@ -274,15 +266,6 @@ class JobOutput:
         if stream.rank >= 0:
             stream.file.close()
             self._screens[stream.number].end(stream)
-
-    def _note(self, rank: int, number: int, text: bytes) -> None:
-        """Keep the end of what is printed."""
-        self.latest[rank] = (self.latest.get(rank, b"") + text)[-_LATEST:]
-        if number == 2:
-            self._tail.append((rank, text))
-            self._tail_size += len(text)
-            while self._tail_size > _TAIL:
-                self._tail_size -= len(self._tail.popleft()[1])
 
 
 def _send_stdin(connection: socket.socket) -> None:

@@ -5,6 +5,7 @@ options -> read_hosts -> run_preflight -> choose -> with_slots -> place -> find_
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading

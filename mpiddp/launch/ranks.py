@@ -22,23 +22,17 @@ MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, before and after 
 
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`.
-
-    `world_size` is that of the attempt that announced the global batch.
-    """
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
     max_ranks: int | None = None
     run_dir: str = ""
-    world_size: int = 0
+    world_size: int = 0  # of the attempt that announced the global batch
 
     def after(self, later: Announcement) -> Announcement:
         """This one after a later attempt. The first announcement of each kind counts."""
-        known = {name: value for name, value in self._asdict().items() if value}
-        if self.global_batch_size is None:
-            known["world_size"] = later.world_size
-        return later._replace(**known)
+        return later._replace(**{name: value for name, value in self._asdict().items() if value})
 
 
 NOTHING_ANNOUNCED = Announcement()
@@ -107,8 +101,9 @@ class Ranks:
             case "log":
                 self.logs[rank] = facts["path"]
             case "announce":
-                known = {**facts, "resume_args": tuple(facts["resume_args"])}
-                self.announcement = self.announcement._replace(**known, world_size=self.world_size)
+                size = self.world_size if facts["global_batch_size"] else 0
+                known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
+                self.announcement = self.announcement._replace(**known)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
             case "claim":
@@ -145,13 +140,7 @@ class Ranks:
 
     @property
     def all_done(self) -> bool:
-        return len(self.done) == self.world_size
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the job can use no more ranks."""
-        most = self.announcement.max_ranks
-        return most is not None and self.world_size >= most
+        return not self.left
 
     @property
     def why_not_resumable(self) -> str:
