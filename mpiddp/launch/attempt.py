@@ -250,6 +250,7 @@ class Attempt:
         if sentence := watch.judge_steps(now):
             self.output.log(sentence)
         if watch.wants_stacks(now, self.output.copied_at):
+            # A guess interrupts nothing: a rank may only be slow.
             self._stacks.collect(self._judge_stacks, interrupts=bool(self.options.hang_timeout_s))
         if self.output.shows_status:
             attempt = self.console.attempts
@@ -320,12 +321,10 @@ class Attempt:
                 self._end_job(f"{self.history.limit}.")
 
     def _fail(self) -> None:
-        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does.
-
-        Only this process notices a host that has stopped answering.
-        """
+        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
         self.history.failed_in_stop = self.history.stop is Stop.BY_USER
         self._enter(Phase.ENDING)
+        # Only this process notices a host that has stopped answering.
         spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
         self._timers.after(spread_s, self._end_ranks)
         self._timers.after(spread_s + 1.0, self._end_mpirun)
@@ -358,10 +357,7 @@ __ = None
 
 @unique
 class Event(Enum):
-    """What the ranks, the user and the clock do, and what follows in each phase; `__` is nothing.
-
-    Timers whose action does not depend on the phase have none.
-    """
+    """What the ranks, the user and the clock do, and what follows in each phase; `__` is nothing."""
 
     # fmt: off
     #              STARTING           JOINING          RUNNING          STOPPING       ENDING
@@ -372,7 +368,7 @@ class Event(Enum):
     FAILED       = _A._fail,          _A._fail,        _A._fail,        _A._fail,      __
     STOP         = _A._ask_all,       _A._ask_all,     _A._ask_all,     _A._ask_all,   __
     SECOND_STOP  = (_A._kill_now,) * len(Phase)
-    # Timers:
+    # Timers whose action depends on the phase:
     LATE         = _A._end_unstarted, _A._ask_missing, __,              __,            __
     SEE_STEPS    = __,                __,              _A._see_steps,   __,            __
     SEE_GRACE    = __,                __,              __,              _A._see_grace, __

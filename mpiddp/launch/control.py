@@ -93,11 +93,9 @@ class SignalQueue:
 
 @contextmanager
 def queued_signals() -> Iterator[SignalQueue]:
-    """A queue of STOP_SIGNALS, and of SIGCHLD.
-
-    A signal that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
-    """
+    """A queue of STOP_SIGNALS, and of SIGCHLD."""
     queue = SignalQueue()
+    # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
     numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     wakeup = signal.set_wakeup_fd(queue.sender, warn_on_full_buffer=False)
     before = {each: signal.signal(each, queue.handle) for each in (*numbers, signal.SIGCHLD)}
@@ -111,10 +109,9 @@ def queued_signals() -> Iterator[SignalQueue]:
 
 
 class ControlServer(ChannelServer):
-    """The server for `world_size` ranks. It registers with `selector`.
+    """The server for `world_size` ranks, at a free port of an address of this machine.
 
-    where: an address of this machine, of which it takes a free port; for ranks on this host only, the path of
-    a Unix socket in a folder that only this user can open.
+    For ranks on this host only, `where` is the path of a Unix socket in a folder that only this user enters.
     """
 
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:

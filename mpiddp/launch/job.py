@@ -38,8 +38,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
     """Plan the job, run it, and restart it after each failure, at most `--max-restarts` times, and to grow.
 
-    Raises:
-        UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
+    Raises UserError or JobFailed if the first attempt cannot be started.
     """
     plan = make_plan(options, os.environ)
     stop_at = started_at + (options.stop_after_s or float("inf"))

@@ -114,10 +114,7 @@ class JobOutput:
         self._poll.register(stream.file, select.EPOLLIN)
 
     def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
-        """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`.
-
-        `--quiet` leaves errors alone.
-        """
+        """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`."""
         is_new = (about or sentence) not in self._said
         if is_new and (is_error or not log.is_quiet):
             self._said[about or sentence] = sentence
@@ -171,10 +168,7 @@ class JobOutput:
                 each.file.shutdown(socket.SHUT_RDWR)
 
     def finish(self, within_s: float) -> bool:
-        """No process of the job is left: end after what mpirun's pipes still hold, and whether all is copied.
-
-        A terminal that is stopped by Ctrl-S delays it.
-        """
+        """End after what mpirun's pipes still hold. Whether it has: a terminal that is stopped delays it."""
         self._is_ending = True
         os.eventfd_write(self._wake, 1)
         if self._input is not None:
@@ -184,10 +178,7 @@ class JobOutput:
         return not self._thread.is_alive()
 
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
-        """Show what mpirun has said at the end, once all is finished, and close.
-
-        If the verdict says it (`is_said`), it goes to mpirun.log in `log_dir` instead, if any.
-        """
+        """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
         left_out = b""
         for stream in self._of_mpirun:
             if is_said and not self._shows_end:

@@ -31,32 +31,24 @@ class StepTime(NamedTuple):
     cpu_s: float
 
 
-class _Sample(NamedTuple):
-    """The totals of a rank's thread and of its process, at the time of a step."""
-
-    at: float
-    step: int
-    own_s: float
-    cpu_s: float
-
-
 class Pace:
     """The latest steps of one rank."""
 
     def __init__(self) -> None:
         self.memory = 0  # of the process, in bytes
-        self._samples: deque[_Sample] = deque()
+        # The time of a step, its number, and the totals of the rank's thread and of its process.
+        self._samples: deque[tuple[float, int, float, float]] = deque()
         self._phases = (0.0, 0.0)  # steps and own time by the latest report of phases
         self._own_s: float | None = None  # of a step, by the latest two reports of phases
 
     def add(self, at: float, facts: Mapping[str, Any]) -> None:
         """The rank has reported a step, a message "progress"."""
         self.memory = facts["memory"]
-        new, samples = _Sample(at, facts["step"], facts["own_s"], facts["cpu_s"]), self._samples
-        if samples and (new.step <= samples[-1].step or new.own_s < samples[-1].own_s):
+        samples, step, own_s = self._samples, facts["step"], facts["own_s"]
+        if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
             samples.clear()  # the script has begun anew, or another thread makes the steps now
-        samples.append(new)
-        while len(samples) > 2 and samples[1].at <= at - WINDOW_S:
+        samples.append((at, step, own_s, facts["cpu_s"]))
+        while len(samples) > 2 and samples[1][0] <= at - WINDOW_S:
             samples.popleft()
         phases = facts.get("phases", {})
         if phases.get("waiting"):
@@ -69,12 +61,13 @@ class Pace:
     @property
     def step_time(self) -> StepTime | None:
         """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
-        first, last = self._samples[0], self._samples[-1]
-        if last.at <= first.at:
+        began_at, *began = self._samples[0]
+        at, *now = self._samples[-1]
+        if at <= began_at:
             return None
-        steps = last.step - first.step
-        own_s = (last.own_s - first.own_s) / steps if self._own_s is None else self._own_s
-        return StepTime((last.at - first.at) / steps, own_s, (last.cpu_s - first.cpu_s) / steps)
+        steps, own_s, cpu_s = (last - first for first, last in zip(began, now, strict=True))
+        own_s = own_s / steps if self._own_s is None else self._own_s
+        return StepTime((at - began_at) / steps, own_s, cpu_s / steps)
 
 
 class Straggler(NamedTuple):

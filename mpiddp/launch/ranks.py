@@ -55,9 +55,8 @@ class Ranks:
         # The reports of scripts within a command, which explain the rank's own report if that follows.
         self.script_failures: dict[int, Message] = {}
         self.supports_stop: set[int] = set()
-        self.saving: set[int] = set()
+        self.saving: dict[int, float] = {}  # and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
-        self.last_saving_at = 0.0  # when one last began or ended
         self.steps: dict[int, tuple[int, float]] = {}  # and since when
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
@@ -69,11 +68,9 @@ class Ranks:
         rank, kind, facts, at, is_of_script = message
         is_end = kind in ("done", "exited", "failed", "lost")
         if kind in ("saving", "stopped") and facts.get("active", True):
-            self.saving.add(rank)  # a script that has stopped saves, and leaves
-            self.last_saving_at = at
-        elif (is_end or kind == "saving") and rank in self.saving:
-            self.saving.remove(rank)
-            self.last_saved_at = self.last_saving_at = at
+            self.saving[rank] = at  # a script that has stopped saves, and leaves
+        elif (is_end or kind == "saving") and self.saving.pop(rank, None) is not None:
+            self.last_saved_at = at
         # Only the rank knows whether its command succeeds: it may start the script again.
         if is_of_script and is_end:
             if kind == "failed":
@@ -185,10 +182,7 @@ def is_silent(message: Message) -> bool:
 
 
 def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list[str]:
-    """The lines of the status; none before the first step. Times are of the caller's clock, in seconds.
-
-    `straggler` is a sentence about the straggler, "" if there is none.
-    """
+    """The lines of the status; none before the first step. `straggler` is a sentence, "" without one."""
     if not ranks.steps:
         return []
     step, shown = ranks.newest_step, dict(ranks.shown)
@@ -218,10 +212,7 @@ def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list
 
 
 def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
-    """The state of the job and of each rank. Times of a step are means in seconds; memory is in bytes.
-
-    `latest` is the end of what each rank has written.
-    """
+    """The state of the job and of each rank: seconds, and bytes. `latest` ends with the rank's last line."""
     table = [
         _rank_facts(ranks, rank, latest.get(rank, b""), now) for rank in range(ranks.world_size)
     ]
@@ -246,7 +237,6 @@ def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str,
     facts = {
         "rank": rank,
         "host": ranks.host_of(rank),
-        "pid": ranks.started.get(rank, {}).get("pid"),
         "state": next((state for state, of in states.items() if rank in of), "starting"),
         "line": escaped(line[-_LONGEST_LINE:]),
     }

@@ -117,14 +117,10 @@ def verdict(
     mpirun: MpirunEnd,
     history: History,
     *,
-    beside_mpirun: Collection[int] = (),
+    beside_mpirun: Collection[int] = (),  # the ranks on its own host
     printed: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> Outcome:
-    """The verdict, with the known cause of a failure.
-
-    beside_mpirun: the ranks on mpirun's own host. printed: the last lines on stderr of each rank, MPIRUN and
-    MPIRUN_AT_END.
-    """
+    """The verdict, with the known cause of a failure. `printed` is what `JobOutput.last_errors` has kept."""
     first = min(ranks.failures.values(), key=lambda each: _began(ranks, each), default=None)
     found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
         stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.steps)
@@ -195,10 +191,8 @@ def _judge(
 
 
 def _began(ranks: Ranks, message: Message) -> float:
-    """The estimated time when this rank's failure began. The ends of its peers may overtake its report.
-
-    A silent host stopped answering long before it was noticed.
-    """
+    """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
+    # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
     is_consequence = message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"])
@@ -217,10 +211,7 @@ def _is_by_mpirun(failure: Message) -> bool:
 
 
 def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection[int]) -> str:
-    """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none.
-
-    Open MPI does not tell whether it was SIGINT or SIGHUP; it is shielded from SIGTERM.
-    """
+    """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none."""
     failures = ranks.failures.values()
     times = [message.at for message in failures]
     has_others = mpirun.was_ended or ranks.done or ranks.in_mpi_init
@@ -232,7 +223,7 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection
     is_of_daemon = lost and not (mpirun.proves_signals and lost <= set(beside_mpirun))
     if is_of_daemon or not all(map(_is_by_mpirun, failures)):
         return ""
-    if mpirun.proves_signals:
+    if mpirun.proves_signals:  # Open MPI does not tell which; it is shielded from SIGTERM
         return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"
     return signal_name(mpirun.code - 128) if mpirun.code - 128 in _BY_MPIRUN else ""
 

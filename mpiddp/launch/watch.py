@@ -48,14 +48,10 @@ _WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
 
 
 class Watch:
-    """Decides when to ask for the stacks, and what to say. It ends nothing.
+    """Decides once a second whether to ask for the stacks, and what to say. It ends nothing.
 
-    It is asked about once a second. Times are those of the caller's clock, in seconds.
-
-    Args:
-        now: when the attempt began.
-        timeout_s: of --hang-timeout. The job makes no step in so long only if it hangs. None: a guess from
-            the steps. Two samples have to confirm it, as before the first step.
+    With --hang-timeout (`timeout_s`), the job makes no step in so long only if it hangs. Without it, the
+    limit is a guess from the steps: two samples have to confirm it, as before the first step.
     """
 
     def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
@@ -97,10 +93,7 @@ class Watch:
         return found._replace(ranks=ranks).sentence(self._ranks.names(ranks))
 
     def wants_stacks(self, now: float, printed_at: float) -> bool:
-        """Whether to ask for the stacks of all ranks.
-
-        `printed_at`: when a rank has printed something last. It counts until there are steps.
-        """
+        """Whether to ask for the stacks. The last output, at `printed_at`, counts until there are steps."""
         ranks = self._ranks
         step, at = max(ranks.steps.values(), default=(0, 0.0))
         if step != self._step:
@@ -110,7 +103,7 @@ class Watch:
         signs = [since for _, since in ranks.steps.values()]
         if self._timeout_s is None or not signs:  # with --hang-timeout, the steps alone count
             signs = signs if step else [printed_at]
-            signs += [ranks.last_saving_at, *ranks.done.values()]
+            signs += [ranks.last_saved_at, *ranks.saving.values(), *ranks.done.values()]
         quiet_since = max(self._began_at, *signs)
         if quiet_since != self._quiet_since:
             self._quiet_since, self._first = quiet_since, None
@@ -130,13 +123,11 @@ class Watch:
             return stuck_sentences(self._ranks, self._timeout_s)
         places, before = places_of(self._ranks), self._first
         self._first = None if before else (now, places)
-        if before is None:
-            self._sample_at = now + BETWEEN_SAMPLES_S
+        hangs = before is not None and self._hang(*before, now, places)
+        pause_s = self._patience_s if before else BETWEEN_SAMPLES_S
+        self._sample_at = float("inf") if hangs else now + pause_s  # until there is a sign of life
+        if not hangs:
             return []
-        if not self._hang(*before, now, places):
-            self._sample_at = now + self._patience_s
-            return []
-        self._sample_at = float("inf")  # until there is a sign of life
         what = "made a step" if self._step else "made a step or printed anything"
         quiet_s = now - self._quiet_since
         return [f"no rank has {what} for {quiet_s:.0f} s: {places_sentence(self._ranks)}"]
@@ -165,33 +156,26 @@ class Watch:
 
 
 class Stacks:
-    """The collection of all ranks' stacks, one at a time, for viewers and for the launcher itself.
-
-    Attributes:
-        then: what the launcher does with the stacks; None if it does not wait for them.
-    """
+    """The collection of all ranks' stacks, one at a time, for viewers and for the launcher itself."""
 
     def __init__(self, ranks: Ranks, server: ControlServer, console: Console) -> None:
         self._ranks, self._server, self._console = ranks, server, console
-        self._is_on = self._interrupts = False
+        self._timers = server.selector
+        self._interrupts = False
         self._mute: set[int] = set()  # the ranks that have not answered
         self._viewers: list[Peer] = []  # that wait for the stacks
-        self.then: Callable[[], None] | None = None
+        self.then: Callable[[], None] | None = None  # what the launcher does with them
 
     def collect(self, then: Callable[[], None] | None = None, *, interrupts: bool = False) -> None:
-        """Request the stacks, unless they are on their way.
-
-        `interrupts`: scripts that do not answer, for an error line. For a guess, one may only be slow.
-        """
+        """Request the stacks, unless they are on their way. `interrupts`: scripts that do not answer."""
         if then is not None:
             self.then, self._interrupts = then, interrupts
-        if not self._is_on:
-            self._is_on = True
+        if self._report not in self._timers.timers:
             self._ranks.stacks.clear()
             self._mute = self._server.request_stacks() - self._ranks.done.keys()
             limit_s = STACKS_S + INTERRUPTED_S if self._mute else 0.0
-            self._server.selector.after(STACKS_S, self._interrupt)
-            self._server.selector.after(limit_s, self._report)
+            self._timers.after(STACKS_S, self._interrupt)
+            self._timers.after(limit_s, self._report)
 
     def note(self, message: Message) -> None:
         """Take note of a viewer that wants the stacks, of stacks, and of ranks that end."""
@@ -201,7 +185,7 @@ class Stacks:
         is_end = not message.from_script and message.kind in ("exited", "done", "lost")
         if message.kind == "stacks" or is_end:
             self._mute.discard(message.rank)
-            if self._is_on and not self._mute:
+            if not self._mute and self._report in self._timers.timers:
                 self._report()
 
     def _interrupt(self) -> None:
@@ -210,9 +194,9 @@ class Stacks:
 
     def _report(self) -> None:
         """All stacks are there, or the time is over."""
-        self._server.selector.cancel(self._interrupt, self._report)
+        self._timers.cancel(self._interrupt, self._report)
         viewers, then = self._viewers, self.then
-        self._is_on, self._viewers, self.then = False, [], None
+        self._viewers, self.then = [], None
         stacks = {rank: facts["text"] for rank, facts in self._ranks.stacks.items()}
         sentence = places_sentence(self._ranks) if viewers else ""
         for viewer in viewers:
@@ -272,13 +256,11 @@ def places_of(ranks: Ranks) -> dict[int, Place]:
 
 
 def place_of(stacks: Mapping[str, Any] | None) -> Place:
-    """The place by a message "stacks" of a rank; None if it has sent none.
-
-    It is that of the main thread, or of the thread of the script for which the main thread waits.
-    """
+    """The place by a message "stacks" of a rank; None if it has sent none."""
     if stacks is None:
         return Place()
     frames, *others = _threads(stacks["text"])
+    # The main thread's, or that of the thread of the script for which it waits.
     if frames and _JOINS.search(frames[-1][0]):
         of_script = (
             each for each in others if not all(_OF_LIBRARIES.search(frame[0]) for frame in each)

@@ -107,10 +107,7 @@ def encode_value(value: object) -> bytes:
 
 
 def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
-    """The facts of a message, with its type, and its value, b"" if it has none.
-
-    Raises ValueError or RecursionError if it is not a message.
-    """
+    """The facts of a message, with its type, and its value, or b"". Raises ValueError or RecursionError."""
     head, _, value = line.partition(_TAB)
     if len(head) > LINE_LIMIT:
         raise ValueError("too long")
@@ -140,10 +137,7 @@ def server_proof(key: str, challenge: str) -> str:
 
 
 def value_mac(key: str, purpose: str, value: bytes) -> str:
-    """The proof that a member of the job has made this value, which its reader unpickles.
-
-    No value passes for one of another purpose.
-    """
+    """The proof that a member of the job has made this value for this purpose: its reader unpickles it."""
     return _mac(key, f"{purpose}\n", value)
 
 
@@ -156,10 +150,8 @@ def _mac(key: str, text: str, value: bytes = b"") -> str:
 
 
 def listed(values: Mapping[int, bytes]) -> bytes:
-    """The JSON of the values of all ranks: the most frequent one once, and the others by rank.
-
-    Most values are equal on all ranks, and the answer goes to every rank.
-    """
+    """The JSON of the values of all ranks: the most frequent one once, and the others by rank."""
+    # Most values are equal on all ranks, and the answer goes to every rank.
     counts: dict[bytes, int] = {}
     for value in values.values():
         counts[value] = counts.get(value, 0) + 1
@@ -246,10 +238,7 @@ class Peer:
 
 
 def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The messages between the caller of `mpiddp.spawn` and its launcher, each with its value, to the end.
-
-    Raises OSError if the connection has ended.
-    """
+    """The messages between the caller of `mpiddp.spawn` and its launcher, each with its value, to the end."""
     lines = Lines(1 << 62)  # no limit, between the caller and its own launcher
     while chunk := connection.recv(1 << 20):
         for line in lines.split(chunk):
@@ -273,10 +262,7 @@ def is_short(name: str, value: object) -> bool:
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
-    """Whether a rank may send this message: its kind, its fields and their types.
-
-    Only a process of the job can send it, so this finds errors, no attacks.
-    """
+    """Whether a rank may send this message. Only a process of the job can: this finds errors, no attacks."""
     fields = MESSAGES.get(kind)
     return fields is not None and all(
         isinstance(facts.get(name, facts), types) for name, types in fields.items()

@@ -204,10 +204,7 @@ class Message(NamedTuple):
 
 
 class ChannelServer:
-    """The server for `world_size` ranks, on `listener`. Its selector's data are listeners and peers.
-
-    It closes `listener`. Only the job's members have `key`.
-    """
+    """The server for `world_size` ranks. It closes `listener`. Only the job's members have `key`."""
 
     value_limit = VALUE_LIMIT  # bytes of a line with a value, of those that connect from now on
 
@@ -257,10 +254,7 @@ class ChannelServer:
             peer.send(line)
 
     def receive(self, data: object) -> list[Message]:
-        """The new messages for the owner, of a ready socket. `data` is its data in the selector.
-
-        A listener other than this object's own is one for viewers.
-        """
+        """The new messages for the owner, of a ready socket, by its data. Viewers have a listener, too."""
         if isinstance(data, socket.socket):
             return self._accept(data)
         assert isinstance(data, Peer)
@@ -308,10 +302,10 @@ class ChannelServer:
             now = time.monotonic()
             # Strangers that are late or too many make room, the oldest first. A rank answers at once, so the
             # oldest is none. A rank that is dropped all the same comes again.
-            while oldest := next(iter(self._strangers), None):
-                is_late = now - oldest.since > PROOF_TIMEOUT_S
-                if not is_late and len(self._strangers) < PER_RANK * self.world_size + STRANGERS:
-                    break
+            most = PER_RANK * self.world_size + STRANGERS
+            while (oldest := next(iter(self._strangers), None)) is not None and (
+                len(self._strangers) >= most or now - oldest.since > PROOF_TIMEOUT_S
+            ):
                 self._forget(oldest).close()
             peer = Peer(connection, self.selector, now)
             self._strangers[peer] = None

@@ -23,16 +23,12 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 class Console:
-    """The socket of a job, over all of its attempts. Without a name or a folder for it, the job runs unseen.
-
-    Attributes:
-        attempts: that have begun. The server of each answers.
-    """
+    """The socket of a job, over all its attempts. Without a name or a folder for it, the job runs unseen."""
 
     def __init__(self, name: str = "") -> None:
         self._name = escaped(name)
         self._began_at = time.time()
-        self.attempts = 0
+        self.attempts = 0  # that have begun. The server of each answers
         self.listener: socket.socket | None = None
         self._opened = ExitStack()
         for parent in _parents() if name else ():
