@@ -1,8 +1,7 @@
 """Ranks that hang, and stragglers: when the launcher asks for the stacks of all ranks, and what they show.
 
 A job that is quiet for long may evaluate, save, or make a slow first step. So there are two samples of its
-stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps
-(`mpiddp.launch.pace`).
+stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.launch.control import ControlServer
-from mpiddp.launch.pace import WINDOW_S, Straggler, find_straggler
-from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.ranks import WINDOW_S, Ranks, Straggler, find_straggler
 from mpiddp.protocol.channel import Peer
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console

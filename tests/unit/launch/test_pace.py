@@ -1,6 +1,6 @@
 """Which rank is a straggler, and when the launcher says so.
 
-Tests mpiddp/launch/pace.py.
+Tests mpiddp/launch/ranks.py.
 python -m pytest tests/unit/launch/test_pace.py
 """
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.launch.pace import Pace, find_straggler
-from mpiddp.launch.ranks import Ranks
+from mpiddp.launch.ranks import Pace, Ranks, find_straggler
 from mpiddp.launch.watch import Watch
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
