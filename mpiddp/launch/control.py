@@ -165,13 +165,11 @@ class Exchange:
 
     A rank waits until its answer is answered, so the launcher has it before the rank reports its end. The
     launcher never unpickles anything. Whoever does checks the MAC first.
-
-    function: as `mpiddp.runtime.function.pickled_call` makes it. limit: the most bytes of a pickled result.
     """
 
-    def __init__(self, function: bytes = b"", limit: int = 0) -> None:
-        self._function = function
-        self._value_limit = max(VALUE_LIMIT, len(function), 2 * limit)  # base64 takes 4/3
+    def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
+        self._function = function  # as `mpiddp.runtime.function.pickled_call` makes it
+        self._value_limit = max(VALUE_LIMIT, len(function), 2 * max_result_bytes)  # base64: 4/3
         self._line = b""  # of the function
         self.world_size = 0
         # In the latest attempt, by rank: pickles in base64.

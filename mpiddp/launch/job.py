@@ -147,11 +147,10 @@ class Job:
             attempt = Attempt(options, ranks, server, mpirun, output, *own, search)
             is_all_shown = attempt.run()
             elsewhere = {host.name for host in others}
-            here = [rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere]
+            here = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
             printed = output.last_errors if is_all_shown else {}
-            outcome = verdict(
-                ranks, mpirun.end, attempt.history, beside_mpirun=here, printed=printed
-            )
+            end = mpirun.end._replace(beside=frozenset(here))
+            outcome = verdict(ranks, end, attempt.history, printed)
             if is_all_shown:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
@@ -32,6 +32,7 @@ _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
+_Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 _BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -57,6 +58,7 @@ class MpirunEnd(NamedTuple):
     # Its code 128 + N says that signal N has killed a rank, and another code that none has.
     proves_signals: bool = False
     was_ended: bool = False  # by this launcher
+    beside: frozenset[int] = frozenset()  # the ranks on its own host
 
     @property
     def rank_signal(self) -> str | None:
@@ -113,16 +115,11 @@ class Outcome(NamedTuple):
 
 
 def verdict(
-    ranks: Ranks,
-    mpirun: MpirunEnd,
-    history: History,
-    *,
-    beside_mpirun: Collection[int] = (),  # the ranks on its own host
-    printed: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ranks: Ranks, mpirun: MpirunEnd, history: History, printed: _Printed = MappingProxyType({})
 ) -> Outcome:
     """The verdict, with the known cause of a failure. `printed` is what `JobOutput.last_errors` has kept."""
     first = min(ranks.failures.values(), key=lambda each: _began(ranks, each), default=None)
-    found = _judge(ranks, mpirun, history, first, beside_mpirun)._replace(
+    found = _judge(ranks, mpirun, history, first)._replace(
         stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.steps)
     )
     if found.code != FAILED:
@@ -146,13 +143,7 @@ def verdict(
     return found._replace(known_cause=sentence)
 
 
-def _judge(
-    ranks: Ranks,
-    mpirun: MpirunEnd,
-    history: History,
-    first: Message | None,
-    beside_mpirun: Collection[int],
-) -> Outcome:
+def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     # Some ranks may have had less to do than others, and finished before the request.
     all_done = ranks.all_done
@@ -174,7 +165,7 @@ def _judge(
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
-        if name := _signal_of_mpirun(ranks, mpirun, beside_mpirun):
+        if name := _signal_of_mpirun(ranks, mpirun):
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
     # Ranks that refuse may not report.
@@ -210,7 +201,7 @@ def _is_by_mpirun(failure: Message) -> bool:
     return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
 
 
-def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection[int]) -> str:
+def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
     """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none."""
     failures = ranks.failures.values()
     times = [message.at for message in failures]
@@ -220,7 +211,7 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd, beside_mpirun: Collection
     # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
     # mpirun, and a rank that sees its end before its signal reports nothing either.
     lost = {each.rank for each in failures if each.kind == "lost"}
-    is_of_daemon = lost and not (mpirun.proves_signals and lost <= set(beside_mpirun))
+    is_of_daemon = lost and not (mpirun.proves_signals and lost <= mpirun.beside)
     if is_of_daemon or not all(map(_is_by_mpirun, failures)):
         return ""
     if mpirun.proves_signals:  # Open MPI does not tell which; it is shielded from SIGTERM
@@ -316,9 +307,7 @@ def _lack_of_memory(first: Message) -> str:
     )
 
 
-def explained(
-    first: FirstFailure | None, printed: Mapping[int, Sequence[str]]
-) -> Explanation | None:
+def explained(first: FirstFailure | None, printed: _Printed) -> Explanation | None:
     """The known failure that explains the end of the job; None if no row of the table does.
 
     The words of the rank that failed first count before those of the others. An exception of its own that no

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.launch.control import ControlServer
-from mpiddp.launch.ranks import WINDOW_S, Ranks, Straggler, find_straggler
+from mpiddp.launch.ranks import WINDOW_S, Ranks, find_straggler
 from mpiddp.protocol.channel import Peer
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console
@@ -55,7 +55,7 @@ class Watch:
     def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._straggler: Straggler | None = None  # of the latest window
+        self.straggler = ""  # a sentence about that of the latest window
         self._named: set[int] = set()
         self._window_ends_at = now + WINDOW_S
         self._newest = 0  # the step at the end of the latest window
@@ -66,12 +66,6 @@ class Watch:
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._first: tuple[float, Mapping[int, Place]] | None = None  # the sample before
 
-    @property
-    def straggler(self) -> str:
-        """A sentence about the straggler of the latest window; "" for none."""
-        found = self._straggler
-        return found.sentence(self._ranks.names(found.ranks)) if found else ""
-
     def judge_steps(self, now: float) -> str:
         """A sentence about ranks that are stragglers for long, each named once; "" for none."""
         if now < self._window_ends_at:
@@ -79,10 +73,11 @@ class Watch:
         self._window_ends_at = now + WINDOW_S
         before, self._newest = self._newest, self._ranks.newest_step
         if self._newest == before:  # no rank makes steps: nobody is slower than the others
-            self._straggler = None
+            self.straggler = ""
             return ""
-        self._straggler = found = find_straggler(self._ranks.paces)
+        found = find_straggler(self._ranks.paces)
         latest = found.ranks if found else ()
+        self.straggler = found.sentence(self._ranks.names(latest)) if found else ""
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in latest}
         ranks = tuple(rank for rank in latest if self._in_a_row[rank] >= CHRONIC)
         if found is None or self._named >= {*ranks}:

@@ -11,7 +11,7 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -218,6 +218,7 @@ class ChannelServer:
             Group(world_size, selector)
         ]  # that of the ranks, and those of their n-th scripts
         self._ranks = self._groups[0].members
+        self.connected = self._ranks.keys()  # the ranks that are now
         self._scripts: dict[int, Peer] = {}  # the present ones
         self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
@@ -229,11 +230,6 @@ class ChannelServer:
             self._forget(peer).close()
         self.selector.unregister(self._listener)
         self._listener.close()
-
-    @property
-    def connected(self) -> KeysView[int]:
-        """The ranks that are connected."""
-        return self._ranks.keys()
 
     @property
     def has_members(self) -> bool:

@@ -306,8 +306,8 @@ TERMINATED = [failed(rank, "", code=143, traceback="", signal=15) for rank in ra
 def test_an_mpirun_that_got_a_signal_is_named(
     code: int, proves: bool, messages: list[Message], local: set[int], sentence: str
 ) -> None:
-    end = MpirunEnd("mpirun", code, proves)
-    found = verdict(noted(*messages), end, History(), beside_mpirun=local)
+    end = MpirunEnd("mpirun", code, proves, beside=frozenset(local))
+    found = verdict(noted(*messages), end, History())
     assert sentence in found.sentence
 
 
