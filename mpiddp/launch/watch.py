@@ -296,15 +296,15 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     behind = [rank for rank, step in steps.items() if step < furthest]
     outside = [rank for rank in steps if not place_of(stacks[rank]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
-    wait = f"others wait at step {furthest}" if steps and len(left) > 1 else ""
+    others = f"others wait at step {furthest}." if steps and len(left) > 1 else ""
+    rest = f" while the {others}" if others else "."
+    if mute or held:
+        why = ": native code holds its Python interpreter."
+        if mute:
+            why = " and does not answer: it is stopped, or stuck in native code."
+        rest = f"{why} The {others}" if others else why
     found = []
     for rank in mute or held or behind or outside or left:
-        rest = f" while the {wait}." if wait else "."
-        if rank in mute or rank in held:
-            why = ": native code holds its Python interpreter."
-            if rank in mute:
-                why = " and does not answer: it is stopped, or stuck in native code."
-            rest = f"{why} The {wait}." if wait else why
         sentence = f"{ranks.name(rank)} has made no step for {timeout_s:g} s{rest}"
         if rank in steps:
             sentence = f"{sentence} Its Python stack follows.\n{stacks[rank]['text'].rstrip()}"
