@@ -214,9 +214,8 @@ class ChannelServer:
         self.world_size, self.key = world_size, key
         self._listener, self.selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
-        self._groups = [
-            Group(world_size, selector)
-        ]  # that of the ranks, and those of their n-th scripts
+        # That of the ranks, and those of their n-th scripts.
+        self._groups = [Group(world_size, selector)]
         self._ranks = self._groups[0].members
         self.connected = self._ranks.keys()  # the ranks that are now
         self._scripts: dict[int, Peer] = {}  # the present ones
