@@ -241,43 +241,35 @@ class Pace:
         return StepTime((at - began_at) / steps, own_s, cpu_s / steps)
 
 
-class Straggler(NamedTuple):
-    """The ranks that make the others wait, the slowest first, its seconds in a step, the others' median."""
-
-    ranks: tuple[int, ...]
-    time: StepTime
-    others_s: float
-
-    def sentence(self, names: str) -> str:
-        """The ranks are `names`."""
-        times = self.time.own_s / max(self.others_s, 1e-9)
-        factor = f"{times:.1f} times" if times < 100 else "over 100 times"
-        are, works = (
-            ("is a straggler", "it") if len(self.ranks) == 1 else ("are stragglers", "each")
-        )
-        return (
-            f"{names} {are}: {works} works for {seconds(self.time.own_s)} in a step of "
-            f"{seconds(self.time.step_s)}, {factor} as long as the others."
-        )
-
-
-def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
-    """The ranks that make the others wait in the latest steps, if there are some."""
-    times = {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+def find_stragglers(ranks: Ranks) -> tuple[list[int], str]:
+    """The ranks that make the others wait in the latest steps, the slowest first, and a sentence, or ""."""
+    times = {rank: time for rank, pace in ranks.paces.items() if (time := pace.step_time)}
     step_s = [each.step_s for each in times.values()]
     if len(times) < 2 or max(step_s) > _MOST_SPREAD * min(step_s):
-        return None
+        return [], ""
     by_time = sorted(times, key=lambda rank: times[rank].own_s, reverse=True)
     time = times[by_time[0]]
     if time.own_s < _LEAST_SHARE * time.step_s:
-        return None
+        return [], ""
     late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
     for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
         if number <= _MOST_LATE * len(times):
             others_s = percentile([times[rank].own_s for rank in by_time[number:]], 50)
             if time.own_s >= factor * others_s:
-                return Straggler(tuple(by_time[:number]), time, others_s)
-    return None
+                found = by_time[:number]
+                are = "is a straggler: it" if number == 1 else "are stragglers: each"
+                return found, f"{ranks.names(found)} {are} {_works(time, others_s)}"
+    return [], ""
+
+
+def _works(time: StepTime, others_s: float) -> str:
+    """What a straggler does, whose others work for so long in a step."""
+    times = time.own_s / max(others_s, 1e-9)
+    factor = f"{times:.1f} times" if times < 100 else "over 100 times"
+    return (
+        f"works for {seconds(time.own_s)} in a step of {seconds(time.step_s)}, {factor} as long as "
+        "the others."
+    )
 
 
 def seconds(value: float) -> str:

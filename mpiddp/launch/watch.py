@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.launch.control import ControlServer
-from mpiddp.launch.ranks import WINDOW_S, Ranks, find_straggler
+from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers
 from mpiddp.protocol.channel import Peer
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console
@@ -75,15 +75,12 @@ class Watch:
         if self._newest == before:  # no rank makes steps: nobody is slower than the others
             self.straggler = ""
             return ""
-        found = find_straggler(self._ranks.paces)
-        latest = found.ranks if found else ()
-        self.straggler = found.sentence(self._ranks.names(latest)) if found else ""
+        latest, self.straggler = find_stragglers(self._ranks)
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in latest}
-        ranks = tuple(rank for rank in latest if self._in_a_row[rank] >= CHRONIC)
-        if found is None or self._named >= {*ranks}:
+        if self._named >= {*latest} or min(self._in_a_row.values()) < CHRONIC:
             return ""
-        self._named |= {*ranks}
-        return found._replace(ranks=ranks).sentence(self._ranks.names(ranks))
+        self._named |= {*latest}
+        return self.straggler
 
     def wants_stacks(self, now: float, printed_at: float) -> bool:
         """Whether to ask for the stacks. The last output, at `printed_at`, counts until there are steps."""

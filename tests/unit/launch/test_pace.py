@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.launch.ranks import Pace, Ranks, find_straggler
+from mpiddp.launch.ranks import Pace, Ranks, find_stragglers
 from mpiddp.launch.watch import Watch
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
@@ -65,7 +65,8 @@ def test_a_slow_rank_is_named_once_after_half_a_minute() -> None:
 
 def test_ranks_whose_phases_have_no_waiting_are_judged_by_their_cores() -> None:
     """A sharded model waits within its passes, so those take as long on every rank."""
-    paces = {rank: Pace() for rank in range(3)}
+    ranks = Ranks(["a"] * 3)
+    paces = ranks.paces = {rank: Pace() for rank in range(3)}
     for step in (10, 20, 30):
         for rank, pace in paces.items():
             phases = {"data": 0.01, "forward": 0.04, "backward": 0.1, "waiting": 0.0}
@@ -74,10 +75,10 @@ def test_ranks_whose_phases_have_no_waiting_are_judged_by_their_cores() -> None:
             pace.add(
                 0.16 * step, {**progress(step, own_s=own_s), "phases": {"steps": step, **told}}
             )
-    straggler = find_straggler(paces)
-    assert straggler is not None
-    assert straggler.sentence("rank 1") == (
-        "rank 1 is a straggler: it works for 150 ms in a step of 160 ms, 5.0 times as long as the others."
+    assert find_stragglers(ranks) == (
+        [1],
+        "rank 1 on a is a straggler: it works for 150 ms in a step of 160 ms, 5.0 times as long as the "
+        "others.",
     )
 
 
@@ -94,12 +95,13 @@ def test_equal_ranks_are_not_named(own_s: list[float], step_s: float | None) -> 
 
 
 def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
-    paces = {0: Pace(), 1: Pace()}
+    ranks = Ranks(["a"] * 2)
+    paces = ranks.paces = {0: Pace(), 1: Pace()}
     for second in range(100):
         paces[0].add(second, progress(10 * second, own_s=second))
         paces[1].add(second, progress(100 * second, own_s=second))
         if second > 1:
-            assert find_straggler(paces) is None
+            assert find_stragglers(ranks) == ([], "")
 
 
 def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:
