@@ -30,9 +30,9 @@ from mpiddp.protocol.channel import (
     encode,
     is_valid,
     listed,
+    mac,
     member_proof,
     notice_silence,
-    server_proof,
 )
 
 _AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
@@ -341,7 +341,7 @@ class ChannelServer:
         is_proved = facts["proof"] == member_proof(self.key, peer.challenge, role, rank)
         if not is_proved or rank not in range(self.world_size):
             raise ValueError(rank)
-        proof = server_proof(self.key, facts["challenge"])
+        proof = mac(self.key, f"server {facts['challenge']}")
         if kind in HANDED_OVER:
             handed = {each: facts[each] for each in ("stream", "host") if kind == "output"}
             if handed.get("stream", 1) not in STREAMS:
