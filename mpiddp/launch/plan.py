@@ -212,14 +212,8 @@ def variables_of_ranks(
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
-    first, *others = placed.hosts
     has_scheduler, exports = starter.kind.has_scheduler, options.variables
-    defaults = {}
-    if has_scheduler and others and is_this_host(first.name) and network.interface:
-        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
-        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    if starter.libmpi is not None:
-        defaults["MPI4PY_LIBMPI"] = str(starter.libmpi)
+    library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(network.networks)
     own = {
         names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
@@ -234,7 +228,7 @@ def variables_of_ranks(
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env), **defaults, **exports, **given}
+    return {**forwarded(env), **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---
