@@ -16,24 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpiddp.protocol.channel import (
-    CHUNK,
-    HANDED_OVER,
-    LINE_LIMIT,
-    RANK,
-    SCRIPT,
-    STREAMS,
-    VALUE_LIMIT,
-    VIEWS,
-    Peer,
-    decode,
-    encode,
-    is_valid,
-    listed,
-    mac,
-    member_proof,
-    notice_silence,
-)
+from mpiddp.protocol import channel
+from mpiddp.protocol.channel import Peer, decode, encode
 
 _AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
 NEVER = float("inf")
@@ -160,7 +144,7 @@ class Group:
     def _complete(self, key: str) -> None:
         """Answer all, if no member is missing."""
         if len(self._gathers[key].values) == self.world_size:
-            values = listed(self._end(key))
+            values = channel.listed(self._end(key))
             self._tell(range(self.world_size), encode("gathered", values, key=key))
 
     def _expire(self, key: str) -> None:
@@ -206,7 +190,8 @@ class Message(NamedTuple):
 class ChannelServer:
     """The server for `world_size` ranks. It closes `listener`. Only the job's members have `key`."""
 
-    value_limit = VALUE_LIMIT  # bytes of a line with a value, of those that connect from now on
+    # Bytes of a line with a value, of those that connect from now on.
+    value_limit = channel.VALUE_LIMIT
 
     def __init__(
         self, listener: socket.socket, key: str, world_size: int, selector: TimedSelector
@@ -259,10 +244,10 @@ class ChannelServer:
         messages: list[Message] = []
         now = time.monotonic()
         try:
-            chunk = data.connection.recv(CHUNK)
+            chunk = data.connection.recv(channel.CHUNK)
             for line in data.lines.split(chunk):
                 messages += self._take(data, line, now)
-                if messages and messages[-1].kind in HANDED_OVER:  # what follows is no message
+                if messages and "connection" in messages[-1].facts:  # what follows is no message
                     return messages
         except BlockingIOError:
             return []
@@ -305,7 +290,7 @@ class ChannelServer:
             peer = Peer(connection, self.selector, now)
             self._strangers[peer] = None
             connection.setblocking(False)
-            notice_silence(connection)
+            channel.notice_silence(connection)
             self.selector.register(connection, selectors.EVENT_READ, peer)
             peer.send(encode("challenge", challenge=peer.challenge))
         return []
@@ -316,7 +301,7 @@ class ChannelServer:
         rank, kind = peer.rank, facts.pop("type")
         if rank is None:
             return self._introduce(peer, kind, facts, now)
-        if not is_valid(kind, facts) or bool(value) is not (kind in ("gather", "answer")):
+        if not channel.is_valid(kind, facts) or bool(value) is not (kind in ("gather", "answer")):
             raise ValueError(kind)
         if kind in ("done", "exited") and not peer.group and rank not in self._scripts:
             # The rank has ended before its script came.
@@ -332,28 +317,28 @@ class ChannelServer:
 
     def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Message]:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
-        peer.lines.limit = self.value_limit + LINE_LIMIT
+        peer.lines.limit = self.value_limit + channel.LINE_LIMIT
         # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
-        if kind in VIEWS and peer.connection.family == socket.AF_UNIX:
+        if kind in channel.VIEWS and peer.connection.family == socket.AF_UNIX:
             return [Message(-1, kind, {"viewer": peer}, now)]
-        rank, role = facts["rank"], facts.get("role", RANK)
+        rank, role = facts["rank"], facts.get("role", channel.RANK)
         # The time of this comparison reveals nothing: every connection has another challenge.
-        is_proved = facts["proof"] == member_proof(self.key, peer.challenge, role, rank)
+        is_proved = facts["proof"] == channel.member_proof(self.key, peer.challenge, role, rank)
         if not is_proved or rank not in range(self.world_size):
             raise ValueError(rank)
-        proof = mac(self.key, f"server {facts['challenge']}")
-        if kind in HANDED_OVER:
+        proof = channel.mac(self.key, f"server {facts['challenge']}")
+        if kind in channel.HANDED_OVER:
             handed = {each: facts[each] for each in ("stream", "host") if kind == "output"}
-            if handed.get("stream", 1) not in STREAMS:
+            if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
             return [Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)]
         # No second rank, and no script without its rank.
-        if kind != "hello" or (rank in self._ranks) is not (role == SCRIPT):
+        if kind != "hello" or (rank in self._ranks) is not (role == channel.SCRIPT):
             raise ValueError(rank)
         number = 0  # of its group: that of the ranks, or that of all ranks' n-th scripts
-        if role == SCRIPT:
+        if role == channel.SCRIPT:
             if rank in self._scripts:
                 peer.send(encode("taken"))
                 raise ValueError("a second script")
