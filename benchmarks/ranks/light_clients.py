@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.control import queued_signals
+from mpiddp.launch.control import SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
@@ -49,7 +49,7 @@ def launcher(ranks: int) -> None:
     request = Request(named, ("true",), ".")
     plan = Plan(RankStarter(STARTERS[1], "5.0.11", mpirun), request, named, named, None)
     since = time.monotonic()
-    with queued_signals() as signals:
+    with SignalQueue() as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).run()
     assert outcome.code == 0, outcome
     report(since)

@@ -33,7 +33,7 @@ _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
 class SignalQueue:
-    """The signals that have arrived. Its file descriptor is readable when there are any.
+    """STOP_SIGNALS and SIGCHLD within a `with`. Its file descriptor is readable when one has arrived.
 
     The kernel may deliver a signal to another thread. Python then runs no handler before the selector
     returns, but writes the number to `sender` at once.
@@ -44,14 +44,29 @@ class SignalQueue:
         self._first_at: dict[int, float] = {}
         self._interrupts = False
 
-    def fileno(self) -> int:
-        return self._receiver
+    def __enter__(self) -> SignalQueue:
+        # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
+        numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+        self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
+        self._before = {
+            each: signal.signal(each, self._handle) for each in (*numbers, signal.SIGCHLD)
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        self.close()
 
     def close(self) -> None:
         os.close(self._receiver)
         os.close(self.sender)
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
+    def fileno(self) -> int:
+        return self._receiver
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, whose number is in the queue already."""
         if self._interrupts and number in STOP_SIGNALS:
             raise KeyboardInterrupt
@@ -89,23 +104,6 @@ class SignalQueue:
                 return False
             select.select([self], [], [], left_s)
         return True
-
-
-@contextmanager
-def queued_signals() -> Iterator[SignalQueue]:
-    """A queue of STOP_SIGNALS, and of SIGCHLD."""
-    queue = SignalQueue()
-    # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
-    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
-    wakeup = signal.set_wakeup_fd(queue.sender, warn_on_full_buffer=False)
-    before = {each: signal.signal(each, queue.handle) for each in (*numbers, signal.SIGCHLD)}
-    try:
-        yield queue
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
-        queue.close()
 
 
 class ControlServer(ChannelServer):

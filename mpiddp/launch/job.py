@@ -19,7 +19,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import ControlServer, Exchange, SignalQueue, queued_signals
+from mpiddp.launch.control import ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -43,7 +43,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     plan = make_plan(options, os.environ)
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
-    with queued_signals() as signals, closing(Console(name)) as console:
+    with SignalQueue() as signals, closing(Console(name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
 

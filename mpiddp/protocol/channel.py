@@ -245,9 +245,7 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     """Whether the launcher shows this stream of a rank: by "default", "all", "none", or ranks, "0,5"."""
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
-    if selection in ("all", "none"):
-        return selection == "all"
-    return str(rank) in selection.split(",")
+    return selection == "all" or str(rank) in selection.split(",")
 
 
 def is_short(name: str, value: object) -> bool:

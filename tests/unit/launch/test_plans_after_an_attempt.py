@@ -20,7 +20,7 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
-from mpiddp.launch.control import SignalQueue, queued_signals
+from mpiddp.launch.control import SignalQueue
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -46,7 +46,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     Path("program").write_text("#!/bin/sh\n")
     Path("program").chmod(0o755)
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
-    with queued_signals() as signals:
+    with SignalQueue() as signals:
 
         def make(*options: str, left_s: float = 3600.0) -> Any:
             parsed = parse_options([*where, *options, "--", "./program"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.control import SignalQueue, queued_signals
+from mpiddp.launch.control import SignalQueue
 
 ROOT = Path(__file__).parents[3]
 Received = Callable[[int, list[float]], list[float]]
@@ -21,7 +21,7 @@ Received = Callable[[int, list[float]], list[float]]
 
 @pytest.fixture
 def queue() -> Iterator[SignalQueue]:
-    with queued_signals() as queue:
+    with SignalQueue() as queue:
         yield queue
 
 
