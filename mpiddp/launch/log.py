@@ -1,16 +1,32 @@
-"""The launcher's log: lines on stderr that begin with "mpiddp: "."""
+"""What the launcher writes on its stdout and stderr: lines of its own, and the output of many sources.
+
+Its own lines begin with "mpiddp: ". The bytes of a job of one rank pass as they come. Of several ranks, and
+behind a prefix, only whole lines pass, and a line that is still open is shown below all others on a terminal.
+A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end.
+
+A terminal also has a status below all lines, while no other line is open there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from mpiddp.text import escaped
 
 _PATIENCE_S = 3.0  # with a reader that reads no more
 _stuck: set[int] = set()  # descriptors whose reader has used it up
 is_quiet = False  # with --quiet: `info` prints nothing
+
+LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
+_TURN_S = 1.0  # of waiting for a reader
+_ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
+_UP = b"\x1b[%dA"
+# What follows is cut at the right margin, and no longer.
+_CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 
 
 def info(sentence: str) -> None:
@@ -51,3 +67,114 @@ def line(sentence: str) -> bytes:
     """The line that `error` prints."""
     text = escaped(sentence, keep="\n").replace("\n", "\n  ")
     return f"mpiddp: {text}\n".encode(errors="backslashreplace")
+
+
+@dataclass(eq=False)
+class Source:
+    """A stream of a rank, or of MPIRUN, and its line that is still open."""
+
+    rank: int
+    prefix: bytes = b""
+    line: bytearray = field(default_factory=bytearray)
+
+
+class Screen:
+    """The file descriptor `target`, the launcher's `name`. One thread at a time uses it.
+
+    A write waits for the reader, except one of the status. A reader that goes away loses the output, not the
+    job. `is_shared`: the job has several ranks.
+    """
+
+    def __init__(self, target: int, name: str, *, is_shared: bool) -> None:
+        self._target = target
+        self._name = name
+        self._is_shared = is_shared
+        self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_gone = self._has_complained = False
+        self._at: Source | None = None  # whose open line the cursor is in
+        self._open: set[Source] = set()  # with an open line that waits for its end
+        self._status: list[bytes] = []
+        self._drawn: list[bytes] = []  # the open line and the status on the terminal
+
+    def show(self, source: Source, text: bytes) -> None:
+        if not self._is_shared and not source.prefix:
+            # The two streams of a single rank mix as they would without a launcher.
+            is_other = self._at is not None and self._at.rank != source.rank
+            self._at = None if text.endswith(b"\n") else source
+            self._draw((b"\n" if is_other else b"") + text)
+            return
+        source.line += text
+        end = source.line.rfind(b"\n") + 1
+        if not end and len(source.line) >= LONGEST_LINE:
+            source.line += b"\n"
+            end = len(source.line)
+        lines = bytes(source.line[:end])
+        del source.line[:end]
+        # Of a progress bar, keep what a terminal shows: each return begins the line again.
+        del source.line[: source.line.rstrip(b"\r").rfind(b"\r") + 1]
+        (self._open.add if source.line else self._open.discard)(source)
+        if b"\r" in lines:
+            lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
+        prefix = source.prefix
+        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
+
+    def end(self, source: Source) -> None:
+        """A source has ended. Its open line is shown as it is."""
+        if source in self._open:
+            self.show(source, b"\n")
+
+    def show_lines(self, lines: bytes) -> None:
+        """Show whole lines above the open line that is drawn, or below the one that the cursor is in."""
+        begin = b"\n" if self._at is not None else b""
+        self._at = None
+        self._draw(begin + lines)
+
+    def show_status(self, lines: Sequence[str]) -> None:
+        """Show these lines below all others on a terminal, in place of the last ones, if it reads now."""
+        if self.is_terminal and is_writable(self._target):
+            self._status = [line.encode(errors="backslashreplace") for line in lines]
+            self._draw(b"")
+
+    def close(self) -> None:
+        """End the open lines, and that of the only rank on a terminal, since a shell's prompt follows."""
+        self._status = []
+        for source in list(self._open):
+            self.end(source)
+        if self.is_terminal:
+            self.show_lines(b"")
+
+    def _draw(self, text: bytes) -> None:
+        """Write text, and draw the open line of the lowest rank and the status below it on a terminal."""
+        below: list[bytes] = []
+        if self.is_terminal and self._at is None:
+            for source in sorted(self._open, key=lambda source: source.rank)[:1]:
+                below.append(source.prefix + _as_drawn(bytes(source.line)))
+            below += self._status
+        if text or below != self._drawn:
+            rows, self._drawn = len(self._drawn), below
+            erased = (_UP % (rows - 1) if rows > 1 else b"") + _ERASED if rows else b""
+            self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
+
+    def _write(self, text: bytes) -> None:
+        rest = memoryview(text)
+        while rest and not self._is_gone:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # another program has made it non-blocking
+                is_writable(self._target, _TURN_S)
+            except BrokenPipeError:
+                self._is_gone = True
+                self._complain("its reader went away")
+            except OSError as error:  # a full disk may have room again, so the next text is tried
+                self._complain(error.strerror or str(error))
+                return
+
+    def _complain(self, reason: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            error(f"{self._name}: {reason}. The job continues, and its output there is lost.")
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """What a terminal shows of a line: what follows the last return to its beginning."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

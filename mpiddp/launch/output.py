@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
+from mpiddp.launch.log import Screen, Source
 from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
-from mpiddp.launch.screen import Screen, Source
 from mpiddp.protocol.channel import STREAMS, notice_silence
 from mpiddp.text import escaped
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.screen import LONGEST_LINE, Screen, Source
+from mpiddp.launch.log import LONGEST_LINE, Screen, Source
 from mpiddp.protocol.channel import is_shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env

@@ -1,6 +1,6 @@
 """What many sources write on one terminal, file or pipe, and what waits for the verdict.
 
-Tests mpiddp/launch/{screen,output}.py.
+Tests mpiddp/launch/{log,output}.py.
 python -m pytest tests/unit/launch/test_screen.py
 """
 
@@ -17,8 +17,8 @@ from typing import IO
 import pytest
 
 from mpiddp.launch import log
+from mpiddp.launch.log import Screen, Source
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.screen import Screen, Source
 
 
 def test_the_only_rank_passes_its_bytes_on(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
