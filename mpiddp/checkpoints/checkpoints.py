@@ -353,22 +353,23 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     """
     session = script_session()
     world = World.from_env()
-    if session.watch is None and world.launcher.name == "none":
+    if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         atexit.register(partial(_finish_alone, finish, os.getpid()))
         only_rank = replace(world, node_rank=0, num_nodes=1)
         alone = Coordinator(only_rank, None)
         alone.hostnames = (socket.gethostname(),)
         return alone
-    if session.watch is None:
-        has_store = session.channel is not None or os.environ.get(AGENT_STORE) == "True"
+    if not session.is_member:
+        has_store = (
+            session.coordinator.connection is not None or os.environ.get(AGENT_STORE) == "True"
+        )
         if dist.is_initialized() and not has_store:
             raise UserError(
                 "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
                 "start the script with mpiddp run or torchrun."
             )
         enter_until_exit(join(world))
-    assert session.coordinator is not None
     session.before_leaving.append(finish)
     return session.coordinator
 

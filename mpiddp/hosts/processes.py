@@ -60,15 +60,19 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     return dict(found)
 
 
-def processor_time(pid: int) -> float:
-    """The processor time that this process and its running descendants have used, in seconds."""
-    ticks = 0
+def usage_of(pid: int) -> dict[str, float | str]:
+    """The processor time of a process and its running descendants, in seconds, and its main thread's state.
+
+    "D" while that waits for a disk; "" if the kernel does not tell.
+    """
+    ticks, states = 0, {pid: ""}
     for each in (pid, *descendants(pid)):
         with suppress(OSError):  # it has ended
-            # utime and stime, the 14th and 15th field: proc(5)
-            fields = Path(f"/proc/{each}/stat").read_bytes().rpartition(b")")[2].split()
+            # The state, utime and stime, the 3rd, 14th and 15th field: proc(5)
+            fields = Path(f"/proc/{each}/stat").read_text("latin-1").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            states[each] = fields[0]
+    return {"cpu_s": ticks / os.sysconf("SC_CLK_TCK"), "state": states[pid]}
 
 
 @contextmanager

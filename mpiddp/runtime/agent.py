@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
-from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end
+from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.paths import named_by
 from mpiddp.protocol import variables
@@ -36,7 +36,6 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
-from mpiddp.runtime.job.session import usage_of
 from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
 from mpiddp.world import World, is_joined
 
@@ -74,7 +73,7 @@ class Agent:
         self._selection = os.environ.pop(variables.OUTPUT, "") if self._launcher else ""
         if self._launcher is None:
             os.environ.pop(variables.JOB, None)
-        self.coordinator: Coordinator | None = None
+        self.coordinator = Coordinator(world, None)  # until it is connected
         self.child: Child | None = None
         self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
         # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
@@ -98,7 +97,7 @@ class Agent:
             ending = ending_of(error)
             if self._launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            if isinstance(error, (JobFailed, UserError)) and self._launcher and self.coordinator:
+            if isinstance(error, (JobFailed, UserError)) and self.coordinator.has_launcher:
                 return ending.code  # the launcher prints it
             raise
         finally:
@@ -108,7 +107,7 @@ class Agent:
                 Path(file).unlink(missing_ok=True)
         if self._code is not None:
             return self._code
-        if self.coordinator is not None and (self._ends_on_request or not ending.is_failure):
+        if self._ends_on_request or not ending.is_failure:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
         elif ending.signal and self.program.kind != COMMAND:  # a shell says 128 + N of a command
@@ -125,7 +124,6 @@ class Agent:
         """Start the script, and meet the other ranks meanwhile."""
         if self._has_daemon:
             signal_at_parents_end(signal.SIGKILL)
-        adopt_orphans()
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # A SIGKILL of the launcher leaves the last output to this process.
@@ -137,6 +135,8 @@ class Agent:
         except UserError as problem:
             self._problem = str(problem)
         allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
+        if self._launcher is not None:
+            self.files[0] = self._stdin(self._launcher)
         if self.program.kind != COMMAND and not self._problem:
             self.child = Child.of_script(self.program, self.files)
             self.files = {}
@@ -145,18 +145,21 @@ class Agent:
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        with meet(self.world, self._own_info, self.coordinator) as met:
+        launched = self.coordinator if self.coordinator.has_launcher else None
+        with meet(self.world, self._own_info, launched) as met:
             self._met(*met)
-        # The process beside rank 0 that serves the channel, where no launcher does.
-        others = set(descendants(os.getpid(), but={self.child.pid} if self.child else ()))
         if self.child is None:
-            assert self.coordinator is not None
             with self.coordinator.all_or_none():
                 self.child = Child.of_command(self.program, self.files)
-        self.child.others = others
+
+    def _stdin(self, launcher: Server) -> int:
+        """The file of the child's stdin: on rank 0 that of the launcher."""
+        if self.world.rank == 0:
+            return connect_to_server(launcher, self.world, INPUT)[0].detach()
+        return os.open(os.devnull, os.O_RDONLY)
 
     def _connect(self, launcher: Server) -> None:
-        """Connect to the launcher: the messages, the streams that it shows, and stdin."""
+        """Connect to the launcher: the messages, and the streams that it shows."""
         world = self.world
         self.coordinator = Coordinator(world, launcher)
         self.coordinator.has_launcher = True
@@ -167,11 +170,6 @@ class Agent:
                 stream.connect(launcher, world)
         if self._selection and (folder := os.environ.get(variables.LOG_DIR)):
             self._log_to(Path(folder).absolute(), "--log-dir")
-        if world.rank == 0:
-            connection, _ = connect_to_server(launcher, world, INPUT)
-            self.files[0] = connection.detach()
-        else:
-            self.files[0] = os.open(os.devnull, os.O_RDONLY)
 
     def _log_to(self, folder: Path, option: str = "") -> None:
         """Write the streams to files of this folder. That of stderr will contain a traceback."""
@@ -207,23 +205,23 @@ class Agent:
         self, coordinator: Coordinator, env: dict[str, str], store: socket.socket | None
     ) -> None:
         """The ranks have met: let the script begin."""
+        # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
+        # of the script's.
+        adopt_orphans()
         self._catch_signals()
         self.coordinator = coordinator
         coordinator.on_news = self._obey
         if coordinator.connection is not None:
             env[variables.CHANNEL] = coordinator.address
             env[variables.CHANNEL_SECRET] = coordinator.key
-        if self.world.local_world_size is None and (threads := limit_threads(coordinator.world)):
+        if threads := limit_threads(coordinator.world):  # only now known
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        files = {"stdin": self.files[0]} if self.files else {}
-        if store is not None:
-            if self.child is not None and self.child.imports_torch:
-                files["store"] = store.detach()
-            else:
-                reserve(store)  # a process of the program may listen there
+        if store is not None and not (self.child is not None and self.child.imports_torch):
+            reserve(store)  # a process of the program may listen there
+            store = None
         if self.child is not None:
-            self.child.go(env, files)
+            self.child.go(env, store)
 
     # --- the loop ---
 
@@ -239,15 +237,12 @@ class Agent:
                 self._end(FAILED)
         while child.status is None:
             self._wait()
-        while self._hear(child):
-            pass
+        self._hear(child)
         ending = child.ending(is_stopping=self._is_stopping)
         self._report(ending)
-        if child.left:
-            child.end(_END_S)
-            if child.left:  # what is left cannot be killed
-                for stream in self._streams:
-                    stream.end()
+        if child.end(_END_S):  # what is left cannot be killed
+            for stream in self._streams:
+                stream.end()
         while not all(stream.is_done for stream in self._streams):
             self._wait()
         return ending
@@ -257,9 +252,7 @@ class Agent:
 
         Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
         """
-        self._wakeup, writer = os.pipe()
-        for file in (self._wakeup, writer):
-            os.set_blocking(file, False)
+        self._wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (*PASSED, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -269,7 +262,7 @@ class Agent:
         """Act on what happens next."""
         child, channel = self.child, self.coordinator
         control = child.control if child is not None else None
-        connection = channel.connection if channel is not None and not channel.is_lost else None
+        connection = None if channel.is_lost else channel.connection
         poll = select.poll()
         for stream in self._streams:
             stream.register(poll)
@@ -284,31 +277,29 @@ class Agent:
         if child is not None:
             self._hear(child)
             child.reap()
-        if channel is not None and connection is not None and connection.fileno() in ready:
+        if connection is not None and connection.fileno() in ready:
             channel.receive()
         if self._wakeup is not None and self._wakeup in ready:
             for number in os.read(self._wakeup, 4096):
                 self._on_signal(number)
         self._see_failure()
 
-    def _hear(self, child: Child) -> bool:
-        """Take what the script says next. False if it has said nothing."""
-        has_said = child.hear()
+    def _hear(self, child: Child) -> None:
+        """Take what the script has said."""
+        child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
-        return has_said
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""
         match facts:
             case {"type": "end", "code": int(code)}:
                 self._end(code)
-            case {"type": "stop"}:  # to a script that does not talk to the launcher itself
+            case {"type": "stop" | "stopping" as kind}:
                 self._is_stopping = True
-                if signal.SIGTERM not in self._passed:
+                # "stopping": the script talks to the launcher itself.
+                if kind == "stop" and signal.SIGTERM not in self._passed:
                     self._on_signal(signal.SIGTERM)
-            case {"type": "stopping"}:
-                self._is_stopping = True
             case {"type": "stacks"}:
                 child = self.child
                 text, pid = ("", os.getpid()) if child is None else (child.stack(), child.pid)
@@ -318,7 +309,7 @@ class Agent:
     def _see_failure(self) -> None:
         """Another rank has failed, or the server of the job is gone."""
         channel = self.coordinator
-        if channel is None or self._code is not None:
+        if self._code is not None:
             return
         if channel.code_of_failure:  # also if the server has ended since
             self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
@@ -375,13 +366,12 @@ class Agent:
         if self._launcher is not None:
             memory = {} if self.child is None else self.child.lack_of_memory
             self._send("failed", **ending.facts, **memory)
-        elif self.coordinator is not None and self.coordinator.claim_first_failure():
+        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        if self.coordinator is not None:
-            self.coordinator.fail(ending.code)
+        self.coordinator.fail(ending.code)
 
     def _send(self, kind: str, **facts: object) -> None:
-        if self._launcher is not None and self.coordinator is not None:
-            self.coordinator.send(kind, b"", **facts)
+        """Tell the launcher. Without one, nobody acts on it."""
+        self.coordinator.send(kind, b"", **facts)

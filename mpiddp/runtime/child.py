@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -150,8 +150,8 @@ def parse(argv: list[str]) -> Program:
     """The program in the arguments of `mpiddp run`."""
     ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
     rest = argv[len(ours) :]
-    is_command, is_module = rest[:1] == ["--"], rest[:1] == ["-m"]
-    job = rest[1:] if is_command or is_module else rest
+    kind = {"--": COMMAND, "-m": MODULE}.get("".join(rest[:1]), SCRIPT)
+    job = rest if kind == SCRIPT else rest[1:]
     parser = OneSentenceParser(
         prog="mpiddp run",
         usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -160,10 +160,9 @@ def parse(argv: list[str]) -> Program:
         allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    parser.parse_args([*ours, *(["command"] if is_command else job[:1])])
-    if is_command and not job:
+    parser.parse_args([*ours, *(["command"] if kind == COMMAND else job[:1])])
+    if not job:
         raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
-    kind = COMMAND if is_command else MODULE if is_module else SCRIPT
     return Program(kind, job[0], tuple(job[1:]))
 
 
@@ -195,15 +194,9 @@ class Child:
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
         self.control: socket.socket | None = None  # to the script, until that has closed it
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
-        self.others: set[int] = set()  # processes of the agent that are none of this one's
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before = kills_in(group_of())
-        # Where stdin is a terminal whose Ctrl-C this process gets, the child has to get it instead.
-        takes_terminal = False
-        with contextlib.suppress(OSError):  # it is none
-            takes_terminal = 0 not in files and os.tcgetpgrp(0) == os.getpgrp()
-        begin = partial(_begin, os.getpid(), takes_terminal=takes_terminal)
         self._process = subprocess.Popen(
             argv,
             env=env,
@@ -211,7 +204,7 @@ class Child:
             stdout=files.get(1),
             stderr=files.get(2),
             pass_fds=[control[1].fileno()] if control else (),
-            preexec_fn=begin,
+            preexec_fn=partial(_begin, os.getpid()),
         )
         self.pid = self._process.pid
         for file in files.values():
@@ -244,38 +237,36 @@ class Child:
             sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
             raise cause_of(error)(sentence) from None
 
-    def go(self, env: Mapping[str, str], files: Mapping[str, int]) -> None:
-        """Let the script begin: with these variables, and open files, which are closed here."""
+    def go(self, env: Mapping[str, str], store: socket.socket | None) -> None:
+        """Let the script begin, with these variables. `store`: where rank 0 serves torch's store."""
         assert self.control is not None
-        line = json.dumps({"env": env, "files": [*files]}).encode() + b"\n"
+        line = json.dumps(env).encode() + b"\n"
         self.control.setblocking(True)
         with contextlib.suppress(ConnectionError):  # the script has ended
-            sent = socket.send_fds(self.control, [line], list(files.values()))
+            sent = socket.send_fds(self.control, [line], [store.fileno()] if store else [])
             self.control.sendall(line[sent:])
         self.control.setblocking(False)
-        for file in files.values():
-            os.close(file)
+        if store is not None:
+            store.close()
 
-    def hear(self) -> bool:
-        """Take what the script says next. False if it has said nothing, or has closed the connection."""
-        if self.control is None:
-            return False
-        try:
-            chunk = self.control.recv(1 << 16)
-        except BlockingIOError:
-            return False
-        except OSError:
-            chunk = b""
-        if not chunk:  # it has ended, or has closed all files
-            self.control.close()
-            self.control = None
-        for line in self._lines.split(chunk):
-            if line.startswith(b"{"):
-                facts = json.loads(line)
-                self.said[facts["type"]] = facts
-            else:
-                self._frames.append(line.decode(errors="replace"))
-        return bool(chunk)
+    def hear(self) -> None:
+        """Take what the script has said."""
+        while self.control is not None:
+            try:
+                chunk = self.control.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                chunk = b""
+            if not chunk:  # it has ended, or has closed all files
+                self.control.close()
+                self.control = None
+            for line in self._lines.split(chunk):
+                if line.startswith(b"{"):
+                    facts = json.loads(line)
+                    self.said[facts["type"]] = facts
+                else:
+                    self._frames.append(line.decode(errors="replace"))
 
     def stack(self) -> str | None:
         """The main thread's stack as the traceback module prints it: "" of a command, None if none comes.
@@ -338,24 +329,26 @@ class Child:
             return {}
         return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
 
-    @property
-    def left(self) -> dict[int, str]:
-        """The child and all that it has started, as far as they still run."""
-        return descendants(os.getpid(), but=self.others)
+    def end(self, grace_s: float) -> Collection[int]:
+        """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`.
 
-    def end(self, grace_s: float) -> None:
-        """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`."""
-        end_all(lambda: self.left, grace_s=grace_s)
+        Returns those processes that cannot be killed.
+        """
+        left = end_all(lambda: descendants(os.getpid()), grace_s=grace_s)
         self.reap()
+        return left
 
 
-def _begin(agent: int, *, takes_terminal: bool) -> None:
-    """In the forked process, before it becomes the program."""
+def _begin(agent: int) -> None:
+    """In the forked process, which has the program's files, before it becomes the program."""
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
+    takes_terminal = False
+    with contextlib.suppress(OSError):  # stdin is none
+        takes_terminal = os.tcgetpgrp(0) == os.getpgrp()
     os.setpgid(0, 0)
-    if takes_terminal:
+    if takes_terminal:  # whose Ctrl-C the agent would get
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         os.tcsetpgrp(0, os.getpid())
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)

@@ -36,16 +36,12 @@ def limit_threads(world: World) -> int | None:
     """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
 
     torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
-    most that many threads.
-
-    Returns:
-        The number of threads; None if the user decides, or as long as the local ranks are not counted.
+    most that many threads. Returns None if the user decides, or until the local ranks are counted.
     """
     if world.local_world_size is None or "OMP_NUM_THREADS" in os.environ:
         return None
     share = (os.cpu_count() or 1) // world.local_world_size
-    bound_to = len(os.sched_getaffinity(0))
-    threads = max(1, min(share, bound_to))
+    threads = max(1, min(share, len(os.sched_getaffinity(0))))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ import dis
 import os
 import signal
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -38,14 +38,14 @@ from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, ERROR_FILE, RUN_ID
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of
+from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.world import World, is_joined
 
 Value = TypeVar("Value")
 
-GRACE_S = 1.0  # in which a rank may end by itself once another has failed
+_GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 
 
 class _ExitUnknown(SystemExit):
@@ -59,36 +59,41 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     Then os.environ holds the variables that scripts find under torchrun.
     """
     session = script_session()
-    if session.coordinator is None:
+    if not session.coordinator.hostnames:
         world = world or World.from_env()
         log_to_console(world.rank)
-        has_agent = session.control is not None or is_joined(os.environ)
-        session.coordinator = (
-            _as_script(world, session) if has_agent else _by_hand(world, session, keep_mpi=keep_mpi)
-        )
+        if session.control is not None or is_joined(os.environ):
+            _as_script(world, session)
+        else:
+            session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
     coordinator = session.coordinator
-    if session.watch is not None:  # mpiddp.Checkpoints has joined, and is the one to leave
+    if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
-    session.watch = membership = _Membership(session, coordinator)
+    session.is_member, session.is_over = True, False
+    session.stop.enter_group()
+    stop_on(session.stop, signal.SIGUSR1)
+    if session.control is None:
+        coordinator.claim_key += "+"  # an earlier error has been caught
     try:
         yield coordinator
     except BaseException as error:
-        membership.end(error)
+        _end(session, error)
         raise
     else:
-        membership.end()
+        _end(session)
     finally:
-        session.watch = None
+        session.is_member = False
 
 
-def _as_script(world: World, session: Session) -> Coordinator:
+def _as_script(world: World, session: Session) -> None:
     """Meet the scripts of the other ranks, whose agents have met."""
     from mpiddp.runtime.rendezvous.meet import joining_timeout_s
     from mpiddp.runtime.rendezvous.store import serve_store
 
     env = os.environ
-    if session.channel is None and world.world_size > 1:
+    coordinator = session.coordinator
+    if coordinator.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
             f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
@@ -110,13 +115,11 @@ def _as_script(world: World, session: Session) -> Coordinator:
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(address, port, world.hostname)
             session.torch_store = serve_store(env, listener.detach())
-    coordinator = session.channel or Coordinator(world, None)
     coordinator.world = world
     # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
     coordinator.has_launcher = session.has_launcher and session.control is not None
     names = coordinator.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
     coordinator.hostnames = tuple(names)
-    return coordinator
 
 
 def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
@@ -133,7 +136,7 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
         if listener is not None:
             session.torch_store = serve_store(os.environ, listener.detach())
     if coordinator.connection is not None:
-        session.channel = coordinator
+        coordinator.listen(lambda facts: None, partial(_watch, session))
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
     if file := os.environ.get(ERROR_FILE):
@@ -141,98 +144,50 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     return coordinator
 
 
-class _Membership:
-    """This process as a member of its job's group, which it enters now.
+def _end(session: Session, error: BaseException | None = None) -> None:
+    """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
 
-    It ends when another rank fails, and ends the other ranks when it fails. The script of an agent leaves the
-    ends of ranks to it.
+    Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
     """
+    if session is not current():  # a forked child
+        return
+    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    if isinstance(error, _ExitUnknown):  # the one who has started this process knows its code
+        session.finish()
+        session.coordinator.claim_first_failure()
+        session.coordinator.leave(waits=False)
+    elif not ending.is_failure:  # many scripts end with sys.exit(main())
+        try:
+            session.leave()
+        except (JobFailed, OSError) as failure:
+            session.fail(JobFailed(str(failure)))
+            raise SystemExit(FAILED) from None
+    elif ending.traceback:
+        session.coordinator.claim_first_failure()
+        if session.control is None:  # else `mpiddp.runtime.script` reports it
+            atexit.register(session.fail_at_exit)  # unless the script catches it
+        return
+    elif error is not None and not isinstance(error, Refused):
+        session.fail(error)
+        if not isinstance(error, SystemExit):
+            raise SystemExit(ending.code) from None
+    session.is_over = True
 
-    def __init__(self, session: Session, coordinator: Coordinator) -> None:
-        self._session, self._coordinator = session, coordinator
-        self._name = coordinator.name(coordinator.world.rank)
-        self._is_by_hand = session.control is None and not coordinator.group
-        self._is_over = threading.Event()
-        session.stop.enter_group()
-        stop_on(session.stop, signal.SIGUSR1)
-        if session.control is None:
-            coordinator.claim_key += "+"  # an earlier error has been caught
-        if self._is_by_hand and coordinator.world.world_size > 1:
-            coordinator.listen(lambda facts: None, self._look)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
-
-        Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
-        """
-        session, coordinator = self._session, self._coordinator
-        if session is not current():  # a forked child
-            return
-        ending = ending_of(error, has_stopped=session.stop.has_stopped)
-        if isinstance(error, _ExitUnknown):  # the one who has started this process knows its code
-            session.finish()
-            coordinator.claim_first_failure()
-            coordinator.leave(waits=False)
-        elif not ending.is_failure:  # many scripts end with sys.exit(main())
-            try:
-                session.finish()
-            except (JobFailed, OSError) as failure:
-                self._fail(ending_of(JobFailed(str(failure))))
-                raise SystemExit(FAILED) from None
-            session.stop.propose_step(coordinator, 0)
-            if session.stop.has_stopped:
-                session.count_saves(0)
-            # The first rank that exits with a code other than 0 ends the others, which may still save.
-            coordinator.leave(waits=session.stop.has_stopped or coordinator.world.rank == 0)
-        elif ending.traceback:
-            if session.control is None:  # else `mpiddp.runtime.script` reports it
-                coordinator.claim_first_failure()
-                atexit.register(self._fail_at_exit)  # unless the script catches it
-            return
-        elif not isinstance(error, Refused):
-            self._fail(ending)
-            if not isinstance(error, SystemExit):
-                raise SystemExit(ending.code) from None
-        self._is_over.set()
-
-    def _fail(self, ending: Ending) -> None:
-        """This rank has failed: say so, and end the others.
-
-        The first rank to fail says it. Without a traceback to print, the others wait to be ended. A launcher
-        prints every line, an agent all but that of bad input.
-        """
-        is_first = self._coordinator.claim_first_failure()
-        is_said = self._session.has_said_why  # `mpiddp.runtime.script` has printed it
-        self._session.report(ending)
-        if is_first and not is_said:
-            line = ending.line(self._name)
-            if line and (
-                self._is_by_hand or (ending.is_refusal and not self._session.has_launcher)
-            ):
-                print_error(line)
-        elif self._is_by_hand and (ending.is_verdict or ending.is_refusal):
-            self._is_over.wait(2 * GRACE_S)
-        self._is_over.set()
-        if self._is_by_hand:
-            self._coordinator.fail(ending.code)
-
-    def _fail_at_exit(self) -> None:
-        """Python has printed the error that ended the script."""
-        error = getattr(sys, "last_value", None)
-        if error is not None and self._session is current() and not self._is_over.is_set():
-            self._fail(ending_of(error))
-
-    def _look(self) -> None:
-        """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
-        channel = self._coordinator
-        if self._is_over.is_set():
-            return
-        if not (channel.code_of_failure or channel.is_lost):
-            self._session.stop.agree(channel)
-        elif not self._is_over.wait(GRACE_S):
-            if not channel.code_of_failure and channel.world.local_rank == 0:
-                print_error(f"{self._name} lost the connection to rank 0; exiting")
-            exit_now(channel.code_of_failure or FAILED)
+def _watch(session: Session) -> None:
+    """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
+    channel = session.coordinator
+    if session.is_over:
+        return
+    if not (channel.code_of_failure or channel.is_lost):
+        session.stop.agree()
+        return
+    time.sleep(_GRACE_S)
+    if not session.is_over:
+        if not channel.code_of_failure and channel.world.local_rank == 0:
+            name = channel.name(channel.world.rank)
+            print_error(f"{name} lost the connection to rank 0; exiting")
+        exit_now(channel.code_of_failure or FAILED)
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:

@@ -78,12 +78,8 @@ class Stream:
         """Read and send what the events of poll(2) allow. Returns the number of bytes that it has read."""
         chunk = b""
         if self.source is not None and self.source in ready:
-            try:
+            with contextlib.suppress(OSError):  # the end of a terminal
                 chunk = os.read(self.source, _CHUNK)
-            except BlockingIOError:
-                return 0
-            except OSError:  # the end of a terminal
-                chunk = b""
             if chunk:
                 self._save(chunk)
                 self._forward(chunk)

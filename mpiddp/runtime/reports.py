@@ -153,7 +153,7 @@ def together(*, timeout_s: float = 600.0) -> contextlib.AbstractContextManager[N
         RuntimeError: the ranks have not joined; call `process_group` or `init` first.
     """
     coordinator = script_session().coordinator
-    if coordinator is None:
+    if not coordinator.hostnames:
         raise RuntimeError("mpiddp.together: call mpiddp.process_group() or mpiddp.init() first.")
     return coordinator.all_or_none(timeout_s=timeout_s)
 

@@ -30,7 +30,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mpiddp.errors import INTERRUPTED, STOPPED, print_error
+from mpiddp.errors import STOPPED
 from mpiddp.protocol.variables import CHANNEL, OBSERVER
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, script_session, stop_on
@@ -44,12 +44,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_END_S = 2.0  # for the agent to end this rank after another has failed
 _CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
-_MOST_FILES = 2  # that come with "go"
-_OURS = Path(__file__).parents[1]  # the folder whose frames lead to a script
+_OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
 
 
 def main(*, imports_torch: bool) -> None:
@@ -77,17 +75,19 @@ def main(*, imports_torch: bool) -> None:
         _begin(session)
         _run(kind, name)
         _leave(session)
-    except SystemExit as error:
-        session.error = error
-        ending = ending_of(error, has_stopped=session.stop.has_stopped)
-        if ending.is_failure:
-            session.report(ending)
-        else:
-            _leave(session)
-        raise
     except BaseException as error:
         session.error = error
-        raise SystemExit(_fail(session, error)) from None
+        if not ending_of(error, has_stopped=session.stop.has_stopped).is_failure:
+            _leave(session)
+            raise
+        ending = session.fail(error)
+        if isinstance(error, SystemExit):
+            raise
+        if ending.traceback:  # else it is a sentence
+            frames = script_frames(error.__traceback__)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+            sys.excepthook(type(error), error.with_traceback(frames), frames)
+        raise SystemExit(ending.code) from None
 
 
 def await_gloo() -> None:
@@ -151,25 +151,20 @@ def import_torch() -> None:
 def _begin(session: Session) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends the variables to set, and open files: "store", where rank 0 serves torch's store, and
-    "stdin".
+    The agent sends the variables to set, and on rank 0 the file where it serves torch's store.
     """
     assert session.control is not None
     line = b""
-    numbers: list[int] = []
+    listeners: list[int] = []
     while not line.endswith(b"\n"):
-        chunk, found, _, _ = socket.recv_fds(session.control, 1 << 16, _MOST_FILES)
+        chunk, found, _, _ = socket.recv_fds(session.control, 1 << 16, 1)
         if not chunk:
             os._exit(1)
-        line, numbers = line + chunk, numbers + found
-    go = json.loads(line)
-    for number in numbers:
-        os.set_inheritable(number, False)
-    env, files = go["env"], dict(zip(go["files"], numbers, strict=True))
+        line, listeners = line + chunk, listeners + found
+    for listener in listeners:
+        os.set_inheritable(listener, False)
+    env = json.loads(line)
     os.environ.update(env)
-    if (stdin := files.get("stdin")) is not None:
-        os.dup2(stdin, 0)
-        os.close(stdin)
     if CHANNEL in env:
         session.connect()
     if World.from_env().launcher.speaks_mpi:
@@ -184,7 +179,7 @@ def _begin(session: Session) -> None:
             torch.set_num_threads(int(threads))
         if session.has_launcher:
             _report_optimizer_steps(lambda step: session.count(step, BY_OPTIMIZER))
-        if (listener := files.get("store")) is not None:
+        for listener in listeners:
             from mpiddp.runtime.rendezvous.store import serve_store
 
             session.torch_store = serve_store(env, listener)
@@ -239,34 +234,10 @@ def _run(kind: str, name: str) -> None:
 
 
 def _leave(session: Session) -> None:
-    """Leave the job after a success, unless a handler of atexit does. Rank 0 serves torch's store so long."""
+    """Leave the job after a success, unless a handler of atexit does."""
     session.tell_agent("left")
-    channel = session.channel
-    if channel is not None and session.watch is None and channel.world.world_size > 1:
-        session.stop.propose_step(channel, 0)
-        channel.leave()
-
-
-def _fail(session: Session, error: BaseException) -> int:
-    """Print an uncaught error as python does, and return the exit code.
-
-    A sentence needs no traceback. The first rank to fail says what is wrong; errors of connections follow
-    from it, and would only hide it.
-    """
-    is_first = session.channel is None or session.channel.claim_first_failure()
-    ending = ending_of(error)
-    if isinstance(error, KeyboardInterrupt):
-        ending = ending._replace(code=INTERRUPTED)
-    session.report(ending)
-    if not is_first and (not ending.traceback or isinstance(error, RuntimeError)):
-        time.sleep(_END_S)
-    if ending.traceback:
-        frames = script_frames(error.__traceback__)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-    elif ending.is_refusal and is_first and not session.has_launcher:
-        print_error(ending.sentence)
-    return ending.code
+    if not session.is_member:
+        session.leave()
 
 
 def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -294,7 +265,7 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     frame: Any = traceback
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
-        if not file.startswith("<frozen ") and not file.startswith(f"{_OURS}{os.sep}runtime"):
+        if not file.startswith(("<frozen ", _OURS)):
             return frame  # type: ignore[no-any-return]
         frame = frame.tb_next
     return None

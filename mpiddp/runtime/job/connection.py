@@ -45,16 +45,16 @@ def connect_to_server(
     while True:
         try:
             return _connect(server, world.rank, kind, facts, answer_s)
-        except OSError as error:
-            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
-            has_ended = isinstance(error, ConnectionRefusedError) and answer_s is None
-            if not has_ended and time.monotonic() < deadline:
-                time.sleep(_RETRY_S)
-                continue
-            why = str(error)
         except NO_MESSAGE:  # another program listens there, or the server of another job
             why = "it is not the server of this job"
-        break
+            break
+        except OSError as error:
+            why = str(error)
+            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
+            has_ended = isinstance(error, ConnectionRefusedError) and answer_s is None
+            if has_ended or time.monotonic() >= deadline:
+                break
+            time.sleep(_RETRY_S)
     name = "the launcher" if answer_s is None else "rank 0's channel"
     host, _, port = server.address.rpartition(":")
     is_path = server.address.startswith(UNIX)

@@ -64,12 +64,11 @@ class Coordinator:
         self.connection: socket.socket | None = None
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
-        self.is_lost = False  # the server has ended, or has lost rank 0
-        self._has_ended = False
+        self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
         # Gets the messages that nobody waits for.
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
-        self._look: Callable[[], object] = lambda: None
-        self._thread: threading.Thread | None = None
+        self._is_read = False  # by a thread
+        self._waker = -1  # of that thread
         self._round = 0
         self._lines = Lines(_LONGEST)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
@@ -82,7 +81,6 @@ class Coordinator:
             self.connection, self.group = connect_to_server(
                 server, world, "hello", role=role, answer_s=answer_s
             )
-            self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             # It would hide this one's end.
             os.register_at_fork(after_in_child=self.connection.close)
 
@@ -118,23 +116,15 @@ class Coordinator:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
         A gather that goes on beside others, in a thread, has a `key`. With `or_gone`, the value of a rank
-        whose connection has ended is None.
-
-        Raises:
-            NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names it.
-            AnotherFailed, ChannelLost: see `ask`.
+        whose connection has ended is None. Raises NoAnswer, which names the ranks that did not call within
+        `timeout_s` of the first, and what `ask` raises.
         """
         size = self.world.world_size
         if size == 1:
             return [json.loads(json.dumps(value))]
-        facts, values = self.ask(
-            "gather",
-            channel.encode_value(value),
-            key=key or self.unique_prefix("exchange"),
-            unless_failed=unless_failed,
-            timeout_s=timeout_s,
-            or_gone=or_gone,
-        )
+        key, text = key or self.unique_prefix("exchange"), channel.encode_value(value)
+        options = {"key": key, "timeout_s": timeout_s, "or_gone": or_gone}
+        facts, values = self.ask("gather", text, unless_failed=unless_failed, **options)
         if facts["type"] != "no_answer":
             return channel.unlisted(values, size)
         names, met = ", ".join(map(self.name, facts["missing"])), size - len(facts["missing"])
@@ -175,12 +165,11 @@ class Coordinator:
         problem, code = "", DONE
         try:
             yield
-        except NoAnswer:
-            raise
-        except UserError as error:
-            problem, code = str(error), BAD_INPUT
-        except JobFailed as error:
-            problem, code = str(error), FAILED
+        except (UserError, JobFailed) as error:
+            if isinstance(error, NoAnswer):
+                raise
+            problem = str(error)
+            code = BAD_INPUT if isinstance(error, UserError) else FAILED
         answers = self.all_gather_json((problem, code), timeout_s=timeout_s)
         problems = [problem for problem, _ in answers]
         if not any(problems):
@@ -190,14 +179,12 @@ class Coordinator:
         sentences = self.sentences(problems)
         if not exits:
             raise (JobFailed if code == FAILED else UserError)("\n".join(sentences)) from None
-        if not self.has_launcher:
-            if self.world.rank == 0:
-                for sentence in sentences:
-                    # Print it: a script's logging.config may have switched the log off.
-                    print_error(sentence)
-            # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
-            self._wait_for_all("printed", AGREE_TIMEOUT_S)
-        self.leave()
+        if self.world.rank == 0 and not self.has_launcher:
+            for sentence in sentences:
+                # Print it: a script's logging.config may have switched the log off.
+                print_error(sentence)
+        # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
+        self.leave(waits=None if self.has_launcher else True)
         raise Refused(code, "\n".join(sentences) if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
@@ -219,15 +206,12 @@ class Coordinator:
         Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
         fail as well.
         """
-        key, rank = self.claim_key, self.world.rank
         if self.connection is None:
             return True
-        if key not in self._arrived:
-            try:
-                self.ask("claim", key=key)
-            except ChannelLost:
-                return rank == 0
-        return bool(self._arrived[key][0]["rank"] == rank)
+        first = 0
+        with contextlib.suppress(ChannelLost):
+            first = self.ask("claim", key=self.claim_key)[0]["rank"]
+        return self.world.rank == first
 
     def fail(self, code: int) -> None:
         """End the other ranks with this exit code, unless another one has. Does not wait."""
@@ -238,60 +222,48 @@ class Coordinator:
 
         With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
+        key = self.unique_prefix("left")
         if self.world.rank == 0 if waits is None else waits:
-            self._wait_for_all("left", LEAVE_TIMEOUT_S)
+            with contextlib.suppress(NoAnswer, ChannelLost):
+                self.all_gather_json(None, timeout_s=LEAVE_TIMEOUT_S, key=key, or_gone=True)
         else:
-            self.give(self.unique_prefix("left"), None)
+            self.give(key, None)
         if self.group == 0:  # the end of a script's connection never is a failure
             self.send("leave")
-
-    def _wait_for_all(self, point: str, timeout_s: float) -> None:
-        """Wait until all ranks are at this point or gone, or the timeout has passed."""
-        with contextlib.suppress(NoAnswer, ChannelLost):
-            key = self.unique_prefix(point)
-            self.all_gather_json(None, timeout_s=timeout_s, key=key, or_gone=True)
 
     # --- what arrives ---
 
     def ask(
-        self,
-        kind: str,
-        value: bytes = b"",
-        *,
-        key: str = "",
-        unless_failed: bool = False,
-        **facts: object,
+        self, kind: str, value: bytes = b"", *, unless_failed: bool = False, **facts: object
     ) -> tuple[dict[str, Any], bytes]:
         """Send a message, and return its answer, which has its key, or else its type.
 
-        Raises:
-            AnotherFailed: with `unless_failed`, a rank has failed, maybe this one.
-            ChannelLost: the server has ended.
+        Raises ChannelLost if the server has ended, and with `unless_failed` AnotherFailed if a rank, maybe
+        this one, has failed.
         """
-        if self.is_lost:
-            raise self.lost()
-        # The others must not go on with its value.
-        if unless_failed and self.claim_key in self._arrived:
-            raise AnotherFailed
-        if key:
-            facts["key"] = key
-        try:
-            self._send(encode(kind, value, **facts))
-        except OSError:
-            raise self.lost() from None
-        key = key or kind
+        key = str(facts.get("key", kind))
+        if key not in self._arrived:
+            self._check(unless_failed=unless_failed)
+            try:
+                self._send(encode(kind, value, **facts))
+            except OSError:
+                raise self.lost() from None
         with self._changed:
             while key not in self._arrived:
-                if self._has_ended:
-                    raise self.lost()
-                if unless_failed and self.claim_key in self._arrived:
-                    raise AnotherFailed
-                if self._thread is not None:
+                self._check(unless_failed=unless_failed)
+                if self._is_read:
                     self._changed.wait()
                 else:
                     self.receive()
             # Two threads may claim at once, and wait for one answer.
             return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
+
+    def _check(self, *, unless_failed: bool) -> None:
+        if self.is_lost:
+            raise self.lost()
+        # The others must not go on with its value.
+        if unless_failed and self.claim_key in self._arrived:
+            raise AnotherFailed
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
@@ -300,30 +272,29 @@ class Coordinator:
         self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
     ) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
-        self.on_news, self._look = on_news, look
-        if self._thread is None:  # else a process group follows another one
-            self._thread = threading.Thread(target=self._listen, name="mpiddp", daemon=True)
-            self._thread.start()
+        self.on_news, self._is_read = on_news, True
+        wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        threading.Thread(target=self._listen, args=(look, wake), name="mpiddp", daemon=True).start()
 
     def wake(self) -> None:
         """Let the listening thread look. A handler of a signal may call this."""
         with contextlib.suppress(OSError):  # it is full, or the script has closed it
             os.write(self._waker, b"\n")
 
-    def _listen(self) -> None:
+    def _listen(self, look: Callable[[], object], wake: int) -> None:
         assert self.connection is not None
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
+        poll.register(wake, select.POLLIN)
         file = self.connection.fileno()
         while True:
-            self._look()
-            if self._has_ended:
+            look()
+            if self.is_lost:
                 return
             ready = dict(poll.poll())
-            if self._wake in ready:
+            if wake in ready:
                 with contextlib.suppress(OSError):
-                    os.read(self._wake, 4096)
+                    os.read(wake, 4096)
             if file in ready:
                 self.receive()
 
@@ -331,30 +302,26 @@ class Coordinator:
         """Receive what arrives next: note what the ranks agree on, and pass on the other messages."""
         assert self.connection is not None
         news = []
-        has_ended = False
         try:
             chunk = self.connection.recv(CHUNK)
-            has_ended = not chunk
-            for line in self._lines.split(chunk):
-                facts, value = decode(line)
-                with self._changed:
-                    match facts["type"]:
-                        case kind if kind in _ANSWERS:
-                            self._arrived[facts.get("key", kind)] = facts, value
-                        case "called":
-                            self._called.add(facts["key"])
-                        case "failed":
-                            self.code_of_failure = facts["code"]
-                        case "lost":
-                            self.is_lost = True
-                        case _:
-                            news.append(facts)
-                    self._changed.notify_all()
+            messages = [decode(line) for line in self._lines.split(chunk)]
         except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
-            has_ended = True
-        if has_ended:
-            with self._changed:
-                self.is_lost = self._has_ended = True
-                self._changed.notify_all()
+            chunk, messages = b"", []
+        with self._changed:
+            for facts, value in messages:
+                match facts["type"]:
+                    case kind if kind in _ANSWERS:
+                        self._arrived[facts.get("key", kind)] = facts, value
+                    case "called":
+                        self._called.add(facts["key"])
+                    case "failed":
+                        self.code_of_failure = facts["code"]
+                    case "lost":
+                        self.is_lost = True
+                    case _:
+                        news.append(facts)
+            if not chunk:
+                self.is_lost = True
+            self._changed.notify_all()
         for facts in news:
             self.on_news(facts)

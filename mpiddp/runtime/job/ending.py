@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mpiddp import errors
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.channel import TEXT_LIMIT
 from mpiddp.text import signal_name
 
@@ -96,7 +96,8 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         said = ""
     kind = type(error).__name__
     sentence = f"{kind}: {said}" if said else kind
-    return Ending(FAILED, sentence, "".join(traceback.format_exception(error)))
+    code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+    return Ending(code, sentence, "".join(traceback.format_exception(error)))
 
 
 def ending_of_process(status: int) -> Ending:

@@ -1,9 +1,7 @@
 """The state of this process as a rank of its job, and what it tells its launcher and its agent.
 
-It is one object, which is passed to the code that needs it. Public functions that take no argument, such as
-should_stop() and init(), use `script_session()`. Under `mpiddp launch` and `mpiddp run` the script's process
-is the child of the rank's agent, and has a channel of its own to the server of the job. By hand (mpirun,
-srun, torchrun) the process is the rank itself.
+Under `mpiddp launch` and `mpiddp run` the script is the child of the rank's agent, and has a channel
+of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself.
 
 All ranks stop after the same step, and exchange messages only after a request to stop. Then the thread of
 each rank's channel proposes a step slightly ahead, in a gather to which the first calls the others. The rank
@@ -24,11 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.protocol.channel import MOST_SHOWN, SCRIPT, SHOWN_BYTES, TEXT_LIMIT, is_short
+from mpiddp.errors import print_error
+from mpiddp.protocol.channel import MOST_SHOWN, SCRIPT, SHOWN_BYTES, TEXT_LIMIT, encode, is_short
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -38,20 +36,21 @@ from mpiddp.world import World, is_joined
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 PROGRESS_EVERY_S = 0.5
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
+_END_S = 2.0  # for this rank to be ended after another has failed
 
 
 class Session:
     """The state of one process. A process belongs to one job, so it has one session."""
 
     def __init__(self) -> None:
-        self.channel: Coordinator | None = None  # connected to the server of the job
         self.control: socket.socket | None = None  # to the agent that has started this script
         self.has_launcher = False  # `mpiddp launch` listens
-        # None until the ranks have joined. They join once: MPI cannot be initialized again.
-        self.coordinator: Coordinator | None = None
-        self.watch: object = None  # set while this process is in the process group of its job
+        # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
+        self.coordinator = Coordinator(World(0, 1, 0, 1), None)
+        self.is_member = False  # of the process group of its job, which this process leaves later
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
+        self.is_over = True  # by hand: the failure of another rank need not end this process
         self.error: BaseException | None = None  # that has ended the script, under an agent
         self.has_said_why = False  # to whoever reports this end
         self.stop = StopRequest(self)
@@ -67,14 +66,11 @@ class Session:
         self._shown: dict[str, Any] = {}  # that has not been sent
 
     def connect(self) -> None:
-        """Connect this script to the server of its job, which its rank's variables name.
-
-        Raises AnotherScript if this rank has a script already, JobFailed if the server cannot be reached.
-        """
+        """Connect this script to the server of its job, which its rank's variables name."""
         server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
-        self.channel = channel = Coordinator(World.from_env(), server, SCRIPT)
+        self.coordinator = Coordinator(World.from_env(), server, SCRIPT)
         self.has_launcher = JOB in os.environ
-        channel.listen(self._obey, partial(self.stop.agree, channel))
+        self.coordinator.listen(self._obey, self.stop.agree)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher. The agent ends this process, so "end" is none of its."""
@@ -85,18 +81,20 @@ class Session:
                 os.kill(os.getpid(), signal.SIGTERM)
             case "stacks":
                 with contextlib.suppress(OSError):  # no file is left, not even to import
+                    from mpiddp.hosts.processes import usage_of
+
                     self.send("stacks", step=self._step, text=_stacks(), **usage_of(os.getpid()))
 
     def send(self, kind: str, **facts: object) -> None:
         """Send the launcher a message, if there is a launcher."""
-        if self.has_launcher and self.channel is not None:
-            self.channel.send(kind, b"", **facts)
+        if self.has_launcher:
+            self.coordinator.send(kind, b"", **facts)
 
     def tell_agent(self, kind: str, **facts: object) -> None:
         """Tell the agent that has started this script, if one has."""
         if self.control is not None:
             with contextlib.suppress(OSError):  # the script has closed it
-                self.control.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
+                self.control.sendall(encode(kind, b"", **facts))
 
     def count(self, step: int, counter: int) -> None:
         """Report this step by one who counts, at most twice a second. Most calls send nothing.
@@ -108,15 +106,13 @@ class Session:
             return
         self._counter, self._step = counter, step
         now = time.monotonic()
-        is_due = now - self._sent_at >= PROGRESS_EVERY_S
-        if is_due and self.channel is not None and self.channel.has_room:
+        if now - self._sent_at >= PROGRESS_EVERY_S and self.coordinator.has_room:
             self._sent_at = now
             shown, self._shown = self._shown, {}
             while len(json.dumps(shown)) > SHOWN_BYTES:
                 shown.popitem()
-            phases, self.phases = self.phases, {}
-            news = {"shown": shown, "phases": phases}
-            self.send("progress", step=step, **_usage(), **{k: v for k, v in news.items() if v})
+            self.send("progress", step=step, shown=shown, phases=self.phases, **_usage())
+            self.phases = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
@@ -153,18 +149,53 @@ class Session:
         while self.before_leaving:
             self.before_leaving.pop()()
 
-    def report(self, ending: Ending) -> None:
-        """Say why this script has failed, to whoever reports its end.
+    def leave(self) -> None:
+        """Leave the job after a success. All ranks must call this. Raises JobFailed as `finish` does."""
+        self.finish()
+        self.stop.propose_step(0)
+        if self.stop.has_stopped:
+            self.count_saves(0)
+        # The first rank that exits with a code other than 0 ends the others, which may still save.
+        self.coordinator.leave(waits=True if self.stop.has_stopped else None)
 
-        A later exit code without a sentence follows from an error that was reported.
+    def fail(self, error: BaseException, *, is_printed: bool = False) -> Ending:
+        """Say why this script fails, to whoever reports its end, or print it. By hand, end the other ranks.
+
+        The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
+        it. `is_printed`: Python has printed the error.
         """
-        if self.has_said_why and not ending.sentence:
-            return
-        self.has_said_why = bool(ending.sentence)
-        if self.control is not None:
-            self.tell_agent("error", **ending.facts)
-        else:
-            self.send("failed", **ending.facts)
+        coordinator = self.coordinator
+        is_first = coordinator.claim_first_failure()
+        is_by_hand = self.control is None and not coordinator.group
+        ending, is_said = ending_of(error), self.has_said_why
+        # A later exit code without a sentence follows from an error that was reported.
+        if ending.sentence or not is_said:
+            self.has_said_why = bool(ending.sentence)
+            if self.control is not None:
+                self.tell_agent("error", **ending.facts)
+            else:
+                self.send("failed", **ending.facts)
+        if is_first and not is_said and not self.has_launcher:
+            line = ending.sentence if ending.is_refusal and not is_printed else ""
+            if is_by_hand:
+                line = ending.line(coordinator.name(coordinator.world.rank))
+            if line:
+                print_error(line)
+        may_follow = ending.is_verdict or ending.is_refusal or isinstance(error, RuntimeError)
+        if may_follow and not is_first and not is_printed:
+            time.sleep(_END_S)
+        self.is_over = True
+        if is_by_hand:
+            coordinator.fail(ending.code)
+        return ending
+
+    def fail_at_exit(self) -> None:
+        """Report the error that has ended a script without an agent. Python keeps only one that it prints."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and self is current():  # no forked child
+            self.fail(error, is_printed=True)
+        elif not self.has_said_why:
+            self.send("done")
 
 
 class StopRequest:
@@ -172,14 +203,13 @@ class StopRequest:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lock = threading.RLock()  # a handler of a signal may call os._exit
+        self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
         self.steps_before = 0  # of the run, which another process has made
         self._key = "stop"  # of the gather of the proposals
         self._proposed: int | None = None
-        self._step: int | None = None
-        self._decided = threading.Event()
+        self._step: int | None = None  # after which all ranks stop, once it is decided
         self.has_stopped = False  # this script ends early, as requested
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
@@ -187,7 +217,7 @@ class StopRequest:
 
     def enter_group(self) -> None:
         """The ranks meet again. What they proposed when they left the last group counts no longer."""
-        with self._lock:
+        with self._changed:
             if self._proposed is not None and self._step is None:
                 self._key, self._proposed = f"{self._key}+", None
 
@@ -202,13 +232,12 @@ class StopRequest:
     def note_request(self) -> None:
         """Stop this script at its next agreed step. A signal handler may call this."""
         self.is_requested = True
-        if self._session.channel is not None:
-            self._session.channel.wake()
+        self._session.coordinator.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
         self.declare_support()
-        with self._lock:
+        with self._changed:
             self._calls += 1
         self._session.count(self.steps_before + self._calls, BY_CALLS)
         if stops := self._stops_at(self._calls):
@@ -226,14 +255,12 @@ class StopRequest:
 
     def _stops_at(self, call: int) -> bool:
         """Whether all ranks stop at this call, or before. Waits for the decision if that may be so."""
-        channel = self._session.channel
-        is_alone = channel is None or channel.world.world_size == 1
-        with self._lock:
+        is_alone = self._session.coordinator.world.world_size == 1
+        with self._changed:
             if is_alone and self.is_requested and self._step is None:
-                self._decide(max(call, self._denied + 1))
-            must_wait = self._step is None and self._proposed == call
-        if must_wait:
-            self._decided.wait()
+                self._step = max(call, self._denied + 1)
+            while self._step is None and self._proposed == call:
+                self._changed.wait()
         # A later proposal of this rank is a later step, and the decision is later, too.
         stops = self._step is not None and call >= self._step
         if not stops:
@@ -247,32 +274,31 @@ class StopRequest:
             self._session.send("stopped")
             self._session.tell_agent("stopped")
 
-    def agree(self, channel: Coordinator) -> None:
-        """Advance the agreement, without waiting. The channel's thread calls this after all news."""
-        is_called = self.is_requested or channel.is_called(self._key)
-        if channel.world.world_size == 1 or self._step is not None or not is_called:
+    def agree(self) -> None:
+        """Advance the agreement, without waiting. The thread that receives calls this after all news."""
+        coordinator = self._session.coordinator
+        is_called = self.is_requested or coordinator.is_called(self._key)
+        if coordinator.world.world_size == 1 or self._step is not None or not is_called:
             return
         self.is_requested = True
-        self.propose_step(channel, _AHEAD)
-        steps = channel.given(self._key)
+        self.propose_step(_AHEAD)
+        steps = coordinator.given(self._key)
         if steps is not None:
-            with self._lock:  # a rank that had not called `should_stop` yet is gone, and gives none
-                self._decide(max(step for step in steps if step is not None))
+            with self._changed:
+                # A rank that had ended before its first call of `should_stop` gives none.
+                self._step = max(step for step in steps if step is not None)
+                self._changed.notify_all()
 
-    def propose_step(self, channel: Coordinator, ahead: int) -> None:
+    def propose_step(self, ahead: int) -> None:
         """Propose the step `ahead` of the present one, once, and do not pass it before the decision.
 
         A rank that leaves proposes its present step, with `ahead` 0.
         """
-        with self._lock:
+        with self._changed:
             if self._proposed is not None:
                 return
             self._proposed = self._calls + ahead
-        channel.give(self._key, self._proposed, calls=self.is_requested)
-
-    def _decide(self, step: int) -> None:
-        self._step = step
-        self._decided.set()
+        self._session.coordinator.give(self._key, self._proposed, calls=self.is_requested)
 
 
 def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = False) -> None:
@@ -281,31 +307,34 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     SIGUSR1 comes from mpirun or srun. Batch systems send SIGTERM, and the launcher, which gets it too, limits
     the time. Without a launcher, `only_first` lets a second signal kill.
     """
-    if threading.main_thread() is not threading.current_thread():
-        return
-    for number in numbers:
-        before = signal.getsignal(number)
-        if before in (signal.SIG_DFL, signal.default_int_handler):
-            handler = partial(_on_signal, stop, before if only_first else None)
-            signal.signal(number, handler)
-            if not only_first:
-                os.register_at_fork(after_in_child=partial(_restore, number, handler))
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {each: found for each in numbers if (found := signal.getsignal(each)) in defaults}
 
+    def on_signal(number: int, frame: object) -> None:
+        stop.note_request()
+        if only_first:
+            signal.signal(number, before[signal.Signals(number)])
+            name = signal.Signals(number).name
+            line = (
+                f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
+            )
+            with contextlib.suppress(
+                OSError
+            ):  # the Ctrl-C may have ended the reader of a pipe as well
+                os.write(2, line.encode())
 
-def _on_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
-    stop.note_request()
-    if before is not None:
-        signal.signal(number, before)
-        name = signal.Signals(number).name
-        line = f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
-        with contextlib.suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
-            os.write(2, line.encode())
+    def restore() -> None:
+        """A forked child is no rank."""
+        for number in before:
+            if signal.getsignal(number) is on_signal:
+                ignores = number == signal.SIGUSR1
+                signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
-
-def _restore(number: signal.Signals, handler: object) -> None:
-    """A forked child is no rank."""
-    if signal.getsignal(number) is handler:
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+    if before and threading.main_thread() is threading.current_thread():
+        for number in before:
+            signal.signal(number, on_signal)
+        if not only_first:
+            os.register_at_fork(after_in_child=restore)
 
 
 _current = Session()
@@ -317,36 +346,25 @@ def current() -> Session:
 
 
 def script_session() -> Session:
-    """The session of this process, which is connected first if it is the script of a rank's command.
+    """The session of this process. Raises JobFailed if the server of its job cannot be reached.
 
     In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
-    rank's script. The agent reports its start and its end; the script reports the rest, and its error. Raises
-    JobFailed if the server of the job cannot be reached.
+    rank's script. The agent reports its start and its end; the script reports the rest, and its error.
     """
     session = current()
-    if session.channel is None and CHANNEL in os.environ and is_joined(os.environ):
+    is_unconnected = session.coordinator.connection is None
+    if is_unconnected and CHANNEL in os.environ and is_joined(os.environ):
         with contextlib.suppress(AnotherScript):
             session.connect()
-            atexit.register(_report_end, session)
+            atexit.register(session.fail_at_exit)
     return session
-
-
-def _report_end(session: Session) -> None:
-    """Tell the launcher why this script of a command ends. Python keeps only an error that it prints."""
-    error = getattr(sys, "last_value", None)
-    if session.channel is not None and not session.has_said_why:  # None in a forked child
-        if error is None:
-            session.send("done")
-        else:
-            session.channel.claim_first_failure()
-            session.report(ending_of(error, has_stopped=session.stop.has_stopped))
 
 
 def _forget() -> None:
     global _current
-    _current.channel = _current.control = None  # for code that holds the session
-    _current.has_launcher = False
-    _current = Session()
+    before, _current = _current, Session()
+    # For code that holds the session.
+    before.coordinator, before.control = _current.coordinator, None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -364,21 +382,6 @@ def _usage() -> dict[str, float]:
         "cpu_s": round(time.process_time(), 3),
         "memory": pages * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def usage_of(pid: int) -> dict[str, Any]:
-    """The processor time of a process with its descendants, and the state of its main thread.
-
-    "D" while it waits for a disk; "" if the kernel does not tell.
-    """
-    from mpiddp.hosts.processes import processor_time
-
-    facts = {"cpu_s": 0.0, "state": ""}
-    with contextlib.suppress(OSError, IndexError):  # it has ended, or this process has no file left
-        facts["cpu_s"] = processor_time(pid)
-        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
-        facts["state"] = stat.rpartition(b")")[2].split()[0].decode()
-    return facts
 
 
 def _stacks() -> str:

@@ -18,7 +18,7 @@ import pytest
 from mpiddp.hosts import main, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
-from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
+from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
@@ -227,7 +227,7 @@ def test_a_process_and_what_it_has_started():
         while list(descendants(shell.pid).values()).count("sleep") < 2:
             assert time.monotonic() < deadline
         assert descendants(os.getpid(), but=[shell.pid]).keys().isdisjoint([shell.pid])
-        assert processor_time(shell.pid) >= 0.0
+        assert usage_of(shell.pid)["cpu_s"] >= 0.0
 
         def found():
             return [] if shell.poll() is not None else [shell.pid, *descendants(shell.pid)]
