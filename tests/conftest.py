@@ -18,8 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    training start checkpoints stop failures allocations output python restarts variables hosts doctor hangs
-    page_commands run_sh shown_output control_channel first_line gpu
+    checkpoints training doctor start python stop failures restarts hangs hosts allocations output gpu
+    refusals packaging variables page_commands run_sh
 """
 
 

@@ -222,6 +222,7 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
             assert unequal([each.cpu() for each in found], expected) == []
 
 
+@needs_gpu
 def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path):
     """The first run saves at every step while it trains on: no later step changes what is being copied."""
     arch = f"--arch=resnet{size(50, 18)}"
@@ -235,7 +236,8 @@ def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path):
     assert_equal(straight, stopped, 8)
 
 
-@pytest.mark.parametrize("amp", ["auto", pytest.param("fp16", marks=needs_gpu)])
+@needs_gpu
+@pytest.mark.parametrize("amp", ["auto", "fp16"])
 def test_two_ranks_save_and_resume_exactly(tmp_path, amp):
     """With fp16 a run resumes with its gradient scale."""
     options = ["--use-syn", "--arch=resnet20", "--batch-size=16", "--deterministic", f"--amp={amp}"]

@@ -1,11 +1,10 @@
 """A script whose ranks no longer agree: one bit of one tensor differs on the last rank.
 
-    mpiddp launch -n 3 tests/programs/diverging.py WHAT
+    mpiddp launch -n 3 tests/programs/diverging.py
 
-WHAT is "parameter", "optimizer" or "shard". Each rank has other statistics of BatchNorm.
+It is a bit of a shard, then of a parameter, which it prints and repairs, and at last one of the optimizer.
+Each rank has other statistics of BatchNorm.
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpiddp
 
-what = sys.argv[1]
 world = mpiddp.init(backend="gloo")
 is_last = world.rank == world.world_size - 1
 torch.manual_seed(0)
@@ -31,22 +29,27 @@ for _ in range(2):
 
 
 def flip(tensor):
-    tensor.detach().view(torch.int32)[-1] ^= 1
+    if is_last:
+        tensor.detach().view(torch.int32)[-1] ^= 1
+
+
+def prints_the_difference(tensor, *checked, **of_group):
+    flip(tensor)
+    try:
+        mpiddp.check_divergence(*checked, **of_group)
+    except mpiddp.JobFailed as error:
+        print(f"{error}\n", end="", flush=True)
+    flip(tensor)
 
 
 mpiddp.check_divergence(ddp, optimizer, step=100)
 print("equal before\n", end="", flush=True)
-if what == "shard":
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copy", "shard"))
-    layer = nn.Linear(4, 12, bias=False)
-    layer.weight = nn.Parameter(
-        distribute_tensor(torch.arange(48.0).view(12, 4), mesh, [Replicate(), Shard(0)])
-    )
-    if is_last:
-        flip(layer.weight.to_local())
-    mpiddp.check_divergence(layer, group=mesh.get_group("copy"))
-if what == "parameter" and is_last:
-    flip(model[3].weight)
-if what == "optimizer" and is_last:
-    flip(optimizer.state[model[0].bias]["exp_avg_sq"])
+mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copy", "shard"))
+layer = nn.Linear(4, 12, bias=False)
+layer.weight = nn.Parameter(
+    distribute_tensor(torch.arange(48.0).view(12, 4), mesh, [Replicate(), Shard(0)])
+)
+prints_the_difference(layer.weight.to_local(), layer, group=mesh.get_group("copy"))
+prints_the_difference(model[3].weight, ddp, optimizer)
+flip(optimizer.state[model[0].bias]["exp_avg_sq"])
 mpiddp.check_divergence(ddp, optimizer, step=200)

@@ -1,14 +1,10 @@
 """A training of a line, with a global batch that does not depend on the number of ranks.
 
-    mpiddp launch -H node0:1,node1:1 tests/programs/elastic.py FOLDER [MAX_RANKS]
+    mpiddp launch -H node0:1,node1:1 tests/programs/elastic.py FOLDER
 
 FOLDER gets run/ with checkpoints, steps (see `Step`), and weights.json at the end, after which no step
-follows. The training ends once FOLDER/finish exists. It makes trouble by files in FOLDER:
-
-    broken_HOST   the ranks on this host fail before the first step
-    slow_save     rank 0 waits during the save of a stop, until the file is removed
-    slow_start    the ranks of a restart wait before the first step, until the file is removed
-    fail          rank 0 fails, and removes the file before
+follows. The training ends once FOLDER/finish exists. If FOLDER/broken_HOST exists, the ranks on this host
+fail before the first step.
 """
 
 from __future__ import annotations
@@ -69,30 +65,20 @@ def updated(weights: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     return weights - RATE * sums[:SIZE] / GLOBAL_BATCH
 
 
-def wait_while(file: Path) -> None:
-    while file.exists():
-        time.sleep(0.05)
-
-
-def main(folder: Path, max_ranks: int | None) -> int:
+def main(folder: Path) -> int:
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     with mpiddp.process_group() as world:
         if (folder / f"broken_{world.hostname}").exists():
             return 3
-        mpiddp.announce(resume_args=[], global_batch_size=GLOBAL_BATCH, max_ranks=max_ranks)
+        mpiddp.announce(resume_args=[], global_batch_size=GLOBAL_BATCH)
         checkpoints = mpiddp.Checkpoints(folder / "run", keep=2, every=20)
         saved = checkpoints.resume()
         weights = saved.state["weights"] if saved else torch.zeros(SIZE)
         # The sum of all inputs. The weights soon converge, and then forget a step that counts twice.
         seen = saved.state["seen"] if saved else 0.0
-        if restarts:
-            wait_while(folder / "slow_start")
         step = saved.step if saved else 0
         while True:
             step += 1
-            if world.rank == 0 and (folder / "fail").exists():
-                (folder / "fail").unlink()
-                return 3
             ends = torch.tensor([float(world.rank == 0 and (folder / "finish").exists())])
             sums = torch.cat([sums_of(weights, step, world.rank, world.world_size), ends])
             dist.all_reduce(sums)
@@ -108,8 +94,6 @@ def main(folder: Path, max_ranks: int | None) -> int:
             if sums[-1]:
                 break
             if mpiddp.should_stop():
-                if world.rank == 0:
-                    wait_while(folder / "slow_save")
                 return 75
             time.sleep(0.05)
         if world.rank == 0:
@@ -118,5 +102,4 @@ def main(folder: Path, max_ranks: int | None) -> int:
 
 
 if __name__ == "__main__":
-    most = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    sys.exit(main(Path(sys.argv[1]), most))
+    sys.exit(main(Path(sys.argv[1])))

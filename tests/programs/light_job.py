@@ -1,8 +1,7 @@
-"""A launcher and its ranks without MPI and torch: `light_job.py [--terminal] SELECTION PREFIX CODE CODE …`.
+"""A launcher and its ranks without MPI and torch: `light_job.py CODE CODE …`.
 
 Each CODE runs as a rank, which reports to the launcher and whose output the launcher shows, both with the
-project's own code. With --terminal a rank's stdout is a terminal, as under Open MPI. The last line on
-stderr holds the ranks' exit codes.
+project's own code. The last line on stderr holds the ranks' exit codes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.output import JobOutput
-from mpiddp.protocol.channel import INPUT, STREAMS, is_shown
+from mpiddp.protocol.channel import INPUT, STREAMS
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
@@ -54,23 +53,21 @@ sys.exit(Alone(Program(COMMAND, "python"), world).run())
 """
 
 
-def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
+def main(codes: list[str]) -> None:
     with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
         server = ControlServer(Path(folder, "control"), len(codes), selector)
-        outputs = JobOutput(len(codes), has_prefix=prefix == "prefix")
-        env = {**os.environ, **server.settings, OUTPUT: selection}
+        outputs = JobOutput(len(codes), has_prefix=False)
+        env = {**os.environ, **server.settings, OUTPUT: "all"}
         ranks, inputs = [], []
         pipes = {number: os.pipe() for number in STREAMS}
         for rank, code in enumerate(codes):
-            stdout = os.openpty()[1] if has_terminal else pipes[1][1]
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
-            ranks.append(subprocess.Popen(command, env=env, stdout=stdout, stderr=pipes[2][1]))
+            files = {"stdout": pipes[1][1], "stderr": pipes[2][1]}
+            ranks.append(subprocess.Popen(command, env=env, **files))
         outputs.begin(*(os.fdopen(reader, "rb") for reader, _ in pipes.values()))
         deadline = time.monotonic() + PATIENCE_S
         # A rank may end before its output process has connected.
-        missing = sum(
-            is_shown(selection, rank, each) for rank in range(len(codes)) for each in STREAMS
-        )
+        missing = len(codes) * len(STREAMS)
         while missing or any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
             assert time.monotonic() < deadline, (missing, outputs.open_ranks)
             for key, _ in selector.select(0.02):
@@ -87,7 +84,4 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
 
 
 if __name__ == "__main__":
-    options = sys.argv[1:]
-    is_terminal = options[:1] == ["--terminal"]
-    first, second, *rest = options[is_terminal:]
-    main(first, second, rest, has_terminal=is_terminal)
+    main(sys.argv[1:])

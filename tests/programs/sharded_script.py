@@ -1,10 +1,11 @@
 """A script with fully_shard and mpiddp.Checkpoints: save, or resume and compare with what was saved.
 
-    mpiddp launch -n 4 tests/programs/sharded_script.py save FOLDER PARALLEL
-    mpiddp launch -n 2 tests/programs/sharded_script.py resume FOLDER PARALLEL
+    mpiddp launch -n 4 tests/programs/sharded_script.py save FOLDER PARALLEL …
+    mpiddp launch -n 2 tests/programs/sharded_script.py resume FOLDER PARALLEL …
 
-PARALLEL is "sharded" or "whole". The state also has the whole tensors, gathered when it was saved. Every rank
-must find the same in its model and its optimizer after it resumes.
+PARALLEL is "sharded" or "whole". Several folders are saved or resumed one after another. The state also has
+the whole tensors, gathered when it was saved. Every rank must find the same in its model and its optimizer
+after it resumes.
 """
 
 from __future__ import annotations
@@ -48,27 +49,29 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def main(verb: str, folder: str, parallel: str) -> None:
-    with mpiddp.process_group(backend="gloo"):
-        checkpoints = mpiddp.Checkpoints(folder, every=None)
-        model, optimizer = build(parallel)
-        saved = checkpoints.resume()
-        if verb == "save":
-            for number in (1, 2):
-                step(model, optimizer)
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                checkpoints.save(number, {**state, "whole": whole(state), "number": number})
-        else:
-            assert saved is not None
-            saved.load_into(model=model, optimizer=optimizer)
-            found = whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            expected = saved.state["whole"]
-            assert unequal(found["model"], expected["model"]) == []
-            assert unequal(found["optimizer"]["state"], expected["optimizer"]["state"]) == []
-            assert saved.state["number"] == saved.step == 2
-            step(model, optimizer)  # and it trains
-        checkpoints.close()
+def run(verb: str, folder: str, parallel: str) -> None:
+    checkpoints = mpiddp.Checkpoints(folder, every=None)
+    model, optimizer = build(parallel)
+    saved = checkpoints.resume()
+    if verb == "save":
+        for number in (1, 2):
+            step(model, optimizer)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoints.save(number, {**state, "whole": whole(state), "number": number})
+    else:
+        assert saved is not None
+        saved.load_into(model=model, optimizer=optimizer)
+        found = whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        expected = saved.state["whole"]
+        assert unequal(found["model"], expected["model"]) == []
+        assert unequal(found["optimizer"]["state"], expected["optimizer"]["state"]) == []
+        assert saved.state["number"] == saved.step == 2
+        step(model, optimizer)  # and it trains
+    checkpoints.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    verb, *runs = sys.argv[1:]
+    with mpiddp.process_group(backend="gloo"):
+        for folder, parallel in zip(runs[::2], runs[1::2], strict=True):
+            run(verb, folder, parallel)

@@ -10,22 +10,19 @@ python -m tests.refusals.test_refusals --update     # then read the diff
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from mpiddp import cli
+from tests.support.forked import LIMIT_S, OF_TRAINING, in_a_child
 
 FILE = Path(__file__).with_name("refusals.txt")
 ROOT = FILE.parents[2]
-LIMIT_S = 300  # a refusal takes milliseconds; a training that prepares a section some seconds
 # Sections whose commands get as far as torch. They stand last: a fork of a process with torch takes longer.
 NEED_TORCH = re.compile(r"^\$ .*mpiddp (run\b|train --use-syn|checkpoints export)", re.MULTILINE)
 
@@ -52,7 +49,8 @@ def run(line: str, folder: Path) -> str:
     is_mpiddp = words[count] == "mpiddp"
     with tempfile.TemporaryFile() as output:
         if is_mpiddp:
-            code = in_a_child(words[count + 1 :], env, folder, output.fileno())
+            file = output.fileno()
+            code = in_a_child(words[count + 1 :], env, folder, file, file)
         else:
             code = subprocess.run(
                 ["sh", "-c", line],
@@ -70,34 +68,6 @@ def run(line: str, folder: Path) -> str:
     return "".join(f"{each}\n" for each in lines)
 
 
-def in_a_child(arguments: list[str], env: dict[str, str], folder: Path, output: int) -> int:
-    """The exit code of mpiddp with these arguments, on one core. What it changes ends with the child."""
-    if (child := os.fork()) == 0:
-        code = 99
-        try:
-            signal.alarm(LIMIT_S)
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-            os.environ.clear()
-            os.environ.update(env)
-            os.chdir(folder)
-            sys.argv = ["mpiddp", *arguments]
-            try:
-                code = cli.main(arguments)
-            except SystemExit as exit:
-                code = exit.code if isinstance(exit.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def generic(text: str, folder: Path) -> str:
     """The text without what differs between machines and versions of Python."""
     text = text.replace(str(folder), "FOLDER")
@@ -111,7 +81,7 @@ def generic(text: str, folder: Path) -> str:
 def answered(section: str, folder: Path) -> str:
     """The section with what its commands print now."""
     if NEED_TORCH.search(section):
-        for module in ("mpiddp.train.train", "torch._dynamo"):
+        for module in OF_TRAINING:
             import_module(module)  # once for all children
     lines = []
     for line in section.splitlines():
@@ -160,6 +130,7 @@ def test_refusals(title, found):
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # two threads would wait for each other on the one core
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     text = all_answered()
     if sys.argv[1:] == ["--update"]:
         FILE.write_text(text)

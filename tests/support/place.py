@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.installs import MPIS as OTHER_MPIS
 from tests.support.installs import mpirun_of
@@ -270,6 +271,13 @@ class Here(Place):
     def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+    def train(self, *options: Arg, env: Mapping[str, str] | None = None) -> Done:
+        """Run `mpiddp train OPTIONS…` without a launcher, in a fork of a process that has imported torch."""
+        out, err = self.folder / ".train.out", self.folder / ".train.err"
+        arguments = ["train", *map(os.fspath, options)]
+        code = forked.train(arguments, clean_env(env), self.folder, out, err)
+        return Done(code, _text(out), _text(err))
 
     def _popen(
         self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int

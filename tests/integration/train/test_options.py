@@ -7,22 +7,24 @@ python -m pytest tests/integration/train/test_options.py
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from mpiddp import Announced
 from mpiddp.errors import UserError
+from mpiddp.train import parallel
 from mpiddp.train.config import _keep_global_batch, noted_changes, resume_args
 from mpiddp.train.options import FIXED, NOTED, OF_RUN, parse
+from mpiddp.train.parallel import find_copies
+from mpiddp.world import World
 from tests.support.training import configured
 
 
-def test_the_lists_of_options_name_options() -> None:
+def test_the_lists_of_options_name_options():
     assert {*FIXED, *NOTED, *OF_RUN} <= vars(parse([])).keys()
 
 
-def test_the_defaults_follow_from_the_device() -> None:
+def test_the_defaults_follow_from_the_device():
     on_cpu = configured(ranks=2)
     assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("wide_resnet14_2", "half", "muon")
     assert (on_cpu.global_batch_size, on_cpu.epochs, on_cpu.low_res_epochs) == (128, 7, 4)
@@ -32,7 +34,7 @@ def test_the_defaults_follow_from_the_device() -> None:
     assert (folder.image_size, folder.stem) == (224, "imagenet")
 
 
-def test_the_global_batch_is_split_over_the_ranks_also_unevenly() -> None:
+def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert configured("--batch-size=8", ranks=3).global_batch_size == 24
     assert configured("--global-batch-size=24", "--grad-accum-steps=2", ranks=3).batch_size == 4
     assert configured("--global-batch-size=25", ranks=3).batch_size == 9
@@ -52,9 +54,7 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly() -> None:
     ],
 )
 @pytest.mark.parametrize(("ranks", "passes"), [(1, 3), (2, 2), (3, 1), (4, 1)])
-def test_a_restart_keeps_the_global_batch(
-    options: list[str], ranks_before: int, ranks: int, passes: int
-) -> None:
+def test_a_restart_keeps_the_global_batch(options, ranks_before, ranks, passes):
     """A pass has at most 4 images, as before. In the case with 1 image, it gets 2 where possible."""
     written = parse(options)
     before = Announced(global_batch_size=12, world_size=ranks_before)
@@ -69,14 +69,21 @@ def test_a_restart_keeps_the_global_batch(
     assert kept.seed == 1
 
 
-def test_changes_that_a_resume_says() -> None:
+def test_hsdp_needs_hosts_with_equally_many_ranks(monkeypatch):
+    hosts = ["a (node 0)", "a (node 0)", "b (node 1)"]
+    monkeypatch.setattr(parallel, "gathered", lambda own: hosts)
+    with pytest.raises(UserError, match=r"^--parallel hsdp .* 2 on a .* --parallel fsdp\."):
+        find_copies(configured("--parallel=hsdp"), World(0, 3, 0, 2))
+
+
+def test_changes_that_a_resume_says():
     saved = vars(configured("--lr=0.4"))
     assert noted_changes(saved, configured("--lr=0.4", "--keep=5")) == []
     now = configured("--lr=0.2", "--epochs=9", "--low-res-epochs=4")
     assert noted_changes(saved, now) == ["--epochs 7, now 9", "--lr 0.4, now 0.2"]
 
 
-def test_the_arguments_that_resume_a_run(tmp_path: Path) -> None:
+def test_the_arguments_that_resume_a_run(tmp_path):
     out = tmp_path / "run"
 
     def args(**options: object) -> list[str]:
