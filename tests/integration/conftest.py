@@ -1,7 +1,5 @@
 """More inputs for the tests of parsers."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 # test_parsers.py with other inputs in every run, and many more: pytest --hypothesis-profile=long

@@ -1,12 +1,13 @@
 """A checkpoint folder is complete or absent, is verified when read, and survives failures.
 
-Tests mpiddp/checkpoints/folder.py.
+Tests mpiddp/checkpoints/folder.py, mpiddp/paths.py.
 python -m pytest tests/integration/checkpoints/test_checkpoint_directory.py
 """
 
 import hashlib
 import json
 import os
+import pwd
 import random
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import pytest
 
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.errors import UserError
+from mpiddp.paths import read_limited
+from mpiddp.train.datasets import default_data_dir
+from tests.support.errors import error
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
 
@@ -37,18 +42,12 @@ def complaint(folder: Path) -> str:
     return message.removeprefix(f"checkpoint {folder.name}: ")
 
 
-# Writing
-
-
-# Reading
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write(tmp_path, 7)
 
 
-def test_the_message_names_the_damage(folder: Path) -> None:
+def test_the_message_names_the_damage(folder):
     model = folder / "model.pt"
     model.write_bytes(bytes(4999))
     assert complaint(folder) == "model.pt has 4999 bytes instead of 5000"
@@ -71,7 +70,7 @@ def craft(folder: Path, manifest: bytes) -> None:
 ENTRY = {"bytes": 13, "sha256": hashlib.sha256(CONTENT["state.json"]).hexdigest()}
 
 
-def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
+def test_no_file_outside_of_the_checkpoint_is_touched(folder):
     """Not even a pipe, which would block the reader, and not before all names have been checked."""
     os.mkfifo(folder.parent / "pipe")
     entries = {"pipe": ENTRY, "../pipe": ENTRY}
@@ -79,13 +78,8 @@ def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
     assert complaint(folder).startswith('manifest.json lists "../pipe"')
 
 
-# Several checkpoints
-def write_several(root: Path, *steps: int) -> list[Path]:
-    return [write(root, step) for step in steps]
-
-
-def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
-    folders = write_several(tmp_path, 900, 1000, 123_456_789, 5)
+def test_checkpoints_are_listed_by_step(tmp_path):
+    folders = [write(tmp_path, step) for step in (900, 1000, 123_456_789, 5)]
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_00000006.bak").mkdir()
     (tmp_path / "step_00000008").write_text("a file")
@@ -93,3 +87,22 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path / "none") == []
     with pytest.raises(ValueError, match="step_5 is not named"):
         directory.step_of(tmp_path / "step_5")
+
+
+def test_no_home_folder_for_data(monkeypatch):
+    monkeypatch.delenv("MPIDDP_DATA", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container
+    values = ("HOME", "--data-dir DIR", "MPIDDP_DATA=DIR")
+    with pytest.raises(UserError, match=error("folder for", *values)):
+        default_data_dir()
+
+
+def test_a_read_always_ends(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_limited(tmp_path / "file", 4) == b"1234"
+    for path, limit in ((tmp_path / "pipe", 4), (Path("/dev/zero"), 4), (tmp_path / "file", 3)):
+        with pytest.raises(OSError, match=r"not a regular file|larger than 3 bytes"):
+            read_limited(path, limit)

@@ -55,7 +55,7 @@ def num_large_tensors() -> int:
     return sum(each.numel() >= 1000 for each in alive)
 
 
-def test_a_state_that_grows_leaves_no_copies_behind(tmp_path: Path) -> None:
+def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
     before = num_large_tensors()
     with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
         for step in range(1, 31):
@@ -65,7 +65,7 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path: Path) -> None:
         )  # the state, the copy that is being written, the next one
 
 
-def test_a_refused_resume_leaves_the_users_folder(tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_the_users_folder(tmp_path):
     (tmp_path / "mine").mkdir()
     for name, stays in (("mine", True), ("new", False)):
         with pytest.raises(UserError, match=error("not found", "nothing ")):
@@ -74,7 +74,7 @@ def test_a_refused_resume_leaves_the_users_folder(tmp_path: Path) -> None:
     assert not any((tmp_path / "mine").iterdir())
 
 
-def test_files_that_a_resume_has_received_outlive_the_first_save(tmp_path: Path) -> None:
+def test_files_that_a_resume_has_received_outlive_the_first_save(tmp_path):
     """Values of `Resumed.state` that are sharded may still lie there."""
     with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.resume()
@@ -100,7 +100,7 @@ mpiddp.Checkpoints(sys.argv[1]).resume()
 """
 
 
-def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path: Path) -> None:
+def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
     killed = subprocess.run(command, env=clean_env(), timeout=PATIENCE_S)
     assert killed.returncode == -9
@@ -109,7 +109,7 @@ def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path: Path) -> N
     assert not [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
 
 
-def test_another_thread_may_not_save(tmp_path: Path) -> None:
+def test_another_thread_may_not_save(tmp_path):
     errors: list[BaseException] = []
 
     def save() -> None:
@@ -139,7 +139,7 @@ with mpiddp.process_group() as world:
 """
 
 
-def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_are_refused(tmp_path):
     done = mpirun(2, script(tmp_path, OTHER_STEPS), str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     sentence = r"rank 0 on \S+ saves step 10, rank 1 on \S+ saves step 20\. All ranks .*"
@@ -161,7 +161,7 @@ with mpiddp.process_group() as world:
 """
 
 
-def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path: Path) -> None:
+def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path):
     path = script(tmp_path, ONE_SAVES)
     done = mpirun(2, path, str(tmp_path / "run"), "60")
     assert done.returncode != 0
@@ -193,7 +193,7 @@ with mpiddp.process_group() as world:
 """
 
 
-def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path: Path) -> None:
+def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path):
     done = mpirun(3, script(tmp_path, SENT), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [False, False, True]
@@ -218,7 +218,7 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
-def test_shards_are_read_as_they_are_used(tmp_path: Path) -> None:
+def test_shards_are_read_as_they_are_used(tmp_path):
     done = mpirun(2, script(tmp_path, SHARDED), str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run/checkpoints/step_00000002"
@@ -261,7 +261,7 @@ def owning(run: RunDir) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path):
     run = RunDir(tmp_path / "run")
     saved(run.path, 1)
     assert not is_locked(run.owner)
@@ -278,9 +278,7 @@ def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_pat
     assert not run.owner.exists()
 
 
-def test_a_run_that_ends_while_the_next_one_opens_its_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch):
     """It removes the file that the next one has opened already. A lock on that file excludes nobody."""
     run = RunDir(tmp_path)
     owner, lock = owning(run), fcntl.lockf
@@ -298,9 +296,7 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(
     held.release()
 
 
-def test_a_restart_that_finds_the_lock_held_may_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_finds_the_lock_held_may_be_repeated(tmp_path, monkeypatch):
     """The client of a file server may hold it for a while after its death."""
     run = RunDir(tmp_path)
     owner = owning(run)
@@ -318,7 +314,7 @@ def schedule(every: str) -> SaveSchedule:
     return SaveSchedule(parse_interval(every), alone, 0, timeout_s=1)
 
 
-def test_a_schedule_by_steps() -> None:
+def test_a_schedule_by_steps():
     due = schedule("10")
     assert [step for step in range(1, 41) if due.is_due(step)] == [10, 20, 30, 40]
     due = schedule("10")  # a script may count samples

@@ -120,7 +120,7 @@ def launcher() -> Iterator[Launcher]:
     launcher.selector.close()
 
 
-def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
+def test_a_rank_exits_when_it_loses_its_launcher(launcher):
     with launcher.rank("time.sleep(6000)") as rank:
         launcher.receive_for(PATIENCE_S, until="started")
         launcher.server.close()
@@ -131,7 +131,7 @@ def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
     launcher.server = ControlServer("127.0.0.1", 2, launcher.selector)
 
 
-def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Launcher) -> None:
+def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher):
     code = "import subprocess; subprocess.run(['env'])"
     with launcher.rank(code) as rank:
         launcher.receive_for(PATIENCE_S, until="lost")
@@ -145,7 +145,7 @@ connection.CONNECT_TIMEOUT_S = connection._ATTEMPT_S = 0.2
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
-def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> None:
+def test_a_rank_waits_for_a_launcher_that_is_stopped(address):
     """Its kernel has accepted the connection, which stands for longer than the time to connect."""
     launcher = Launcher(address)
     with launcher.rank("pass", before=IMPATIENT) as rank:
@@ -164,7 +164,7 @@ def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> Non
 
 
 @pytest.mark.parametrize("line", [b"{]", b"[]", b"{}", b"[" * 10**6])
-def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line: bytes) -> None:
+def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher, line):
     with launcher.rank("time.sleep(600)") as rank:
         launcher.receive_for(PATIENCE_S, until="started")
         (connection,) = [
@@ -188,7 +188,7 @@ def local_launcher() -> Iterator[Launcher]:
     launcher.selector.close()
 
 
-def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher) -> None:
+def test_on_one_host_only_its_user_can_open_the_channel(local_launcher):
     address = local_launcher.server.settings[ADDRESS]
     path = Path(address.removeprefix("unix:"))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -201,7 +201,7 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
 NO_FILE = os.strerror(errno.EMFILE)
 
 
-def test_an_mpirun_that_cannot_be_started() -> None:
+def test_an_mpirun_that_cannot_be_started():
     """subprocess needs two more files for its own pipe."""
     gc.collect()  # what other tests have left open
     before = len(list(Path("/proc/self/fd").iterdir()))

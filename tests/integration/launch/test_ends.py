@@ -7,7 +7,6 @@ python -m pytest tests/integration/launch/test_ends.py
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from socket import gethostname
 
 import pytest
@@ -49,7 +48,7 @@ def launch(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("code", ENDS, ids=lambda each: each.strip().split("\n")[0])
-def test_an_end_is_what_wait_says(tmp_path: Path, code: str) -> None:
+def test_an_end_is_what_wait_says(tmp_path, code):
     done = launch(script(tmp_path, TEXT), code)
     assert f"rank 1 on {gethostname()} {ENDS[code]}" in done.stderr, done.stderr
     assert done.returncode == 1
@@ -66,13 +65,13 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 """
 
 
-def test_a_script_may_ignore_sigchld_and_its_programs_inherit_no_mask(tmp_path: Path) -> None:
+def test_a_script_may_ignore_sigchld_and_its_programs_inherit_no_mask(tmp_path):
     for done in (launch(script(tmp_path, OF_A_SCRIPT)), mpirun(2, script(tmp_path, OF_A_SCRIPT))):
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("set()") >= 1, done.stdout
 
 
-def test_a_command_needs_no_torch(tmp_path: Path) -> None:
+def test_a_command_needs_no_torch(tmp_path):
     """A folder in front of the path has a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     done = subprocess.run(

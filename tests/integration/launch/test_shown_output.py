@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,23 +20,11 @@ from mpiddp.protocol.channel import is_shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
-# Writes lines of three parts, with pauses between them.
 
-
-def light_job(
-    *codes: str, selection: str = "all", prefix: bool = False, options: tuple[str, ...] = ()
-) -> list[str]:
-    """The command of a job whose ranks run the codes."""
-    program = [sys.executable, "-m", "tests.programs.light_job", *options]
-    return [*program, selection, "prefix" if prefix else "plain", *codes]
-
-
-def run(
-    *codes: str, selection: str = "all", prefix: bool = False, options: tuple[str, ...] = ()
-) -> tuple[bytes, bytes]:
+def run(*codes: str) -> tuple[bytes, bytes]:
     """The stdout and stderr of a job whose ranks run the codes, without the line of their exit codes."""
     done = subprocess.run(
-        light_job(*codes, selection=selection, prefix=prefix, options=options),
+        [sys.executable, "-m", "tests.programs.light_job", *codes],
         env=clean_env(),
         cwd=ROOT,
         capture_output=True,
@@ -59,12 +46,12 @@ def run(
         ("1,3", [1, 3], [1, 3]),
     ],
 )
-def test_the_ranks_of_a_selection(selection: str, stdout: list[int], stderr: list[int]) -> None:
+def test_the_ranks_of_a_selection(selection, stdout, stderr):
     shown = [[rank for rank in range(4) if is_shown(selection, rank, each)] for each in (1, 2)]
     assert shown == [stdout, stderr]
 
 
-def test_a_line_without_an_end_is_cut() -> None:
+def test_a_line_without_an_end_is_cut():
     code = f"os.write(1, b'x' * {LONGEST_LINE + 10}); os.write(1, b'y\\n')"
     out, _ = run(code, "pass")
     assert out.replace(b"\n", b"") == b"x" * (LONGEST_LINE + 10) + b"y"
@@ -79,7 +66,7 @@ def read_until(reader: int, end: bytes) -> bytes:
     return text
 
 
-def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path: Path) -> None:
+def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path):
     """It holds the first lines, and those that come once it is there."""
     code = f"""
 for number in range(400):
@@ -101,7 +88,7 @@ print("late")
     assert after.endswith(b"late\n")
 
 
-def test_a_file_that_cannot_be_written_is_named_and_loses_no_shown_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named_and_loses_no_shown_line(tmp_path):
     """/dev/full is a disk without room."""
     (tmp_path / "rank_00000.out").symlink_to("/dev/full")
     code = f"""
@@ -134,7 +121,7 @@ ERASED, UP = "\r\x1b[J", "\x1b[1A"
 STATUS = ["step 7", "2 ranks"]
 
 
-def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch):
     terminal = Terminal(monkeypatch, is_shared=True)
     first, second = Source(0, b"[0] "), Source(1, b"[1] ")
     terminal.screen.show(first, b"\r10 %")
@@ -151,7 +138,7 @@ def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch: pytest.Monk
     assert terminal.shown() == f"{ERASED}[1] open\n"
 
 
-def test_the_status_stays_below_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_stays_below_whole_lines(monkeypatch):
     terminal = Terminal(monkeypatch, is_shared=False)
     source, below = Source(0), "step 7\n2 ranks"
     terminal.screen.show_status(STATUS)
@@ -169,9 +156,7 @@ def test_the_status_stays_below_whole_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert terminal.shown() == "d\n"
 
 
-def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(monkeypatch):
     terminal = Terminal(monkeypatch, is_shared=False)
     source = Source(0)
     terminal.screen.show(source, b"a quest")

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -71,7 +70,7 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_rank_may_not_spawn(env: dict[str, str], id: str, values: list[str]) -> None:
+def test_a_rank_may_not_spawn(env, id, values):
     with pytest.raises(UserError, match=error(id, *values)):
         _refuse_within_a_job(env)
 
@@ -84,7 +83,7 @@ def _sentence(connection: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
+def test_a_process_of_multiprocessing_may_not_spawn(method):
     """A DataLoader's worker is one. Started by "spawn", it runs a script without a guard again."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
@@ -98,9 +97,7 @@ def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
 # What travels
 
 
-def test_the_callers_own_modules_travel_and_installed_ones_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_callers_own_modules_travel_and_installed_ones_do_not(tmp_path, monkeypatch):
     """The other process cannot import them. A function of one of them uses a module beside it."""
     (tmp_path / "own_helpers.py").write_text("SCALE = 10\ndef scaled(x):\n    return SCALE * x\n")
     (tmp_path / "own_work.py").write_text(
@@ -123,7 +120,7 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_what_cannot_be_pickled_is_named():
     lock = threading.Lock()
     for function, args, name in (
         (uses_a_lock, (), " uses_a_lock, "),
@@ -136,7 +133,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
             pickled_call(function, args, MAX_RESULT_BYTES)
 
 
-def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_host_lacks_is_named(monkeypatch):
     body = pickle.dumps((subprocess.run, ()))
     facts = {"name": "work", "cloudpickle": "0"}
     missing = body.replace(b"subprocess", b"subprocesz")
@@ -150,7 +147,7 @@ def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
         run_function.unpickled_function(facts, b"no pickle", "node1")
 
 
-def test_a_result_is_pickled_within_the_limit() -> None:
+def test_a_result_is_pickled_within_the_limit():
     facts = {"name": "work", "max_result_bytes": 100}
     assert pickle.loads(run_function.pickled_result([1, 2], facts, "rank 1 on node1")) == [1, 2]
     values = ("rank 1 on node1: ", " work ", " bytes", "max_result_bytes=100.", "max_result_bytes")
@@ -164,7 +161,7 @@ def test_a_result_is_pickled_within_the_limit() -> None:
 # What the caller gets
 
 
-def test_a_failed_rank_has_its_traceback_and_can_be_pickled() -> None:
+def test_a_failed_rank_has_its_traceback_and_can_be_pickled():
     failed = RankFailed("rank 1 on node1 failed first: X.", 1, "node1", "Traceback …\nX\n")
     copy = pickle.loads(pickle.dumps(failed))
     for each in (failed, copy):
@@ -191,13 +188,13 @@ class _Ascii:
         pass
 
 
-def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
+def test_output_that_cannot_be_shown_does_not_end_the_job():
     stream: Any = _Ascii()
     _copy(io.BytesIO("a ä\rb\nbreak\nlost\n".encode()), stream)
     assert stream.text.startswith("a \\xe4\rb\nbreak\n")
 
 
-def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch):
     as_a_user(monkeypatch)
     no_folder = error("mpiddp.spawn", "mpiddp.spawn: /no/folder: ", "No such file or directory")
     with pytest.raises(UserError, match=no_folder):
@@ -207,7 +204,7 @@ def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.Monkey
         mpiddp.spawn(len, "ab", hosts="localhost:1")
 
 
-def test_a_result_whose_module_is_missing_here() -> None:
+def test_a_result_whose_module_is_missing_here():
     body = pickle.dumps(subprocess.run).replace(b"subprocess", b"subprocesz")
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
     sentence = error("Return plain", " work ", "rank 2 ", lacks)
@@ -223,9 +220,7 @@ def test_a_result_whose_module_is_missing_here() -> None:
         ({"max_restart": 1}, "--help", ["--max-restart"]),
     ],
 )
-def test_bad_options_are_one_sentence(
-    keywords: dict[str, Any], id: str, values: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_one_sentence(keywords, id, values, monkeypatch):
     """The launcher's own, raised here."""
     as_a_user(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -62,9 +62,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
         (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
     ],
 )
-def test_the_address_of_rank_0(
-    world: Callable[[dict[str, str]], World], env: dict[str, str], address: str
-) -> None:
+def test_the_address_of_rank_0(world, env, address):
     found, port = address_of_rank_0(world(env), env)
     assert found == address
     assert port == 1 if "MASTER_PORT" in env else 20000 <= port < 52768
@@ -83,16 +81,12 @@ def test_the_address_of_rank_0(
         (SRUN | {"MASTER_PORT": "http"}, "65535, or", ['MASTER_PORT="http"']),
     ],
 )
-def test_a_bad_address_is_refused(
-    world: Callable[[dict[str, str]], World], env: dict[str, str], id: str, values: list[str]
-) -> None:
+def test_a_bad_address_is_refused(world, env, id, values):
     with pytest.raises(UserError, match=error(id, *values)):
         _by_address(world(env), 5)
 
 
-def test_a_rank_that_cannot_reach_rank_0_names_the_address(
-    world: Callable[[dict[str, str]], World],
-) -> None:
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(world):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = str(silent.getsockname()[1])
@@ -103,7 +97,7 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))
 
 
-def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent() -> None:
+def test_a_rank_0_that_says_nothing_in_the_store_of_an_agent():
     with bind("127.0.0.1", 0, "here") as listener:
         port = listener.getsockname()[1]
         world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
@@ -142,7 +136,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.getfixturevalue("another_program")
 
 
-def test_no_store_where_it_should_be(port: int) -> None:
+def test_no_store_where_it_should_be(port):
     world = replace(World(1, 2, 1, 2), master_addr="127.0.0.1", master_port=port)
     values = (f"rank 1 on {world.hostname} ", f"127.0.0.1 port {port} ", "1 s")
     with pytest.raises(JobFailed, match=error("reach torch's", *values)):

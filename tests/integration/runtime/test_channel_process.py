@@ -81,7 +81,7 @@ def server_of(rank_1: Coordinator) -> int:
     raise AssertionError("nobody has it open")
 
 
-def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter() -> None:
+def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter():
     """A failure has to end the others at once, however long rank 0 computes."""
     code = f"channel.send('gather', b'0', key='a', timeout_s=60)\n{HOLDS_THE_LOCK}"
     with job(code) as (rank_0, rank_1):
@@ -95,7 +95,7 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
 
 
 @pytest.mark.parametrize("holds", ["time.sleep(600)", HOLDS_THE_LOCK])
-def test_the_end_of_rank_0_ends_the_job(holds: str) -> None:
+def test_the_end_of_rank_0_ends_the_job(holds):
     with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1):
         assert rank_0.stdout is not None
         rank_0.stdout.readline()
@@ -103,7 +103,7 @@ def test_the_end_of_rank_0_ends_the_job(holds: str) -> None:
         until_lost(rank_1)
 
 
-def test_rank_0_that_has_left_may_end_before_the_others() -> None:
+def test_rank_0_that_has_left_may_end_before_the_others():
     with job("channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s=60)") as (
         rank_0,
         rank_1,
@@ -120,7 +120,7 @@ def test_rank_0_that_has_left_may_end_before_the_others() -> None:
             time.sleep(0.01)
 
 
-def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end() -> None:
+def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end():
     code = "child = os.fork()\nif not child: time.sleep(600)\nprint(child, flush=True)\ntime.sleep(600)"
     with job(code) as (rank_0, rank_1):
         assert rank_0.stdout is not None
@@ -132,7 +132,7 @@ def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end() -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_server() -> None:
+def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_server():
     waits = "try:\n    while os.wait(): pass\nexcept ChildProcessError: print('none', flush=True)\n"
     code = waits + "time.sleep(600)"
     with job(code) as (rank_0, _):
@@ -140,7 +140,7 @@ def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_serve
         assert rank_0.stdout.readline() == "none\n"
 
 
-def test_signals_to_all_processes_of_the_job_leave_the_server() -> None:
+def test_signals_to_all_processes_of_the_job_leave_the_server():
     with job("time.sleep(600)") as (_, rank_1):
         server = server_of(rank_1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -75,7 +75,7 @@ def _run_rank(rank: int, world_size: int, server: Server, logs: Path, body: Body
 # --- all_gather_json ---
 
 
-def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., list[End]]) -> None:
+def test_all_gather_json_returns_the_values_of_all_ranks(ranks):
     def body(coordinator: Coordinator) -> None:
         for turn in range(3):
             values = coordinator.all_gather_json((turn, coordinator.world.rank), timeout_s=60)
@@ -88,7 +88,7 @@ def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., li
     assert ranks(4, body) == [End(0, "")] * 4
 
 
-def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
+def test_missing_ranks_are_named(ranks):
     def body(coordinator: Coordinator) -> None:
         if coordinator.world.world_size == 4:
             coordinator.hostnames = ("node0", "node0", "node1", "node1")
@@ -114,9 +114,7 @@ def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
     ("refusing", "printed"),
     [([0, 1, 2], SENTENCE), ([0], f"rank 0: {SENTENCE}"), ([2], f"rank 2: {SENTENCE}")],
 )
-def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(
-    ranks: Callable[..., list[End]], refusing: list[int], printed: str
-) -> None:
+def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(ranks, refusing, printed):
     def body(coordinator: Coordinator) -> None:
         with coordinator.all_or_none(timeout_s=60):
             if coordinator.world.rank in refusing:
@@ -129,7 +127,7 @@ def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(
 # --- leave ---
 
 
-def test_rank_0_stays_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
+def test_rank_0_stays_until_all_have_left(ranks):
     """It serves torch's store."""
 
     def body(coordinator: Coordinator) -> None:

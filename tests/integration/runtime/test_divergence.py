@@ -1,6 +1,8 @@
-"""The ranks are compared by digests, which change with every bit. The majority of the ranks is right.
+"""The backend of a process group, and the digests by which its ranks are compared.
 
-Tests mpiddp/runtime/torch/divergence.py.
+The digests change with every bit. The majority of the ranks is right.
+
+Tests mpiddp/runtime/torch/process_group.py and divergence.py.
 python -m pytest tests/integration/runtime/test_divergence.py
 """
 
@@ -11,7 +13,10 @@ import torch
 from torch import Tensor
 
 import mpiddp
+from mpiddp.errors import UserError
 from mpiddp.runtime.torch.divergence import differing_ranks, digest
+from mpiddp.runtime.torch.process_group import choose_backend, device_of
+from mpiddp.world import World
 from tests.support.errors import error
 
 LARGE = 100_003  # elements
@@ -39,7 +44,7 @@ def number(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_bit_counts(dtype: torch.dtype) -> None:
+def test_every_bit_counts(dtype):
     tensor = made(dtype, 3, 2)
     bits = 1 if dtype is torch.bool else 8 * tensor.element_size()
     size = 8 * tensor.element_size()
@@ -47,7 +52,7 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     assert number(tensor) not in {number(flipped(tensor, bit)) for bit in positions}
 
 
-def test_the_layout_in_memory_does_not_count() -> None:
+def test_the_layout_in_memory_does_not_count():
     images = torch.randn(2, 3, 4, 5)
     same = [
         images.to(memory_format=torch.channels_last),
@@ -75,24 +80,43 @@ def test_the_layout_in_memory_does_not_count() -> None:
         ),
     ],
 )
-def test_the_majority_is_right(digests: list[list[int]], expected: str) -> None:
+def test_the_majority_is_right(digests, expected):
     by_name = [dict(zip("vw", row, strict=True)) for row in digests]
     assert differing_ranks("abcde"[: len(digests)], by_name) == expected
 
 
-def test_ranks_that_hold_different_tensors() -> None:
+def test_ranks_that_hold_different_tensors():
     found = differing_ranks("abc", [{"v": 1, "w": 2}, {"w": 2, "v": 1}, {"v": 1}])
     assert found.startswith("a and c hold different tensors, such as w.")
 
 
-def test_a_process_without_other_ranks_has_nothing_to_compare() -> None:
+def test_a_process_without_other_ranks_has_nothing_to_compare():
     mpiddp.check_divergence(torch.nn.Linear(2, 2))
 
 
-def test_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_process_group(monkeypatch):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     values = ("mpiddp.check_divergence ", "torch.distributed.init_process_group", "mpiddp.init")
     with pytest.raises(mpiddp.UserError, match=error("mpiddp.check_divergence needs", *values)):
         mpiddp.check_divergence(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["cpu:gloo,cuda:nccl", "GLOO", "mpi", ""])
+def test_a_backend_that_no_group_of_ours_can_have(name):
+    with pytest.raises(UserError, match=error("expected gloo", f"'{name}'", "gloo or ")):
+        choose_backend(name)
+
+
+def test_more_local_ranks_than_gpus():
+    world = World(999, 1000, 999, 1000)
+    values = (
+        f"{world.hostname} ",
+        " GPUs ",
+        "1000 slots",
+        "CUDA_VISIBLE_DEVICES",
+        "--backend gloo",
+    )
+    with pytest.raises(UserError, match=error("GPUs but", *values)):
+        device_of(world, "nccl")

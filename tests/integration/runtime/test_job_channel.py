@@ -132,7 +132,7 @@ def job() -> Iterator[Job]:
 # --- what ranks agree on ---
 
 
-def test_a_gather_gives_all_values_to_all_ranks(job: Job) -> None:
+def test_a_gather_gives_all_values_to_all_ranks(job):
     values: list[Any] = [{"a": [1, None]}, "é! \t\n", 2.5]
     calls = [
         job.call(each.all_gather_json, values[each.world.rank], key="key", timeout_s=60)
@@ -141,9 +141,7 @@ def test_a_gather_gives_all_values_to_all_ranks(job: Job) -> None:
     assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
 
 
-def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(
-    job: Job,
-) -> None:
+def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(job):
     first, second, late = job.all()
     calls = [
         job.call(each.all_gather_json, 1, key="key", timeout_s=0.2) for each in (first, second)
@@ -155,7 +153,7 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
         late.all_gather_json(1, key="key", timeout_s=600)
 
 
-def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
+def test_a_gather_calls_the_others_also_those_that_connect_later(job):
     first, second = job.connect(0), job.connect(1)
     first.give("stop", 5)  # as a rank that leaves
     second.give("stop", 4, calls=True)
@@ -167,7 +165,7 @@ def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> No
         assert until(partial(each.given, "stop")) == [5, 4, 3]
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
+def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     first, second, third = job.all()
     second.give("left", None)
     waits = job.call(first.all_gather_json, None, key="left", timeout_s=600, or_gone=True)
@@ -179,7 +177,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
     assert again.result(PATIENCE_S) == [1, 2, None]
 
 
-def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -> None:
+def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):
     channels = job.all()
     never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600, unless_failed=True)
     waits = job.call(never)
@@ -191,7 +189,7 @@ def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -
         never()
 
 
-def test_a_failure_reaches_the_others_with_the_first_code(job: Job) -> None:
+def test_a_failure_reaches_the_others_with_the_first_code(job):
     first, second = job.connect(0), job.connect(1)
     first.fail(3)
     assert until(lambda: second.code_of_failure) == 3
@@ -201,7 +199,7 @@ def test_a_failure_reaches_the_others_with_the_first_code(job: Job) -> None:
     assert first.code_of_failure == 0  # its own
 
 
-def test_the_n_th_scripts_are_a_group_of_their_own(job: Job) -> None:
+def test_the_n_th_scripts_are_a_group_of_their_own(job):
     ranks = job.all()
     scripts = [job.connect(rank, SCRIPT) for rank in range(RANKS)]
     assert [each.group for each in scripts] == [1] * RANKS
@@ -219,7 +217,7 @@ def test_the_n_th_scripts_are_a_group_of_their_own(job: Job) -> None:
     assert job.connect(1, SCRIPT).group == 2
 
 
-def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
+def test_a_script_reports_besides_its_rank_and_there_is_one(job):
     job.connect(1)
     script = job.connect(1, SCRIPT)
     script.send("progress", **progress(7))
@@ -236,7 +234,7 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
 # --- how long they wait ---
 
 
-def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
+def test_a_server_that_is_stopped_ends_no_wait(job):
     """What has arrived meanwhile counts before the time does."""
     first, second, third = job.all()
     early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.5)
@@ -251,7 +249,7 @@ def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
-def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job: Job) -> None:
+def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job):
     rank = job.connect(0)
     assert rank.has_room
     job.pause()
@@ -261,7 +259,7 @@ def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job:
     assert until(lambda: rank.has_room)
 
 
-def test_the_end_of_the_server_ends_every_wait() -> None:
+def test_the_end_of_the_server_ends_every_wait():
     job = Job()
     first, *_ = job.all()
     waits = [
@@ -276,7 +274,7 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     assert first.claim_first_failure()
 
 
-def test_a_rank_that_ends_is_reported(job: Job) -> None:
+def test_a_rank_that_ends_is_reported(job):
     rank = job.connect(2)
     rank.leave()
     cut(rank)
@@ -315,7 +313,7 @@ def hello(rank: int, proof: str, **facts: object) -> bytes:
 
 
 @pytest.mark.parametrize("kind", INTRODUCTIONS)
-def test_a_connection_without_a_valid_hello_is_dropped(job: Job, kind: str) -> None:
+def test_a_connection_without_a_valid_hello_is_dropped(job, kind):
     with job.stranger() as (connection, challenge):
         with suppress(OSError):
             connection.sendall(INTRODUCTIONS[kind](challenge))
@@ -324,7 +322,7 @@ def test_a_connection_without_a_valid_hello_is_dropped(job: Job, kind: str) -> N
     assert not job.server.has_members
 
 
-def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
+def test_a_proof_counts_on_its_own_connection_alone(job):
     with job.stranger() as (_, challenge), job.stranger() as (other, _):
         other.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
         assert is_dropped(other)
@@ -346,7 +344,7 @@ def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
         b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
     ],
 )
-def test_a_rank_that_violates_the_protocol_is_dropped(job: Job, line: bytes) -> None:
+def test_a_rank_that_violates_the_protocol_is_dropped(job, line):
     with job.stranger() as (connection, challenge):
         proof = member_proof(KEY, challenge, RANK, 0)
         connection.sendall(hello(0, proof))
@@ -357,7 +355,7 @@ def test_a_rank_that_violates_the_protocol_is_dropped(job: Job, line: bytes) -> 
     assert job.receives("lost").rank == 0
 
 
-def test_a_second_connection_cannot_replace_a_connected_rank(job: Job) -> None:
+def test_a_second_connection_cannot_replace_a_connected_rank(job):
     job.connect(0)
     with job.stranger() as (connection, challenge):
         connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
@@ -366,7 +364,7 @@ def test_a_second_connection_cannot_replace_a_connected_rank(job: Job) -> None:
     assert not job.messages
 
 
-def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job: Job) -> None:
+def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job):
     strangers = [
         socket.create_connection(("127.0.0.1", job.port), timeout=PATIENCE_S) for _ in range(300)
     ]
@@ -378,7 +376,7 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job: Job) -> None
     until(lambda: len(job.selector.get_map()) == 2)
 
 
-def test_a_server_of_another_job_is_not_believed() -> None:
+def test_a_server_of_another_job_is_not_believed():
     """Two steps of Slurm may compute the same port."""
 
     def pretend(listener: socket.socket) -> None:
@@ -399,9 +397,7 @@ def test_a_server_of_another_job_is_not_believed() -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch):
     monkeypatch.setattr(ChannelServer, "value_limit", 4 << 20)
     others = [job.connect(1), job.connect(2)]
     with job.stranger() as (connection, challenge):
@@ -420,7 +416,7 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
         assert job.receives("lost").rank == 0
 
 
-def test_a_server_without_files_waits_instead_of_spinning(job: Job) -> None:
+def test_a_server_without_files_waits_instead_of_spinning(job):
     channel = job.connect(0)
     job.pause()
     with files_left(1), socket.socket() as waiting:
@@ -436,7 +432,7 @@ def test_a_server_without_files_waits_instead_of_spinning(job: Job) -> None:
 # --- the lines ---
 
 
-def test_a_line_of_any_parts_is_split_in_linear_time() -> None:
+def test_a_line_of_any_parts_is_split_in_linear_time():
     lines = Lines(1 << 30)
     since = time.process_time()
     for _ in range(1000):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,13 +20,13 @@ log.info("100% done")
 
 
 @pytest.mark.parametrize(("rank", "printed"), [(0, "a line\n100% done\n"), (1, "")])
-def test_only_rank_0_prints_and_every_rank_warns(rank: int, printed: str) -> None:
+def test_only_rank_0_prints_and_every_rank_warns(rank, printed):
     command = [sys.executable, "-c", LOGS_MESSAGES, str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "warning: a warning\n")
 
 
-def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
+def test_logging_continues_after_stdout_is_closed(tmp_path):
     command = f"{sys.executable} -c '{LOGS_MESSAGES}' 0; echo $? >{tmp_path}/code"
     with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
@@ -35,7 +34,7 @@ def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
     assert (tmp_path / "code").read_text() == "0\n"
 
 
-def test_a_message_may_contain_any_character() -> None:
+def test_a_message_may_contain_any_character():
     """A path may be any bytes; Python then has surrogates for those that are not UTF-8."""
     code = LOGS_MESSAGES.replace("a line", "a \\udcff… line")
     env = clean_env({"PYTHONIOENCODING": "ascii:strict"})
@@ -45,7 +44,7 @@ def test_a_message_may_contain_any_character() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_line_is_one_write(unbuffered: str) -> None:
+def test_a_line_is_one_write(unbuffered):
     """Else the lines of two ranks that share a pipe are mixed. Of this kind of pipe, a read is one write."""
     reader, writer = os.pipe2(os.O_DIRECT)
     command = [sys.executable, "-c", LOGS_MESSAGES, "0"]

@@ -19,14 +19,14 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_hashlib_still_loads_openssl() -> None:
+def test_hashlib_still_loads_openssl():
     """mpiddp/protocol/channel.py, `_mac`"""
     is_loaded = "import sys; print('_hashlib' in sys.modules)"
     assert run(f"import hashlib; {is_loaded}") == "True"
     assert run(f"import mpiddp.launch.main, mpiddp.protocol; {is_loaded}") == "False"
 
 
-def test_python_still_forgets_the_exit_code_of_a_script() -> None:
+def test_python_still_forgets_the_exit_code_of_a_script():
     """mpiddp/runtime/join.py"""
     state = (
         "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"

@@ -38,7 +38,7 @@ def batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_both_layouts_have_the_same_images(batches: Path) -> None:
+def test_both_layouts_have_the_same_images(batches):
     found = [cifar10.read(batches / name) for name in (cifar10.BIN_FOLDER, cifar10.PY_FOLDER)]
     for (images, labels), (same_images, same_labels) in zip(*found, strict=True):
         assert np.array_equal(images, same_images)
@@ -53,7 +53,7 @@ def test_both_layouts_have_the_same_images(batches: Path) -> None:
     ]
 
 
-def test_a_damaged_or_missing_file_is_named(batches: Path) -> None:
+def test_a_damaged_or_missing_file_is_named(batches):
     file = batches / cifar10.BIN_FOLDER / "test_batch.bin"
     file.write_bytes(b"x" + file.read_bytes()[1:])
     with pytest.raises(UserError, match=r"test_batch\.bin is not CIFAR-10's: .* remove "):
@@ -65,9 +65,7 @@ def test_a_damaged_or_missing_file_is_named(batches: Path) -> None:
         cifar10.read(Path("/none"))
 
 
-def test_a_download_is_verified_and_appears_whole(
-    batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_is_verified_and_appears_whole(batches, tmp_path, monkeypatch):
     archive, said = tmp_path / "cifar.tar.gz", list[str]()
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(batches / cifar10.BIN_FOLDER, cifar10.BIN_FOLDER)

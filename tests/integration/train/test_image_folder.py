@@ -63,7 +63,7 @@ def bytes_of(pixels: Tensor) -> Tensor:
     return (pixels * std + mean) * 255
 
 
-def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
+def test_classes_and_images_are_in_sorted_order(folder):
     images = source(folder)
     assert images.classes == ("cat", "dog", "eel")
     assert images.num_images == 12
@@ -76,7 +76,7 @@ def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
         assert image.mean((1, 2)).argmax() == label  # red, green, blue
 
 
-def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
+def test_images_do_not_depend_on_workers_or_batch_size(folder):
     for epoch in (0, 1):
         expected, labels = everything(source(folder, augment=True), epoch=epoch)
         for num_workers, size in ((0, 1), (1, 1), (1, 5), (2, 4)):
@@ -90,7 +90,7 @@ def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
             assert torch.equal(got_labels, labels)
 
 
-def test_workers_persist_between_epochs(folder: Path) -> None:
+def test_workers_persist_between_epochs(folder):
     images = source(folder, augment=True, num_workers=1)
     expected = [everything(source(folder, augment=True), epoch=epoch)[0] for epoch in (0, 1)]
     first, _ = everything(images, size=1, epoch=0)
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_ignore_sigterm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_workers_ignore_sigterm(folder, tmp_path_factory):
     """timeout(1) and systemd send SIGTERM to the whole process group; the rank decides when to stop."""
     path = script(tmp_path_factory.mktemp("job"), SIGTERM_TO_THE_GROUP)
     command = [sys.executable, path, str(folder)]
@@ -141,9 +141,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("content", ["cut", b"", EPS])
-def test_a_broken_image_is_named_in_one_sentence(
-    folder: Path, num_workers: int, content: str | bytes
-) -> None:
+def test_a_broken_image_is_named_in_one_sentence(folder, num_workers, content):
     broken = folder / "dog" / "1.jpg"
     broken.write_bytes(broken.read_bytes()[:200] if isinstance(content, str) else content)
     with pytest.raises(UserError) as caught:
@@ -152,7 +150,7 @@ def test_a_broken_image_is_named_in_one_sentence(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: int) -> None:
+def test_an_image_on_a_disk_that_fails_is_not_broken(folder, num_workers):
     """A link to /proc/self/mem cannot be read, as a bad sector."""
     (folder / "dog" / "0.png").unlink()
     (folder / "dog" / "0.png").symlink_to("/proc/self/mem")
@@ -161,7 +159,7 @@ def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: 
         everything(source(folder, num_workers=num_workers))
 
 
-def test_crops() -> None:
+def test_crops():
     """The middle of an image; or 8 to 100 % of it, at 3/4 to 4/3 of its shape, half of them mirrored."""
     rows, columns = np.mgrid[0:90, 0:120]  # red is the column, green the row
     image = Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))

@@ -36,7 +36,7 @@ def global_steps(ranks: list[Order], epoch: int, first: int = 0) -> list[list[in
     ]
 
 
-def test_every_image_is_used_once_per_epoch_except_a_tail() -> None:
+def test_every_image_is_used_once_per_epoch_except_a_tail():
     for sizes in combinations():
         ranks = orders(*sizes)
         num_samples, global_batch = sizes[0], ranks[0].global_batch_size
@@ -49,7 +49,7 @@ def test_every_image_is_used_once_per_epoch_except_a_tail() -> None:
             assert len(steps) == ranks[0].steps_per_epoch
 
 
-def test_each_epoch_and_seed_has_another_order() -> None:
+def test_each_epoch_and_seed_has_another_order():
     one = orders(100, 10, 1, 1)[0]
     other = replace(one, seed=6)
     found = [each.permutation(epoch).tolist() for each in (one, other) for epoch in range(3)]
@@ -57,14 +57,14 @@ def test_each_epoch_and_seed_has_another_order() -> None:
     assert found[0] == one.permutation(0).tolist() != list(range(100))
 
 
-def test_max_steps_ends_an_epoch_early() -> None:
+def test_max_steps_ends_an_epoch_early():
     rank = orders(100, 10, 1, 1)[0]
     for num_samples, most, expected in ((100, 3, 3), (100, 99, 10), (5, 3, 0)):
         short = replace(rank, num_samples=num_samples, max_steps=most)
         assert len(list(short.steps(epoch=0))) == short.steps_per_epoch == expected
 
 
-def test_resuming_after_any_step_is_exact_with_any_number_of_ranks() -> None:
+def test_resuming_after_any_step_is_exact_with_any_number_of_ranks():
     """Stop after any step, and resume on another number of ranks with the same global batch."""
     splits = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
     for num_samples in (60, 64, 61):
@@ -75,7 +75,7 @@ def test_resuming_after_any_step_is_exact_with_any_number_of_ranks() -> None:
             assert global_steps(ranks, epoch=4, first=done) == whole[done:]
 
 
-def test_evaluation_shares_have_every_image_once_and_differ_by_one() -> None:
+def test_evaluation_shares_have_every_image_once_and_differ_by_one():
     for num_samples, world_size in itertools.product((0, 1, 2, 3, 10, 37, 10_000), range(1, 10)):
         shares = [share_of(num_samples, rank, world_size) for rank in range(world_size)]
         assert [number for share in shares for number in share] == list(range(num_samples))

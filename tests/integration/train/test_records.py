@@ -32,9 +32,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     current().run = None
 
 
-def test_records_reach_a_tool_that_a_resume_continues(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_reach_a_tool_that_a_resume_continues(run, monkeypatch):
     got: list[Any] = []
 
     def open_run(folder: Path, config: record.Config, run_id: str, first_step: int) -> record.Sink:
@@ -51,9 +49,7 @@ def test_records_reach_a_tool_that_a_resume_continues(
     assert [path.name for path in (run / "log_to").iterdir()] == ["mlflow.json"]
 
 
-def test_a_tool_that_fails_is_a_warning(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tool_that_fails_is_a_warning(run, monkeypatch, caplog):
     def fail(*_: Any) -> record.Sink:
         raise ConnectionError("no server\nat all")
 
@@ -64,13 +60,13 @@ def test_a_tool_that_fails_is_a_warning(
     assert warning.startswith("warning: --log-to mlflow: ConnectionError: 'no server'. ")
 
 
-def test_the_tools_of_the_options_are_those_of_the_table() -> None:
+def test_the_tools_of_the_options_are_those_of_the_table():
     assert tuple(record.SINKS) == SINKS
     with pytest.raises(UserError, match=r"--log-to json\.missing needs json\.missing"):
         record.check_packages("json,json.missing")
 
 
-def test_the_commit_of_a_start(tmp_path: Path) -> None:
+def test_the_commit_of_a_start(tmp_path):
     def git(*arguments: str) -> None:
         user = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *user, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -86,7 +82,7 @@ def test_the_commit_of_a_start(tmp_path: Path) -> None:
     assert commit_of(Path("/")) == ""
 
 
-def test_the_table_of_a_run_that_has_measured_nothing() -> None:
+def test_the_table_of_a_run_that_has_measured_nothing():
     names = ("dataset", "arch", "test_accuracy", "train_loss", "images_per_s")
     numbers = ("num_parameters", "world_size", "num_nodes", "steps", "global_batch_size", "wall_s")
     times = ("step_time_p50_s", "step_time_p95_s")

@@ -55,14 +55,14 @@ def size(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("arch", TORCHVISION)
-def test_parameters_and_keys_are_torchvisions(arch: str) -> None:
+def test_parameters_and_keys_are_torchvisions(arch):
     model = build(arch)
     digest = hashlib.sha256(listing(model.state_dict()).encode()).hexdigest()
     assert (size(model), digest) == TORCHVISION[arch]
 
 
 @pytest.mark.parametrize("arch", CIFAR)
-def test_cifar_models_have_the_sizes_of_the_paper(arch: str) -> None:
+def test_cifar_models_have_the_sizes_of_the_paper(arch):
     model = build(arch)
     assert size(model) == CIFAR[arch]
     weighted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
@@ -73,7 +73,7 @@ def test_cifar_models_have_the_sizes_of_the_paper(arch: str) -> None:
     ("stem", "image_size", "last_map"),
     [("imagenet", 224, 7), ("cifar", 32, 4), ("imagenet", 64, 2), ("half", 32, 2), ("half", 24, 2)],
 )
-def test_stems(stem: str, image_size: int, last_map: int) -> None:
+def test_stems(stem, image_size, last_map):
     model = build("resnet18", stem=stem, num_classes=7)
     shapes = []
     last = model.get_submodule("layer4")
@@ -104,7 +104,7 @@ def check_refusal(model: nn.Module, path: Path, *values: str) -> None:
     assert all(value in message for value in values), message
 
 
-def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_weights_file_is_not_run(tmp_path):
     path, trace = tmp_path / "w.pt", tmp_path / "was-run"
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         write({"conv1.weight": Code(f"touch {trace}")}, path)
@@ -114,5 +114,5 @@ def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     assert trace.exists()
 
 
-def test_the_options_know_every_architecture() -> None:
+def test_the_options_know_every_architecture():
     assert list(ARCHS) == list(NAMES)

@@ -1,21 +1,30 @@
-"""The parts of a training step: phases, bf16, weight decay, momentum, gradients in place.
+"""The parts of a training step, Muon, and the augmentation of images on the device, without ranks.
 
-Tests mpiddp/train/.
+tests/promises/test_checkpoints.py has Muon on three ranks, and test_training.py the shifts and flips.
+
+Tests mpiddp/train/step.py, parallel.py, muon.py and datasets.py.
 python -m pytest tests/integration/train/test_step.py
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import Resumed
+from mpiddp.train.cifar10 import MEAN, STD
+from mpiddp.train.datasets import DeviceImages
+from mpiddp.train.muon import orthogonal
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import (
@@ -49,7 +58,7 @@ PASS = ["data", "forward", "backward"]
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
+def test_the_phases_of_a_step(options, phases):
     config = configured("--use-syn", "--batch-size=2", *options)
     batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
@@ -62,7 +71,7 @@ def test_the_phases_of_a_step(options: list[str], phases: list[str]) -> None:
     assert [phase for phase, _ in groupby(ends)] == phases
 
 
-def test_weight_decay_excludes_batch_norm_and_biases() -> None:
+def test_weight_decay_excludes_batch_norm_and_biases():
     model = ARCHS["resnet20"]()
     decayed, excluded = build_optimizer(model, configured("--optimizer=sgd")).param_groups
     assert (decayed["weight_decay"], excluded["weight_decay"]) == (5e-4, 0.0)
@@ -74,7 +83,7 @@ def test_weight_decay_excludes_batch_norm_and_biases() -> None:
         assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
 
 
-def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
+def test_momentum_is_restored_in_the_layout_of_the_parameters():
     """The fused kernels pair elements by their position in memory, whatever their layout."""
     torch.manual_seed(0)
     image = torch.randn(2, 3, 8, 8)
@@ -97,7 +106,7 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
     torch.testing.assert_close(*stepped, rtol=0, atol=1e-5 * stepped[0].abs().max().item())
 
 
-def test_gradients_keep_their_memory_for_cuda_graphs() -> None:
+def test_gradients_keep_their_memory_for_cuda_graphs():
     model = torch.nn.Linear(2, 2)
     for options, stay in (
         (["--compile=reduce-overhead", "--grad-accum-steps=2"], True),
@@ -109,7 +118,7 @@ def test_gradients_keep_their_memory_for_cuda_graphs() -> None:
         assert [p.grad is not None for p in model.parameters()] == [stay, stay]
 
 
-def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
+def test_a_first_step_that_overflows_leaves_no_momentum():
     """torch's fused SGD would leave an uninitialized one, and use it in later steps."""
     model = torch.nn.Linear(2, 2)
     optimizer = build_optimizer(model, configured("--amp=fp16"))
@@ -120,7 +129,7 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
     assert all(momentum is None or not momentum.any() for momentum in momenta)
 
 
-def test_the_learning_rate_of_each_schedule() -> None:
+def test_the_learning_rate_of_each_schedule():
     """The peak scales with the batch, a quarter of the epochs warms up, and two of them reach 0."""
     for schedule, last in (("one-cycle", 0.0), ("cosine", 0.0), ("step", 1e-3), ("constant", 1.0)):
         config = configured("--lr=0.5", "--batch-size=512", "--epochs=8", f"--schedule={schedule}")
@@ -128,3 +137,94 @@ def test_the_learning_rate_of_each_schedule() -> None:
         assert rates[:20] == pytest.approx([(step + 1) / 20 for step in range(20)])
         assert max(rates) == pytest.approx(1.0)
         assert rates[79] == pytest.approx(last, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [(128, 128, 3, 3), (64, 4, 3, 3), (16, 64, 1, 1)])
+def test_an_update_moves_the_weights_about_as_far_in_every_direction(shape):
+    torch.manual_seed(0)
+    gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1, 1, 1)
+    update = orthogonal(gradient)
+    assert update.shape == shape
+    before, after = (
+        torch.linalg.svdvals(each.reshape(shape[0], -1)) for each in (gradient, update)
+    )
+    assert before.max() > 30
+    assert after.max() < 1.3
+    assert after.max() / after.min() < before.max() / before.min() / 3
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> list[Tensor]:
+    for step in range(steps):
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd():
+    model = ARCHS["wide_resnet14_2"]().to(memory_format=torch.channels_last)
+    other = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    by_muon = stepped(build_optimizer(model, configured("--lr=0.1")), model, 3)
+    sgd = build_optimizer(other, configured("--lr=0.1", "--optimizer=sgd"))
+    by_sgd = stepped(sgd, other, 3)
+    for name, muon, plain in zip(names, by_muon, by_sgd, strict=True):
+        if muon.ndim == 4 and name != "conv1.weight":
+            assert muon.norm() == pytest.approx(len(muon) ** 0.5, rel=0.1)
+        else:
+            torch.testing.assert_close(muon, plain)
+
+
+Bytes = NDArray[np.uint8]
+Arrays = tuple[Bytes, NDArray[np.int64]]
+
+
+def arrays(num_images: int = 40, height: int = 12, width: int = 10) -> Arrays:
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 256, (num_images, height, width, 3), dtype=np.uint8)
+    return images, draw.integers(0, 10, num_images)
+
+
+def source(data: Arrays, *, seed: int = 0) -> DeviceImages:
+    return DeviceImages(*data, configured(f"--seed={seed}"), torch.device("cpu"), augment=True)
+
+
+def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
+    ((pixels, _),) = images.batches([numbers], epoch=epoch)
+    return pixels
+
+
+def pixels_of(image: Tensor) -> Bytes:
+    """Convert an image of a source, [C, H, W], back to its bytes, [H, W, C]."""
+    values = image.numpy().transpose(1, 2, 0)
+    exact = (values * np.array(STD) + np.array(MEAN)) * 255
+    rounded = exact.round()
+    assert np.abs(exact - rounded).max() < 1e-3
+    pixels: Bytes = rounded.astype(np.uint8)
+    return pixels
+
+
+def test_the_border_is_mirrored_without_repeating_the_edge():
+    """A crop of the row 0 1 2 … 9 that begins two pixels early is 2 1 0 1 2 …"""
+    row = np.tile(np.arange(10, dtype=np.uint8)[None, :, None], (10, 1, 3))
+    images = source((row[None].repeat(99, 0), np.zeros(99, np.int64)))
+    rows = {tuple(pixels_of(image)[4, :, 0].tolist()) for image in batch(images, torch.arange(99))}
+    assert (2, 1, 0, 1, 2, 3, 4, 5, 6, 7) in rows
+    assert (7, 6, 5, 4, 3, 2, 1, 0, 1, 2) in rows  # the same, flipped
+    assert (2, 3, 4, 5, 6, 7, 8, 9, 8, 7) in rows
+
+
+def test_augmentation_depends_only_on_seed_epoch_and_image():
+    data, everything = arrays(), torch.arange(40)
+    images = source(data)
+    expected = batch(images, everything, epoch=3)
+    shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for order, size in ((everything, 40), (shuffled, 7), (shuffled.flip(0), 1)):
+        fresh = source(data)  # as on another rank, or after a resume
+        parts = [pixels for pixels, _ in fresh.batches(order.split(size), epoch=3)]
+        assert torch.equal(torch.cat(parts), expected[order])
+    torch.manual_seed(99)
+    assert torch.equal(batch(images, torch.tensor([5]), epoch=3)[0], expected[5])
+    assert not torch.equal(batch(images, everything, epoch=4), expected)
+    assert not torch.equal(batch(source(data, seed=1), everything, epoch=3), expected)

@@ -1,12 +1,16 @@
-"""Documents of uneven length in one batch: padded, bucketed and packed rows give each the same loss.
+"""examples/gpt: documents of uneven length in one batch, and mixed precision in one process.
 
-Tests examples/gpt/batches.py and examples/gpt/model.py.
-python -m pytest tests/integration/train/test_gpt_batches.py
+Padded, bucketed and packed rows give each document the same loss.
+
+Tests examples/gpt/batches.py, model.py and train.py.
+python -m pytest tests/integration/train/test_gpt.py
 """
 
 from __future__ import annotations
 
 import random
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,6 +20,8 @@ from torch import Tensor
 
 from examples.gpt.batches import Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
+from tests.support.ranks import ROOT, run_command
+from tests.support.training import contents, records, unequal
 
 WIDTH, RANKS, VOCABULARY = 40, 2, 11
 Plan = Callable[[Sequence[int], int], list[Step]]  # from lengths and a seed
@@ -44,7 +50,7 @@ def small_gpt() -> GPT:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("number", [1, 2, 7, 23])
-def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
+def test_every_document_stands_in_a_plan_once(plan, number):
     lengths = [len(each) for each in some_documents(max(2, number))][:number]
     steps = PLANS[plan](lengths, 5)
     found = [each for step in steps for rows in step for row in rows for each in row]
@@ -56,7 +62,7 @@ def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None:
+def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan):
     """Shares of the sum by the targets of all ranks, added up. A mean of means would differ."""
     documents, net = some_documents(7), small_gpt()
     parameters = list(net.parameters())
@@ -84,8 +90,32 @@ def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None
     assert mean_of_means_differs
 
 
-def test_a_document_that_is_longer_than_a_row_is_an_error() -> None:
+def test_a_document_that_is_longer_than_a_row_is_an_error():
     with pytest.raises(
         ValueError, match="a document of 41 positions does not fit into a row of 40"
     ):
         packed([5, WIDTH + 2], 2, RANKS, WIDTH, 0)
+
+
+SCRIPT = str(ROOT / "examples/gpt/train.py")
+TINY = ("--layers=2", "--width=32", "--heads=2", "--context=32", "--batch-size=8")
+DRAWN = random.Random(0)
+TEXT = "".join(f"{DRAWN.randrange(10)} is {DRAWN.choice(['odd', 'even'])}.\n" for _ in range(400))
+
+
+@pytest.mark.slow
+def test_mixed_precision_learns_and_resumes(tmp_path):
+    """float16 with a GradScaler, whose scale is saved."""
+    (tmp_path / "text").write_text(TEXT)
+    first = [sys.executable, SCRIPT, "--text=text", "--out=run", *TINY]
+    first += ["--precision=float16", "--steps=100", "--save-every=60"]
+    done = run_command(first, tmp_path)
+    assert done.returncode == 0, done.stderr
+    end = contents(tmp_path / "run", 100)
+    assert end["scaler"]
+    assert all(each.dtype == torch.float32 for each in end["model"].values())
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000100")
+    done = run_command(first, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert unequal(contents(tmp_path / "run", 100), end) == []
+    assert records(tmp_path / "run")[-1]["loss"] < 1.5

@@ -1,0 +1,205 @@
+"""A script in its process: its first line, the steps that its optimizers count, its files and its end.
+
+Tests mpiddp/runtime/{script,child,join}.py, and the end of a script alone in checkpoints/checkpoints.py.
+python -m pytest tests/integration/runtime/test_script.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mpiddp import errors
+from mpiddp.errors import print_from_one_rank
+from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
+from mpiddp.runtime.child import Program
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import LAUNCH, ROOT, clean_env, run_command, script
+
+LOOK = """
+import gc, json, os, sys, weakref
+visited = {id(each) for each in gc.get_objects()}
+class Node: pass
+node = Node(); node.self = node; seen = weakref.ref(node); del node; gc.collect()
+modules = [name for name in sys.modules if name.startswith("mpiddp.")]
+found = {
+    "torch is imported": "torch" in sys.modules,
+    "torch is visited": id(vars(sys.modules.get("torch", sys))) in visited,
+    "garbage is collected": gc.isenabled() and seen() is None,
+    "modules": [name for name in modules if not hasattr(sys.modules[name], "__path__")],
+}
+os.write(1, f"{json.dumps(found)}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "most"),
+    [((*LAUNCH, "-H", "localhost:2"), 15), ((sys.executable, "-m", "mpiddp", "run"), 15)],
+    ids=["launch", "alone"],
+)
+def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most):
+    """The garbage collector does not visit torch's objects."""
+    for name in VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    done = run_command([*command, script(tmp_path, LOOK)])
+    assert done.returncode == 0, done.stderr
+    for found in map(json.loads, done.stdout.splitlines()):
+        modules = found.pop("modules")
+        assert len(modules) <= most, modules
+        assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
+        visits = {"torch is imported": True, "torch is visited": False}
+        assert found == {**visits, "garbage is collected": True}
+
+
+HIDES_TORCH = """
+import os, sys
+name = "tor" + "ch"
+before = name in sys.modules
+group = getattr(__builtins__, "__imp" + "ort__")(f"{name}.distributed").distributed
+group.init_process_group("gloo")
+os.write(1, f"{before} {group.get_world_size()}\\n".encode())
+group.destroy_process_group()
+"""
+
+
+def test_a_script_that_does_not_name_torch_begins_without_it(tmp_path):
+    """It may still import it: then rank 0's own process serves the store."""
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, HIDES_TORCH)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False 2"] * 2
+
+
+FOLDS_AND_A_GAN = """
+import torch
+from mpiddp.runtime.script import _report_optimizer_steps
+
+told = []
+_report_optimizer_steps(told.append)
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.zeros(1)
+for fold in range(3):
+    optimizer = torch.optim.SGD([parameter])
+    for step in range(2):
+        optimizer.step()
+print(told)
+told.clear()
+both = [torch.optim.SGD([parameter]) for _ in range(2)]
+for step in range(2):
+    for optimizer in both:
+        optimizer.step()
+print(told)
+"""
+
+
+def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
+    done = subprocess.run(
+        [sys.executable, "-c", FOLDS_AND_A_GAN],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    assert done.stdout == "[1, 2, 2, 3, 3, 4]\n[4, 4, 5, 5]\n"
+
+
+def test_the_files_of_a_script_are_those_that_it_imports(tmp_path):
+    """A module beside the script counts as the script does; others in its folder do not."""
+    (tmp_path / "train.py").write_text("import os, helper\nif True:\n    from pkg.sub import x\n")
+    (tmp_path / "helper.py").write_text("import deeper\n")
+    (tmp_path / "deeper.py").write_text("import train\n")
+    (tmp_path / "stranger.py").touch()
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "pkg" / "sub.py").touch()
+    found = dict(Program("script", str(tmp_path / "train.py")).files)
+    assert sorted(found) == ["deeper.py", "helper.py", "pkg/__init__.py", "pkg/sub.py", "train.py"]
+    before = found["helper.py"]
+    (tmp_path / "helper.py").write_text("import deeper  # changed\n")
+    assert dict(Program("script", str(tmp_path / "train.py")).files)["helper.py"] != before
+
+
+def test_rank_0_prints_before_the_other_ranks_exit(monkeypatch, capsys):
+    """The first rank that exits makes mpirun kill the others, so a silent rank must not be the first."""
+    waits: list[float] = []
+    monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=waits.append))
+    print_from_one_rank("one sentence", 0, 0)
+    assert waits == []
+    print_from_one_rank("the same from its neighbour", 1, 1)
+    assert waits == [2.0]
+    assert capsys.readouterr().err == "one sentence\n"
+
+
+LEAVES = """
+import contextlib
+from mpiddp.runtime.join import enter_until_exit
+@contextlib.contextmanager
+def job():
+    yield
+    finish()
+"""
+
+
+ALONE = "from mpiddp.checkpoints.checkpoints import script_coordinator\n"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [f"{LEAVES}enter_until_exit(job())\n", f"{ALONE}script_coordinator(lambda: finish())\n"],
+    ids=["one of several ranks", "alone"],
+)
+def test_a_script_whose_end_raises_does_not_succeed(script):
+    """Python itself would print the error of a handler of atexit, and exit with code 0."""
+    finish = "def finish():\n    raise ValueError('a bug')\n"
+    command = [sys.executable, "-c", f"{script}{finish}print('ends', flush=True)"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (1, "ends\n"), done.stderr
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.splitlines()[-1] == "ValueError: a bug"
+
+
+CHILDREN = """
+import multiprocessing, os, signal, subprocess, time
+from mpiddp.runtime.script import leave_sigterm_to_rank
+
+def works(ready, own):
+    if own:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    ready.set()
+    while True:
+        time.sleep(0.01)
+
+def started(own):
+    ready = context.Event()
+    child = context.Process(target=works, args=(ready, own), daemon=True)
+    child.start()
+    ready.wait()
+    return child
+
+leave_sigterm_to_rank()
+context = multiprocessing.get_context("fork")
+own = started(True)
+subprocess.run(["kill", "-TERM", str(own.pid)])
+own.join()
+print("own handler:", own.exitcode)
+other = started(False)
+os.kill(other.pid, signal.SIGSTOP)
+os.waitpid(other.pid, os.WUNTRACED)
+subprocess.run(["kill", "-TERM", str(other.pid)])  # the kernel now drops another one
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {other.pid}"])
+print("left")
+"""
+
+
+def test_children_of_a_rank_end_at_its_end_and_keep_their_own_handler_of_sigterm():
+    """Although a stranger's SIGTERM hides that of the rank."""
+    command = [sys.executable, "-c", CHILDREN]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "own handler: 7\nleft\n", "")
