@@ -352,18 +352,18 @@ def test_broken_image_is_named(here):
 
 @pytest.mark.slow
 def test_cifar10_is_learned(here):
-    """With the defaults, two ranks on CPUs reach 40 % on CIFAR-10 after 150 steps."""
+    """With the defaults, two ranks on CPUs reach 40 % on CIFAR-10 after 75 steps."""
     data = default_data_dir()
     try:
         if cifar10.find(data) is None:
             cifar10.fetch(data, print)
     except JobFailed as error:
         lacking(f"this test needs the real data: {error}")
-    options = (f"--data-dir={data}", "--epochs=1", "--steps-per-epoch=150")
+    options = (f"--data-dir={data}", "--epochs=1", "--steps-per-epoch=75")
     train(here, 2, *options, "--out=run").assert_ok()
     found = summary(here.folder / "run")
     assert found["test_accuracy"] >= 0.4
-    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 150, 128)
+    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 75, 128)
 
 
 # Options of the engine
