@@ -165,7 +165,9 @@ class Session:
         it. `is_printed`: Python has printed the error.
         """
         coordinator = self.coordinator
-        is_first = coordinator.claim_first_failure()
+        # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
+        is_exit = isinstance(error, SystemExit) and self.control is not None
+        is_first = is_exit or coordinator.claim_first_failure()
         is_by_hand = self.control is None and not coordinator.group
         ending, is_said = ending_of(error), self.has_said_why
         # A later exit code without a sentence follows from an error that was reported.
@@ -352,8 +354,7 @@ def script_session() -> Session:
     rank's script. The agent reports its start and its end; the script reports the rest, and its error.
     """
     session = current()
-    is_unconnected = session.coordinator.connection is None
-    if is_unconnected and CHANNEL in os.environ and is_joined(os.environ):
+    if not session.coordinator.connection and CHANNEL in os.environ and is_joined(os.environ):
         with contextlib.suppress(AnotherScript):
             session.connect()
             atexit.register(session.fail_at_exit)
@@ -363,8 +364,7 @@ def script_session() -> Session:
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
-    # For code that holds the session.
-    before.coordinator, before.control = _current.coordinator, None
+    before.coordinator, before.control = _current.coordinator, None  # code may hold the session
 
 
 os.register_at_fork(after_in_child=_forget)
