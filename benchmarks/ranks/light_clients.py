@@ -35,8 +35,8 @@ _KEY = "a key of the ranks"
 def launcher(ranks: int) -> None:
     """Supervise `clients` as if they were an mpirun with so many ranks."""
     from mpiddp.hosts.hostfile import Host, Hosts
-    from mpiddp.launch.starters.command import RankStarter, Request
-    from mpiddp.launch.starters.table import STARTERS
+    from mpiddp.launch.command import Request
+    from mpiddp.launch.starters import STARTERS
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")
@@ -47,7 +47,7 @@ def launcher(ranks: int) -> None:
     names = [f"10.0.{number >> 8}.{number & 255}" for number in range(ranks // per_host)]
     named = Hosts("light clients", tuple(Host(name, ranks=per_host) for name in names))
     request = Request(named, ("true",), ".")
-    plan = Plan(RankStarter(STARTERS[1], "5.0.11", mpirun), request, named, named, None)
+    plan = Plan(STARTERS[1]._replace(program=mpirun), request, named, named, None)
     since = time.monotonic()
     with SignalQueue() as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).run()

@@ -38,7 +38,7 @@ from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import find_network
-from mpiddp.launch.starters.table import find_starter
+from mpiddp.launch.starters import find_starter
 from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job
 

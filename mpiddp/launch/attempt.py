@@ -78,7 +78,7 @@ class Attempt:
         start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._start_timeout_s = self._join_timeout_s = start_timeout_s
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
-        if not self.mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
+        if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
             self._timers.after(self._start_timeout_s, Event.LATE)
 
     # --- the loop ---

@@ -111,7 +111,7 @@ class Job:
         """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
         (starter, request, *_), options, known = self.plan, self.options, self.known
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
-        has_scheduler, job = starter.kind.has_scheduler, os.urandom(8).hex()
+        has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
         settings = {
             names.JOB: job,

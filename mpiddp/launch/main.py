@@ -24,10 +24,10 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
+from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
-from mpiddp.launch.starters.command import LEFT_OUT
 from mpiddp.launch.variables import is_secret, parse_exports, without_values
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over

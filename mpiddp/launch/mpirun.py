@@ -22,8 +22,8 @@ from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signa
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
+from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.starters.command import Command, RankStarter
 from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import OUTPUT_PROCESS
@@ -40,9 +40,9 @@ class MpirunProcess:
     system may send one to every process of a job, whose ranks still save.
     """
 
-    def __init__(self, starter: RankStarter, command: Command, output: JobOutput) -> None:
+    def __init__(self, starter: Starter, command: Command, output: JobOutput) -> None:
         self.starter = starter
-        self._stop_signal = stop_signal = starter.kind.stop_signal
+        self._stop_signal = stop_signal = starter.stop_signal
         self._was_ended = False
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(descendants(os.getpid()))
@@ -79,8 +79,8 @@ class MpirunProcess:
 
     @property
     def end(self) -> MpirunEnd:
-        kind, code = self.starter.kind, self._process.returncode
-        return MpirunEnd(self.starter.program.name, code, kind.proves_signals, self._was_ended)
+        starter, code = self.starter, self._process.returncode
+        return MpirunEnd(starter.program.name, code, starter.proves_signals, self._was_ended)
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.

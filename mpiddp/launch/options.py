@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -21,7 +22,6 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.launch import log
-from mpiddp.launch.starters.command import parse_mpi_args
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
@@ -334,6 +334,23 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     variables |= parse_exports(given["exports"], os.environ)  # these take precedence
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
+
+
+def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
+    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
+    arguments: list[str] = []
+    for text in texts:
+        try:
+            found = shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
+        if found and not found[0].startswith("-"):
+            raise UserError(
+                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
+                "start it as a program. Example: --mpi-args='--mca pml ucx'"
+            )
+        arguments += found
+    return tuple(arguments)
 
 
 # Options that people write behind the script by mistake. With the first, they expect that nothing starts.

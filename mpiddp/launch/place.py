@@ -25,9 +25,9 @@ from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch import log
+from mpiddp.launch.command import JobNetwork, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters.command import JobNetwork, StarterKind
 from mpiddp.launch.variables import forwarded
 from mpiddp.text import counted, listed, shown
 
@@ -176,7 +176,7 @@ def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None
 
 def place(
     hosts: Hosts,
-    kind: StarterKind,
+    starter: Starter,
     options: LaunchOptions,
     *,
     may_be_fewer: bool = False,
@@ -209,11 +209,11 @@ def place(
         if not (ranks := min(left, slots)):
             continue
         left -= ranks
-        if is_this_host(host.name) and not kind.has_scheduler:
+        if is_this_host(host.name) and not starter.has_scheduler:
             own.append(host)
             # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
             name = socket.gethostname()
-            name = name.partition(".")[0] if kind.cuts_own_name else name
+            name = name.partition(".")[0] if starter.cuts_own_name else name
             host = replace(host, name=name, user=None, port=None)
         placed.append(replace(host, ranks=ranks))
     if len(own) > 1:

@@ -22,11 +22,11 @@ from mpiddp.hosts.gpus import hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
+from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
-from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
-from mpiddp.launch.starters.table import find_starter
+from mpiddp.launch.starters import find_starter
 from mpiddp.launch.variables import check_gpu_choice, forwarded, gpu_table
 from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol import variables as names
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     memory: the history of the named hosts; None for this one.
     """
 
-    starter: RankStarter
+    starter: Starter
     request: Request
     named: Hosts
     hosts: Hosts
@@ -68,12 +68,11 @@ def make_plan(
     is_first = past is None
     named = read_hosts(options, env) if named is None else named
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
-    kind = starter.kind
     check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
-    needing = options.min_hosts if kind.has_scheduler else options.wait_s
+    needing = options.min_hosts if starter.has_scheduler else options.wait_s
     needing = needing or options.spares or options.grow_s
-    if needing and (kind.has_scheduler or not options.check):
+    if needing and (starter.has_scheduler or not options.check):
         raise UserError(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
@@ -95,7 +94,7 @@ def make_plan(
         log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     may_be_fewer = len(chosen.usable) < max(wanted, past.enough or 0)
     placed = place.place(
-        with_counts, kind, options, may_be_fewer=may_be_fewer, max_ranks=past.max_ranks
+        with_counts, starter, options, may_be_fewer=may_be_fewer, max_ranks=past.max_ranks
     )
     if is_first:
         place.check_log_ranks(options.log_ranks, placed.world_size)
@@ -103,7 +102,7 @@ def make_plan(
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
-        if len(placed.hosts) > 1 and not kind.has_scheduler:
+        if len(placed.hosts) > 1 and not starter.has_scheduler:
             log.info(f"{placed.transport.name} reaches the other hosts")
         if own := network.interface:
             log.info(f"{own.name} ({own.address}) leads to the other hosts")
@@ -162,7 +161,7 @@ def _is_local(named: Hosts) -> bool:
 def run_preflight(
     options: LaunchOptions,
     named: Hosts,
-    starter: RankStarter,
+    starter: Starter,
     env: Mapping[str, str],
     *,
     wait_s: float = 0.0,
@@ -175,13 +174,13 @@ def run_preflight(
     is_alone = _is_local(named)
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
-    if is_alone or starter.kind.has_scheduler or options.dry_run or not options.check:
+    if is_alone or starter.has_scheduler or options.dry_run or not options.check:
         return Checked()
     interface = place.requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
         python=str(PYTHON),
         mpirun=str(starter.program),
-        daemon=str(starter.program.with_name(starter.kind.daemon)),
+        daemon=str(starter.program.with_name(starter.daemon)),
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
@@ -206,13 +205,13 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 def variables_of_ranks(
     options: LaunchOptions,
-    starter: RankStarter,
+    starter: Starter,
     placed: Hosts,
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
-    has_scheduler, exports = starter.kind.has_scheduler, options.variables
+    has_scheduler, exports = starter.has_scheduler, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(network.networks)
     own = {

@@ -14,7 +14,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.starters.command import LEFT_OUT
+from mpiddp.launch.command import LEFT_OUT
 from mpiddp.paths import named_by
 
 ALLOWED = (

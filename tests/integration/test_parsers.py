@@ -33,7 +33,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile, render
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.variables import parse_env_file
 from mpiddp.protocol.channel import MESSAGES, is_valid
 from mpiddp.world import RANK_SOURCES, World, likely_ranks

@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.command import Command
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.starters.command import Command, RankStarter
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.starters import STARTERS
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS
 from tests.support.channels import place_to_listen
@@ -205,7 +205,7 @@ def test_an_mpirun_that_cannot_be_started():
     """subprocess needs two more files for its own pipe."""
     gc.collect()  # what other tests have left open
     before = len(list(Path("/proc/self/fd").iterdir()))
-    starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
+    starter = STARTERS[1]._replace(program=Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
     output = JobOutput(1)
     with files_left(1), pytest.raises(JobFailed, match=no_file):

@@ -22,13 +22,13 @@ import pytest
 from mpiddp.errors import FAILED
 from mpiddp.launch import attempt, watch
 from mpiddp.launch.attempt import Attempt, Event
+from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.control import ControlServer, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.starters.command import Command, RankStarter
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
 from mpiddp.protocol.channel import RANK, UNIX, encode, member_proof
 from mpiddp.protocol.server import Message, TimedSelector
@@ -36,14 +36,14 @@ from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress
 
 LIMIT_S = 60.0
-OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
+OPEN_MPI = STARTERS[1]._replace(program=Path("/usr/bin/mpirun"))
 NO_LIMITS = LaunchOptions(grace_s=1000.0)
 
 
 class Job:
     """An attempt at a job of two ranks."""
 
-    def __init__(self, options: LaunchOptions = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> None:
+    def __init__(self, options: LaunchOptions = NO_LIMITS, starter: Starter = OPEN_MPI) -> None:
         self.selector = TimedSelector()
         self.folder = Path(tempfile.mkdtemp())
         self.server = ControlServer(self.folder / "control", 2, self.selector)
@@ -131,7 +131,7 @@ def jobs() -> Iterator[list[Job]]:
 
 
 def started(
-    jobs: list[Job], options: LaunchOptions = NO_LIMITS, starter: RankStarter = OPEN_MPI
+    jobs: list[Job], options: LaunchOptions = NO_LIMITS, starter: Starter = OPEN_MPI
 ) -> Job:
     jobs.append(Job(options, starter))
     return jobs[-1]
@@ -175,9 +175,9 @@ def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
     assert Event.LATE in job.timers
 
 
-def srun() -> RankStarter:
+def srun() -> Starter:
     [kind] = [each for each in STARTERS if each.has_scheduler]
-    return RankStarter(kind, "25.05", Path("/usr/bin/srun"))
+    return kind._replace(program=Path("/usr/bin/srun"))
 
 
 def test_a_job_without_a_step_hangs(jobs: list[Job]) -> None:

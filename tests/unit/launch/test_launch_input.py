@@ -1,6 +1,6 @@
 """The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
 
-Tests mpiddp/launch/place.py and starters/table.py.
+Tests mpiddp/launch/place.py and starters.py.
 python -m pytest tests/unit/launch/test_launch_input.py
 """
 
@@ -27,7 +27,7 @@ from mpiddp.launch.place import (
     with_slots,
 )
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters.table import identify
+from mpiddp.launch.starters import identify
 from tests.support.errors import error
 from tests.unit.launch.test_starters import MPIS
 
@@ -40,7 +40,7 @@ def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Ho
         if host.name in gpus
     }
     options = LaunchOptions(backend=backend)
-    return place(with_slots(hosts, infos, options), MPIS["openmpi5"].kind, options)
+    return place(with_slots(hosts, infos, options), MPIS["openmpi5"], options)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -49,7 +49,7 @@ def ranks(hosts: Hosts) -> list[int]:
 
 def test_ranks_fill_the_slots_in_order() -> None:
     hosts = parse_host_list("c.invalid:1,none.invalid:0,a.invalid:3,b.invalid:2")
-    kind = MPIS["mpich"].kind
+    starter = MPIS["mpich"]
     for n, npernode, limits, expected in (
         (None, None, {}, "c1 a3 b2"),
         (2, None, {}, "c1 a1"),
@@ -60,10 +60,10 @@ def test_ranks_fill_the_slots_in_order() -> None:
         (9, None, {"may_be_fewer": True}, "c1 a3 b2"),
         (9, 1, {"may_be_fewer": True}, "c1 a1 b1"),
     ):
-        found = place(hosts, kind, LaunchOptions(n=n, npernode=npernode), **limits)
+        found = place(hosts, starter, LaunchOptions(n=n, npernode=npernode), **limits)
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
-        place(hosts, kind, LaunchOptions(n=7))
+        place(hosts, starter, LaunchOptions(n=7))
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -208,4 +208,4 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 )
 def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
     starter = identify(fake_mpirun(tmp_path, answer), os.environ)
-    assert (starter.name, starter.kind.daemon) == (name, daemon)
+    assert (starter.name, starter.daemon) == (name, daemon)

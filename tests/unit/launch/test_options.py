@@ -14,9 +14,9 @@ import pytest
 from mpiddp.launch.options import (
     LaunchOptions,
     option_parser,
+    parse_mpi_args,
     parse_options,
 )
-from mpiddp.launch.starters.command import parse_mpi_args
 from tests.unit.launch.test_starters import MPIS, UNEQUAL
 
 JOB = ("-m", "train", "--lr", "1")

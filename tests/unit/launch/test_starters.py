@@ -1,6 +1,6 @@
 """The command that `mpiddp launch` composes for each MPI. Nothing is started here.
 
-Tests mpiddp/launch/starters/.
+Tests mpiddp/launch/{starters,command}.py.
 python -m pytest tests/unit/launch/test_starters.py
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch.starters.command import RankStarter, Request
-from mpiddp.launch.starters.table import STARTERS, _find_library
+from mpiddp.launch.command import Request, Starter
+from mpiddp.launch.starters import STARTERS, _find_library
 from mpiddp.launch.variables import forwarded
 
 # What their --version prints.
@@ -25,12 +25,10 @@ VERSIONS = {
 }
 
 
-def starter_of(answer: str) -> RankStarter:
+def starter_of(answer: str) -> Starter:
     """The starter whose --version prints `answer`."""
     kind = next(each for each in STARTERS if each.version.search(answer))
-    match = kind.version.search(answer)
-    assert match is not None
-    return RankStarter(kind, match[1], Path("/mpi/bin/mpirun"))
+    return kind._replace(program=Path("/mpi/bin/mpirun"))
 
 
 MPIS = {name: starter_of(answer) for name, answer in VERSIONS.items()}

@@ -1,7 +1,7 @@
-"""What a starter is given and what it makes of it: Request, Command and Flag, each flag with its reason.
+"""What a starter is given and what it makes of it: Request and Command, each flag with its reason.
 
-`mpiddp.launch.starters.table` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason
-of every flag.
+`mpiddp.launch.starters` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason of
+every flag.
 """
 
 from __future__ import annotations
@@ -12,30 +12,19 @@ import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import leading_schedulers
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.text import all_of, shown
+from mpiddp.text import all_of
 
 LEFT_OUT = "…"  # stands for a value in what is printed
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-
-# The reasons that several starters give for their flags.
-WHY = {
-    "bind none": "no binding: MPI would give each rank one core, and data loading needs more",
-    "bind numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
-    "bind core": "--bind core: each rank uses one core",
-    "ranks": "one process per rank",
-    "folder": "the same working folder on every host",
-    "variables": "passes only these variables to the ranks, by name, so that `ps` shows no value",
-    "network": "the network that connects the hosts; not every network of a host does",
-}
 
 
 class JobNetwork(NamedTuple):
@@ -88,27 +77,25 @@ class Request(NamedTuple):
         return f"{why} {schedulers}" if schedulers else ""
 
 
-class Flag(NamedTuple):
-    """Arguments of the command line that belong together, and their reason."""
-
-    arguments: tuple[str, ...]
-    reason: str
-
-
 @dataclass
 class Command:
     """A command line, the variables to set in its environment, and the files to write for it, in `folder`.
 
-    variables: the names of those that the ranks get.
+    flags: for each its reason, and then its arguments. variables: the names of those that the ranks get.
     """
 
     program: str
-    flags: list[Flag]
+    flags: list[tuple[str, ...]]
     job: tuple[str, ...]
     variables: set[str] = field(default_factory=set)
     folder: str = "."
     settings: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
+
+    def add(self, reason: str, *arguments: str) -> None:
+        """Add arguments that belong together, unless there is no reason for them."""
+        if reason:
+            self.flags.append((reason, *arguments))
 
     def file(self, name: str, lines: Sequence[str]) -> str:
         """The path of a new file of these lines."""
@@ -135,7 +122,7 @@ class Command:
 
     @property
     def argv(self) -> list[str]:
-        return [self.program, *(each for flag in self.flags for each in flag.arguments), *self.job]
+        return [self.program, *(each for _, *flag in self.flags for each in flag), *self.job]
 
     def explained(self, hidden: Collection[str] = ()) -> str:
         """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
@@ -148,17 +135,17 @@ class Command:
         ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
-        for reason, flags in groupby(self.flags, lambda flag: flag.reason):
-            lines += [f"  {shlex.join(flag.arguments)}" for flag in flags]
-            lines.append(f"      {reason}")
+        for reason, flags in groupby(self.flags, itemgetter(0)):
+            lines += [*(f"  {shlex.join(flag)}" for _, *flag in flags), f"      {reason}"]
         return "\n".join(lines)
 
 
-class StarterKind(NamedTuple):
-    """A kind of program that starts ranks, with all that is particular to it.
+class Starter(NamedTuple):
+    """A program that starts ranks, with all that is particular to its kind.
 
+    - name: of the kind, and the version of an installed one.
     - version: the pattern of its --version output.
-    - compose: its flags for a request. It adds variables and files to the command.
+    - add_flags: adds flags for a request, variables and files to the command.
     - library: the file name of its libmpi, "" if the ranks need none.
     - daemon: the program that it starts on the other hosts, in the folder of mpirun.
     - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
@@ -169,25 +156,19 @@ class StarterKind(NamedTuple):
     - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
       starter's own code, or that of a rank that it has ended.
     - cuts_own_name: it always cuts this machine's name at the first dot.
+    - program, libmpi: of an installed one, absolute paths. No libmpi: mpi4py finds the library itself.
     """
 
     name: str
     version: re.Pattern[str]
-    compose: Callable[[Request, Command], list[Flag]]
+    add_flags: Callable[[Request, Command], None]
     library: str = ""
     daemon: str = ""
     has_scheduler: bool = False
     stop_signal: signal.Signals = signal.SIGTERM
     proves_signals: bool = False
     cuts_own_name: bool = False
-
-
-class RankStarter(NamedTuple):
-    """One installed starter. `program` is absolute. `libmpi` is None if mpi4py finds the library itself."""
-
-    kind: StarterKind
-    name: str  # and its version
-    program: Path
+    program: Path = Path()
     libmpi: Path | None = None
 
     def compose(
@@ -205,27 +186,9 @@ class RankStarter(NamedTuple):
         every = {**request.variables, **variables}
         # The others are inherited from the user's environment.
         own = {name: value for name, value in every.items() if request.env.get(name) != value}
-        job = (*request.job, *arguments)
-        command = Command(str(self.program), [], job, {*every}, scratch)
-        command.flags = self.kind.compose(request, command)
+        command = Command(str(self.program), [], (*request.job, *arguments), {*every}, scratch)
+        self.add_flags(request, command)
         if request.mpi_args:
-            command.flags.append(Flag(request.mpi_args, "--mpi-args, as you wrote them"))
+            command.add("--mpi-args, as you wrote them", *request.mpi_args)
         command.settings = {**own, **command.settings, **own}
         return command
-
-
-def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
-    arguments: list[str] = []
-    for text in texts:
-        try:
-            found = shlex.split(text)
-        except ValueError as error:
-            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
-        if found and not found[0].startswith("-"):
-            raise UserError(
-                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
-                "start it as a program. Example: --mpi-args='--mca pml ucx'"
-            )
-        arguments += found
-    return tuple(arguments)

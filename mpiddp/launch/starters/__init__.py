@@ -1,1 +1,0 @@
-"""One module for each program that starts ranks. Each turns a request into a command line."""
