@@ -74,8 +74,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:
-        from mpiddp.errors import EXTRA_OF, missing_package
+        from mpiddp.errors import missing_package
 
-        if error.name not in EXTRA_OF:
-            raise
-        raise ImportError(missing_package(f"mpiddp.{name}", error.name), name=error.name) from None
+        if sentence := missing_package(error, f"mpiddp.{name}"):
+            raise ImportError(sentence, name=error.name) from None
+        raise

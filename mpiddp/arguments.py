@@ -30,13 +30,13 @@ VERBS = {
     "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
 }
 
-# The groups of `mpiddp --help`.
-GROUPS = {
-    "run": ("launch", "run", "train"),
-    "watch": ("ps", "top", "stacks", "stop"),
-    "hosts": ("hosts", "doctor"),
-    "after a run": ("explain", "runs", "report", "checkpoints"),
-    "more": ("drill", "mesh", "bench"),
+# The groups of `mpiddp --help`, by their first verbs.
+HEADS = {
+    "launch": "run",
+    "ps": "watch",
+    "hosts": "hosts",
+    "explain": "after a run",
+    "drill": "more",
 }
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
@@ -113,12 +113,12 @@ class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if has_default or is_plain else super()._get_help_string(action)
 
 
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser for whole numbers in [low, high), by default below a billion."""
+def whole(low: int) -> Callable[[str], int]:
+    """A parser for whole numbers from `low` on, below a billion."""
 
     def whole_number(text: str) -> int:
         try:
-            return parse_whole(text, low, high)
+            return parse_whole(text, low)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"expected {error}, not {shown(text)!r}") from None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpiddp import errors
-from mpiddp.arguments import GROUPS, INTERNAL_VERBS, RANK_VERBS, VERBS
+from mpiddp.arguments import HEADS, INTERNAL_VERBS, RANK_VERBS, VERBS
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
@@ -70,8 +70,8 @@ def _call(verb: str, args: list[str]) -> int:
             return run_trainer(main, args)
         return int(main(args))
     except ModuleNotFoundError as error:
-        if package := errors.package_we_lack(error):
-            raise UserError(errors.missing_package(f"mpiddp {verb}", package)) from None
+        if sentence := errors.missing_package(error, f"mpiddp {verb}"):
+            raise UserError(sentence) from None
         raise
 
 
@@ -85,14 +85,15 @@ def _hint(verb: str, args: list[str]) -> str:
 
 
 def _usage() -> str:
-    groups = "\n\n".join(
-        "\n".join([f"{group}:", *(f"  {verb:<12} {VERBS[verb][1]}" for verb in verbs)])
-        for group, verbs in GROUPS.items()
-    )
+    lines = []
+    for verb, (_, purpose) in VERBS.items():
+        lines += [f"\n{HEADS[verb]}:"] if verb in HEADS else []
+        lines.append(f"  {verb:<12} {purpose}")
+    table = "\n".join(lines)
     return (
         "usage: mpiddp COMMAND [options]\n\n"
-        "Run a PyTorch script on all GPUs of your machines, with one mpirun.\n\n"
-        f"{groups}\n\n"
+        "Run a PyTorch script on all GPUs of your machines, with one mpirun.\n"
+        f"{table}\n\n"
         "example: mpiddp launch -H node1:4,node2:4 train.py --lr 0.1\n"
         "See: mpiddp COMMAND --help, mpiddp --version"
     )

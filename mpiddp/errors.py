@@ -76,8 +76,20 @@ class NoAnswer(JobFailed):
     """Some rank did not answer in time, so an agreement of all ranks is out of reach."""
 
 
-def missing_package(user: str, package: str) -> str:
-    """The sentence for a package that is not installed, with the command that installs it."""
+def missing_package(error: BaseException, user: str) -> str:
+    """The sentence for a package of an extra that mpiddp itself failed to import; "" for any other error.
+
+    `user` is what needs the package. The sentence has the command that installs it.
+    """
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
+        return ""
+    from traceback import walk_tb  # takes 5 ms
+
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in names]
+    if [each for each in packages if each != "importlib"][-1:] != ["mpiddp"]:  # the importer
+        return ""
     return (
         f"{user} needs {package}, which {sys.executable} does not have. "
         f"Run: {sys.executable} -m pip install '{_source()}[{EXTRA_OF[package]}]'"
@@ -89,9 +101,9 @@ def import_package(package: str, user: str) -> ModuleType:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise UserError(missing_package(user, package)) from None
+        if sentence := missing_package(error, user):
+            raise UserError(sentence) from None
+        raise
 
 
 def _source() -> str:
@@ -106,19 +118,6 @@ def _source() -> str:
         url = json.loads(distribution("mpiddp").read_text("direct_url.json") or "")["url"]
         return str(url).removeprefix("file://")
     return "mpiddp"
-
-
-def package_we_lack(error: BaseException) -> str:
-    """The package of an extra that mpiddp itself failed to import; "" for any other error."""
-    package = (getattr(error, "name", None) or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
-        return ""
-    from traceback import walk_tb  # takes 5 ms
-
-    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    importers = [name for name in names if not name.startswith("importlib.")]
-    is_ours = "".join(importers[-1:]).partition(".")[0] == "mpiddp"
-    return package if is_ours else ""
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Paths that a user names: their errors in one sentence, reads that end, and writes that last.
+"""Paths that a user names: their errors in one sentence, and reads that end.
 
 A path may be too long, in a folder that must not be searched, a pipe, or a link to /dev/zero.
 """
@@ -23,22 +23,9 @@ _WRONG = {
 }
 
 
-def from_here(path: str | Path) -> str:
-    """The path for a message: as a user in the working folder would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except (OSError, ValueError):  # the working folder is gone, or the path is not below it
-        return str(path)
-
-
 def cause_of(error: OSError) -> type[UserError] | type[JobFailed]:
     """UserError if the path or the command is wrong, JobFailed if a machine failed."""
     return UserError if error.errno in _WRONG else JobFailed
-
-
-def read_error(file: str, error: OSError) -> UserError | JobFailed:
-    """Why `file` cannot be read, as one sentence."""
-    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
 
 
 @contextlib.contextmanager
@@ -69,24 +56,6 @@ def read_limited(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content
-
-
-def flush_folder(path: Path) -> None:
-    """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
-    try:
-        flush(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
-            raise
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_program(name: str, path: str | None) -> None:

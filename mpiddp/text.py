@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 _V = TypeVar("_V", bound=Hashable)
@@ -93,24 +92,6 @@ def parse_duration(text: str) -> float:
             f"of at most {MAX_DURATION_DAYS} days"
         )
     return seconds
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A number of steps, or of seconds. The other field is None."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def parse_interval(text: str) -> Interval:
-    """`20` is a number of steps; `30s`, `10m` and `1.5h` are times. Raises ValueError otherwise."""
-    if text.endswith(("s", "m", "h")):
-        return Interval(seconds=parse_duration(text))
-    try:
-        return Interval(steps=parse_whole(text, 1))
-    except ValueError as error:
-        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
 
 
 def duration(seconds: float) -> str:

@@ -26,18 +26,17 @@ from mpiddp.checkpoints.contents import Resumed, read
 from mpiddp.checkpoints.folder import name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
-from mpiddp.checkpoints.run import Run, RunDir
-from mpiddp.checkpoints.save import Saver, SaveSchedule
+from mpiddp.checkpoints.run import Run, RunDir, from_here
+from mpiddp.checkpoints.save import Saver, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import FAILED, JobFailed, UserError, print_from_one_rank
-from mpiddp.paths import from_here, named_by
+from mpiddp.paths import named_by
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.join import enter_until_exit, exit_now, join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
@@ -94,7 +93,7 @@ class Checkpoints:
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._keep, self._must_succeed = keep, on_save_error == "stop"
         try:
-            self._interval = Interval() if every is None else parse_interval(str(every))
+            self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))

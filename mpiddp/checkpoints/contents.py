@@ -29,13 +29,14 @@ from mpiddp.checkpoints.state import (
     Keys,
     is_sharded,
     mapped,
+    read_error,
     read_tensors,
     stem_of,
     unpacked,
     write_tensors,
 )
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error
+from mpiddp.paths import cause_of
 
 FACTS = "state.json"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit

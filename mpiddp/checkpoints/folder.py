@@ -15,6 +15,7 @@ shards on all hosts. So a host without a shared file system knows which files it
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of, flush, flush_folder, read_limited
+from mpiddp.paths import cause_of, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
@@ -141,13 +142,26 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     }
     (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
     (new / COMPLETE).write_text(_sha256(new / MANIFEST))
-    for path in new.iterdir():
+    for path in (*new.iterdir(), new):
         flush(path)
-    flush_folder(new)
     if final.exists():
         _remove(final)
     new.rename(final)
-    flush_folder(final.parent)
+    flush(final.parent)
+
+
+def flush(path: Path) -> None:
+    """fsync a file, or a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        cannot = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
+        if error.errno not in cannot or not path.is_dir():
+            raise
 
 
 def prune(root: Path, keep: int, *, is_good: Callable[[Path], bool]) -> list[Path]:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpiddp.checkpoints.folder import flush
 from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
-from mpiddp.paths import flush
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 

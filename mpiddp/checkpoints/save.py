@@ -29,17 +29,16 @@ from torch import Tensor
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.contents import rng_states, write_files
-from mpiddp.checkpoints.folder import INDEX, Entry, name_of_step
-from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.folder import INDEX, Entry, flush, name_of_step
+from mpiddp.checkpoints.run import Run, from_here
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.paths import flush, from_here
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
-from mpiddp.text import Interval
+from mpiddp.text import parse_duration, parse_whole, shown
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
@@ -328,16 +327,26 @@ def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:
     return copied, wait_for_copies
 
 
+def parse_interval(text: str) -> int | float:
+    """An int of steps for `20`, a float of seconds for `30s` or `1.5h`. Raises ValueError otherwise."""
+    if text.endswith(("s", "m", "h")):
+        return parse_duration(text)
+    try:
+        return parse_whole(text, 1)
+    except ValueError as error:
+        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
+
+
 class SaveSchedule:
     """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
 
-    For an interval in seconds, rank 0 reads its clock at a few steps that all ranks know. It broadcasts
-    whether a save is due, and the step of the next check. The steps between exchange no message. `step` is
-    the latest one.
+    For an interval in seconds, a float, rank 0 reads its clock at a few steps that all ranks know. It
+    broadcasts whether a save is due, and the step of the next check. The steps between exchange no message.
+    `step` is the latest one.
     """
 
     def __init__(
-        self, interval: Interval, coordinator: Coordinator, step: int, *, timeout_s: float
+        self, interval: int | float | None, coordinator: Coordinator, step: int, *, timeout_s: float
     ) -> None:
         self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
         self._start = self._previous = step
@@ -346,11 +355,11 @@ class SaveSchedule:
         self._checked = (step, self._saved_at)
 
     def is_due(self, step: int) -> bool:
-        if self._interval.steps is not None:
+        if isinstance(self._interval, int):
             previous, self._previous = self._previous, step
             # A script may count samples as steps.
-            return step // self._interval.steps > previous // self._interval.steps
-        interval_s = self._interval.seconds
+            return step // self._interval > previous // self._interval
+        interval_s = self._interval
         if interval_s is None or step < self._next_check:
             return False
         now = time.monotonic()

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.folder import Entry, flush
 from mpiddp.checkpoints.state import HashedFile
-from mpiddp.paths import flush
 
 CHUNK_BYTES = 4 << 20  # of each file that is under way
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error
+from mpiddp.paths import cause_of
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -184,6 +184,11 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
         raise read_error(str(path), error) from None
     except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
+
+
+def read_error(file: str, error: OSError) -> UserError | JobFailed:
+    """Why `file` cannot be read, as one sentence."""
+    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
 
 
 def packed(nested: Any) -> bytes:

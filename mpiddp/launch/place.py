@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -52,32 +53,26 @@ class Past(NamedTuple):
 def wanted_hosts(
     hosts: Hosts, options: LaunchOptions, enough: int | None = None
 ) -> tuple[int, int]:
-    """The number of hosts that the job takes, and the fewest with which it starts.
-
-    `enough` is that of the first attempt, None before it.
-    """
+    """The number of hosts that the job takes, and the fewest with which it starts. `enough`: see Past."""
     usable, spares, min_hosts = len(hosts.usable), options.spares, options.min_hosts
     wanted = usable - spares
     if wanted < 1:
-        raise UserError(
-            f"--spares {spares} leaves no host for the ranks: {hosts.source} has "
-            f"{counted(usable, 'host')}."
-        )
+        given = f"{hosts.source} has {counted(usable, 'host')}"
+        raise UserError(f"--spares {spares} leaves no host for the ranks: {given}.")
     if wanted < (min_hosts or 1):
-        beside = f" beside {counted(spares, 'spare')}" if spares else ""
-        raise UserError(
-            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {min_hosts}."
-        )
+        given = counted(wanted, "host") + " given"
+        given += f" beside {counted(spares, 'spare')}" if spares else ""
+        raise UserError(f"only {given}, but --min-hosts is {min_hosts}.")
     return wanted, min_hosts or min(wanted, enough or wanted)
 
 
 def choose(
     named: Hosts, complaints: Mapping[Host, str], wanted: int, least: int, past: Past
 ) -> Hosts:
-    """The hosts that the job takes.
+    """The hosts that the job takes, but for its spares, which are the last.
 
-    The last hosts are spares. One takes the place of each host with a complaint; without enough of them, such
-    hosts are left out, as long as `least` remain. So is a host that this job doubts.
+    A spare takes the place of each host with a complaint; without enough of them, such hosts are left out, as
+    long as `least` remain. So is a host that this job doubts.
     """
     reasons = dict(complaints)
     left = [host for host in named.usable if host not in reasons]
@@ -102,14 +97,15 @@ def choose(
 
 
 def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
-    """The hosts with known slot counts, but for a host whose GPUs nobody knows.
-
-    infos: of the hosts that the preflight has checked.
-    """
+    """The hosts with known slot counts, but for a host whose GPUs nobody knows."""
     found, is_gloo = [], options.backend == "gloo"
     is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
     by_number = is_default and (options.n, options.npernode) != (None, None)
+    chosen = sorted(options.variables.keys() & {*VISIBLE})
     for host in hosts.hosts:
+        if chosen and host.gpus is not None:
+            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
+            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
         info, is_here, slots = infos.get(host), is_this_host(host.name), host.slots
         # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
         may_share = len(hosts.hosts) == 1 and (slots or 0) > 1 and not is_gloo
@@ -124,10 +120,8 @@ def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOpti
                 gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
             slots = min(host.max_slots or sys.maxsize, gpus or 1)
         elif options.dry_run:
-            slots = 1
-            log.info(
-                f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
-            )
+            slots, assumed = 1, "a dry run contacts no host: assuming slots=1"
+            log.info(f"{host.name} has no slot count, and {assumed}")
         found.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(found))
 
@@ -187,23 +181,20 @@ def place(
     The ranks of -n, and at most `max_ranks`, fill the slots (or --npernode) in order. With `may_be_fewer`,
     hosts are left out, so fewer ranks than -n may start.
     """
-    n, npernode, room = options.n, options.npernode, dict[Host, int]()
-    for host in hosts.hosts:
-        slots = slots_of(hosts, host)
-        if npernode is not None and npernode > slots > 0:
-            raise UserError(
-                f"--npernode {npernode} is more than the {slots} slots of {host.name} "
-                f"({hosts.where(host)})."
-            )
-        room[host] = min(slots, npernode or slots)
+    n, npernode = options.n, options.npernode
+    room = {host: min(slots_of(hosts, host), npernode or sys.maxsize) for host in hosts.hosts}
+    for host, slots in room.items():
+        if 0 < slots < (npernode or 0):
+            where = f"{host.name} ({hosts.where(host)})"
+            raise UserError(f"--npernode {npernode} is more than the {slots} slots of {where}.")
     total = sum(room.values())
     if n is not None and n > total and not may_be_fewer:
         within = f" with --npernode {npernode}" if npernode else ""
-        slots_of_each = listed([f"{host.name}={slots}" for host, slots in room.items()])
+        each = listed([f"{host.name}={slots}" for host, slots in room.items()])
         raise UserError(
-            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({slots_of_each})."
+            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({each})."
         )
-    left = min(each for each in (total, n, max_ranks) if each is not None)
+    left = min(limit for limit in (total, n, max_ranks) if limit is not None)
     placed, own = [], list[Host]()
     for host, slots in room.items():
         if not (ranks := min(left, slots)):
@@ -217,23 +208,18 @@ def place(
             host = replace(host, name=name, user=None, port=None)
         placed.append(replace(host, ranks=ranks))
     if len(own) > 1:
-        raise UserError(
-            f"{hosts.where(own[1])}: {own[0].name} and {own[1].name} are both this machine. "
-            "Merge them into one."
-        )
+        both = f"{own[0].name} and {own[1].name} are both this machine"
+        raise UserError(f"{hosts.where(own[1])}: {both}. Merge them into one.")
     return replace(hosts, hosts=tuple(placed))
 
 
 def check_log_ranks(selection: str, world_size: int) -> None:
     """Raise UserError if the job has no such rank."""
-    numbers = [int(each) for each in selection.split(",") if each.isdigit()]
-    missing = [str(number) for number in numbers if number >= world_size]
-    if missing:
+    numbers = [each for each in selection.split(",") if each.isdigit()]
+    if missing := listed([each for each in numbers if int(each) >= world_size]):
         ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-        raise UserError(
-            f"--log-ranks {shown(selection)}: there is no rank {listed(missing)}; "
-            f"the job has {ranks}."
-        )
+        no = f"there is no rank {missing}; the job has {ranks}"
+        raise UserError(f"--log-ranks {shown(selection)}: {no}.")
 
 
 def ranks_by_host(hosts: Hosts) -> list[str]:
@@ -254,10 +240,11 @@ def find_network(
 ) -> JobNetwork:
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    routes = [_route(name) for name in others] if requested is None else []
-    interface, networks = (
-        _shared_network(routes, infos) if requested is None else requested_network(requested)
-    )
+    routes = [_route(name) for name in others]
+    if requested is None:
+        interface, networks = _shared_network(routes, infos)
+    else:
+        interface, networks = requested_network(requested)
     address = "127.0.0.1"
     if others:
         address = interface.address if interface else next((r[0] for r in routes if r), "")
@@ -278,9 +265,8 @@ def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
     found = [interface for interface in present if interface.matches(requested)]
     if not found:
         names = " and ".join(f"{each.name} ({each.address})" for each in present)
-        raise UserError(
-            f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.'
-        )
+        here = socket.gethostname()
+        raise UserError(f'interface "{requested}" is not on {here}, which has {names}.')
     if requested in [each.address for each in found]:  # others have other addresses in that network
         return found[0], tuple(each.network for each in found)
     return found[0], tuple(requested.split(","))
@@ -308,14 +294,10 @@ def _shared_network(
 def _route(name: str) -> _Route | None:
     """The route to a host by the kernel's table, None without one. Nothing is sent."""
     found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
-    if not found:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
-        try:
-            packet.connect((found[0][0], 9))
-        except OSError:  # no route
-            return None
+    with suppress(OSError, IndexError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
+        packet.connect((found[0][0], 9))  # an error: there is no address, or no route
         return str(packet.getsockname()[0]), str(packet.getpeername()[0])
+    return None
 
 
 # --- the memory of earlier jobs ---

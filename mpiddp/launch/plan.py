@@ -27,7 +27,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
 from mpiddp.launch.starters import find_starter
-from mpiddp.launch.variables import check_gpu_choice, forwarded, gpu_table
+from mpiddp.launch.variables import forwarded, gpu_table
 from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
@@ -68,7 +68,6 @@ def make_plan(
     is_first = past is None
     named = read_hosts(options, env) if named is None else named
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
-    check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = options.min_hosts if starter.has_scheduler else options.wait_s
     needing = needing or options.spares or options.grow_s
@@ -175,7 +174,7 @@ def run_preflight(
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
     if is_alone or starter.has_scheduler or options.dry_run or not options.check:
-        return Checked()
+        return Checked({}, {}, {})
     interface = place.requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
         python=str(PYTHON),

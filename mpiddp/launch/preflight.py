@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from platform import python_version
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, gpus, interfaces, names
@@ -69,9 +69,9 @@ class Checked(NamedTuple):
     silent: of the complaints, those about hosts that have not answered.
     """
 
-    infos: Mapping[Host, HostInfo] = MappingProxyType({})
-    complaints: Mapping[Host, str] = MappingProxyType({})
-    silent: Mapping[Host, str] = MappingProxyType({})
+    infos: Mapping[Host, HostInfo]
+    complaints: Mapping[Host, str]
+    silent: Mapping[Host, str]
 
 
 def preflight(

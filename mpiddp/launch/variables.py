@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.command import LEFT_OUT
 from mpiddp.paths import named_by
@@ -114,17 +114,6 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
 
 
 # --- the GPUs of each host ---
-
-
-def check_gpu_choice(hosts: Hosts, exports: Mapping[str, str]) -> None:
-    """Raise UserError if both the hostfile and -x choose GPUs."""
-    chosen = sorted(exports.keys() & {*VISIBLE})
-    for host in hosts.hosts:
-        if chosen and host.gpus is not None:
-            raise UserError(
-                f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
-                "Leave one out."
-            )
 
 
 def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:

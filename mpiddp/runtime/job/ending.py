@@ -86,8 +86,8 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         return Ending(FAILED, str(error), is_verdict=True)
     if isinstance(error, UserError):
         return Ending(BAD_INPUT, str(error))
-    if package := errors.package_we_lack(error):
-        return Ending(BAD_INPUT, errors.missing_package("a rank", package))
+    if lacking := errors.missing_package(error, "a rank"):
+        return Ending(BAD_INPUT, lacking)
     import traceback  # takes 5 ms, and few ranks need it
 
     try:
