@@ -149,16 +149,14 @@ def _parser(
         formatter_class=DefaultsShown,
         conflict_handler="resolve",  # --timeout is the job's here
     )
-    if row.takes_hosts:
-        add_launch_options(parser, WHERE, HOW)
-    where = [each for each in parser._actions if each.dest != "help"]
+    where = add_launch_options(parser, WHERE, HOW) if row.takes_hosts else []
     add = parser.add_argument_group("the benchmark")
     add_options(add, module.Options)
     limit = "time limit of one job"
     add.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
     out = "folder of the results (default: bench/<time>-<name>)"
     add.add_argument("--out", metavar="DIR", help=out)
-    return parser, [each for each in where if each.option_strings]
+    return parser, [each for each in where if each.option_strings]  # without a --timeout
 
 
 def _jobs(

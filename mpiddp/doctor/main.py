@@ -36,7 +36,7 @@ from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.options import add_options, parse_options
 from mpiddp.launch.place import find_network
 from mpiddp.launch.starters import find_starter
 from mpiddp.text import all_of, counted, escaped
@@ -106,15 +106,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
         allow_abbrev=False,
     )
-    either, add = parser.add_mutually_exclusive_group(), parser.add_argument
-    where = [
-        either.add_argument(
-            "--hostfile", metavar="FILE", help="file of hosts, as for mpiddp launch"
-        ),
-        either.add_argument("-H", metavar="H1,H2", help="hosts on the command line"),
-        add("--mpirun", metavar="PATH", help="mpirun of the MPI to use"),
-        add("--interface", metavar="NAME", help="network interface for the job"),
-    ]
+    where = add_options(parser, "hostfile", "host_list", "mpirun", "interface")
+    add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")
     add(

@@ -28,7 +28,7 @@ from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.output import open_closed_streams
-from mpiddp.launch.variables import is_secret, parse_exports, without_values
+from mpiddp.launch.variables import parse_exports, without_values
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         plan = make_plan(options, os.environ)
         command = plan.starter.compose(plan.request)
-        hidden = {each for each in command.settings if each in options.variables or is_secret(each)}
+        hidden = command.settings.keys() & options.variables.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
         return 0

@@ -202,13 +202,14 @@ _COMMON = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
-    """Add the options of these groups of the help, by default of all, each with all of its spellings."""
+def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Action]:
+    """Add the options, each with all of its spellings. `only`: groups of the help, or names of fields."""
     group: Any = None
+    added = []
     for each in fields(LaunchOptions):
         if each.metadata.get("group"):
             group = parser.add_argument_group(each.metadata["group"])
-        if not each.metadata or (groups and group.title not in groups):
+        if not each.metadata or (only and not {group.title, each.name} & {*only}):
             continue
         flags, _, help = each.metadata["text"].partition("  ")
         *spellings, value = flags.split()
@@ -229,6 +230,8 @@ def add_options(parser: argparse.ArgumentParser, *groups: str) -> None:
         action = group.add_argument(*every, dest=each.name, default=default, help=help, **more)
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
+        added.append(action)
+    return added
 
 
 # What users of other launchers type, and what does the same here (docs/migration.md).

@@ -98,32 +98,49 @@ def choose(
 
 def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
     """The hosts with known slot counts, but for a host whose GPUs nobody knows."""
-    found, is_gloo = [], options.backend == "gloo"
-    is_default = options.host_list == "localhost" or not (options.names_hosts or hosts.scheduler)
-    by_number = is_default and (options.n, options.npernode) != (None, None)
-    chosen = sorted(options.variables.keys() & {*VISIBLE})
-    for host in hosts.hosts:
-        if chosen and host.gpus is not None:
-            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
-            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
-        info, is_here, slots = infos.get(host), is_this_host(host.name), host.slots
-        # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
-        may_share = len(hosts.hosts) == 1 and (slots or 0) > 1 and not is_gloo
-        is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
-        gpus = _visible_gpus(host, info, options.variables) if is_known else 0
-        if slots is not None:
-            # Without a preflight, this host is judged only if it is the only one.
-            if 0 < gpus < slots and not is_gloo and (info or len(hosts.hosts) == 1):
-                slots = _fitted(hosts, host, slots, gpus, options.backend)
-        elif is_known:
-            if by_number:
-                gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
-            slots = min(host.max_slots or sys.maxsize, gpus or 1)
-        elif options.dry_run:
-            slots, assumed = 1, "a dry run contacts no host: assuming slots=1"
-            log.info(f"{host.name} has no slot count, and {assumed}")
-        found.append(replace(host, slots=slots))
+    found = [
+        replace(host, slots=_slots(hosts, host, infos.get(host), options)) for host in hosts.hosts
+    ]
     return replace(hosts, hosts=tuple(found))
+
+
+def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptions) -> int | None:
+    """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
+    slots, backend = host.slots, options.backend
+    is_gloo, is_alone, is_here = backend == "gloo", len(hosts.hosts) == 1, is_this_host(host.name)
+    chosen = sorted(options.variables.keys() & {*VISIBLE})
+    if chosen and host.gpus is not None:
+        both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
+        raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
+    # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
+    may_share = is_alone and (slots or 0) > 1 and not is_gloo
+    is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
+    gpus = _visible_gpus(host, info, options.variables) if is_known else 0
+    if slots is None and is_known:
+        is_default = options.host_list == "localhost" or not (
+            options.names_hosts or hosts.scheduler
+        )
+        if is_default and (options.n, options.npernode) != (None, None):
+            gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
+        return min(host.max_slots or sys.maxsize, gpus or 1)
+    if slots is None and options.dry_run:
+        assumed = "a dry run contacts no host: assuming slots=1"
+        log.info(f"{host.name} has no slot count, and {assumed}")
+        return 1
+    # Without a preflight, this host is judged only if it is the only one.
+    if slots is None or not 0 < gpus < slots or is_gloo or not (info or is_alone):
+        return slots
+    found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
+    if hosts.scheduler:
+        hides = f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'}"
+        log.info(
+            f"{found}: starting only {counted(gpus, 'rank')} there; {hides} from a script that uses gloo"
+        )
+        return gpus
+    if backend is not None:  # "auto" is nccl on GPUs
+        raise UserError(f"{found}: ranks would share GPUs. Write: {host.name} slots={gpus}")
+    log.info(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
+    return slots
 
 
 def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str]) -> int:
@@ -148,24 +165,6 @@ def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str
             f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
         )
     return len(host.gpus)
-
-
-def _fitted(hosts: Hosts, host: Host, slots: int, gpus: int, backend: str | None) -> int:
-    """The slots of a host with fewer GPUs. A scheduler's, which may be cores, are no more than these.
-
-    `backend` is None if it is unknown; "auto" is nccl on GPUs.
-    """
-    found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
-    if hosts.scheduler:
-        log.info(
-            f"{found}: starting only {counted(gpus, 'rank')} there; "
-            f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'} from a script that uses gloo"
-        )
-        return gpus
-    if backend is not None:
-        raise UserError(f"{found}: ranks would share GPUs. Write: {host.name} slots={gpus}")
-    log.info(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
-    return slots
 
 
 def place(
@@ -285,9 +284,9 @@ def _shared_network(
     network = ip_network(own.network)
     if not all(route and ip_address(route[1]) in network for route in routes):
         return own, ()
-    names = [[(each.name, each.network) for each in info.interfaces] for info in infos]
+    known = [{(each.name, each.network) for each in info.interfaces} for info in infos]
     # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
-    is_everywhere = bool(names) and all((own.name, own.network) in each for each in names)
+    is_everywhere = known and all((own.name, own.network) in each for each in known)
     return own, (own.name if is_everywhere else own.network,)
 
 

@@ -115,7 +115,7 @@ def preflight(
         if host in found:
             own = tuple(Interface(**each) for each in found[host].pop("interfaces"))
             info = infos[host] = HostInfo(host, **found[host], interfaces=own)
-            complaint = _complaint(info, needs) or _difference(first or info, info, needs.mpirun)
+            complaint = _complaint(info, first or info, needs)
             first = first or (None if complaint else info)
         else:
             complaint = failures[host]
@@ -133,8 +133,11 @@ def probe_program(needs: Needs) -> str:
     return program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
 
 
-def _complaint(info: HostInfo, needs: Needs) -> str:
-    """The problem of this host alone, as one sentence; "" if it has none."""
+def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
+    """The problem of this host, as one sentence; "" if it has none.
+
+    Its versions must be those of the first host without a problem.
+    """
     name, interface, program = info.host.name, needs.interface, needs.program
     here, there = (".".join(each.split(".")[:2]) for each in (python_version(), info.python))
     if there and there != here:
@@ -154,20 +157,13 @@ def _complaint(info: HostInfo, needs: Needs) -> str:
     if interface and not any(each.matches(interface) for each in info.interfaces):
         present = all_of([each.name for each in info.interfaces])
         return f'interface "{interface}" is not on {name}, which has {present}.'
-    return ""
-
-
-def _difference(first: HostInfo, other: HostInfo, mpirun: str) -> str:
-    """How the versions of a host differ from those of the first host without a complaint; "" if they do not.
-
-    `mpirun` is its path.
-    """
-    for attribute, name in ("torch", "torch"), ("mpi4py", "mpi4py"), ("mpirun", mpirun):
-        here, there = (getattr(each, attribute) or "missing" for each in (first, other))
+    for what, own, same in (
+        ("torch", "torch", "version"),
+        ("mpi4py", "mpi4py", "version"),
+        (needs.mpirun, "mpirun", "MPI"),
+    ):
+        here, there = (getattr(each, own) or "missing" for each in (first, info))
         if here != there:
-            same = "MPI" if attribute == "mpirun" else "version"
-            return (
-                f"{name} differs: {here} on {first.host.name}, {there} on {other.host.name}. "
-                f"Install the same {same} on every host."
-            )
+            versions = f"{here} on {first.host.name}, {there} on {name}"
+            return f"{what} differs: {versions}. Install the same {same} on every host."
     return ""

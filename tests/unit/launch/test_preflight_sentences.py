@@ -20,7 +20,6 @@ from mpiddp.launch.preflight import (
     HostInfo,
     Needs,
     _complaint,
-    _difference,
 )
 from tests.support.errors import error
 
@@ -58,8 +57,9 @@ MISSING = "missing or does not run. Install the same MPI"
 )
 def test_the_problem_of_one_host(has, needs, words, values):
     info = replace(FINE, **has)
-    assert re.fullmatch(error(words, *values), _complaint(info, replace(NEEDS, **needs)))
-    assert _complaint(replace(FINE, gpus=None), replace(NEEDS, uses_gpus=False)) == ""
+    assert re.fullmatch(error(words, *values), _complaint(info, info, replace(NEEDS, **needs)))
+    without = replace(FINE, gpus=None)
+    assert _complaint(without, without, replace(NEEDS, uses_gpus=False)) == ""
 
 
 UNKNOWN = "Could not resolve hostname {}: Name or service not known"
@@ -137,12 +137,15 @@ def test_a_host_that_gives_no_answer(
 
 
 def test_versions_that_differ() -> None:
-    mpirun = "/mpi/bin/mpirun"
-    assert _difference(FINE, replace(FINE, host=B), mpirun) == ""
+    assert _complaint(replace(FINE, host=B), FINE, NEEDS) == ""
     for change, words, values in (
         ({"torch": None}, "same version", ("torch ", "2.6 on a, missing on b")),
         ({"mpi4py": "4.0", "mpirun": "x"}, "same version", ("mpi4py ", "4.1 on a, 4.0 on b")),
-        ({"mpirun": "mpirun 4"}, "same MPI on", (f"{mpirun} ", "mpirun 5.0 on a, mpirun 4 on b")),
+        (
+            {"mpirun": "mpirun 4"},
+            "same MPI on",
+            ("/mpi/bin/mpirun ", "mpirun 5.0 on a, mpirun 4 on b"),
+        ),
     ):
-        said = _difference(FINE, replace(FINE, host=B, **change), mpirun)
+        said = _complaint(replace(FINE, host=B, **change), FINE, NEEDS)
         assert re.fullmatch(error(words, *values), said)
