@@ -23,7 +23,7 @@ from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Drill, Rehearsal
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
-from mpiddp.launch.options import option_parser, options_of_launch
+from mpiddp.launch.options import LaunchOptions, option_parser
 from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted
 
@@ -117,7 +117,8 @@ def _row(result: Result) -> tuple[str, ...]:
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
     """The options of the drill, and the command that it runs."""
     parser = option_parser()
-    of_launch = options_of_launch(parser)
+    names = LaunchOptions.__dataclass_fields__
+    of_launch = [each for each in parser._actions if each.dest in names]
     for each in of_launch:
         each.help = argparse.SUPPRESS
     parser.prog, parser.usage = "mpiddp drill", "%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]"

@@ -39,15 +39,8 @@ def _ranks(text: str) -> str:
     try:
         return ",".join(str(parse_whole(each)) for each in text.split(","))
     except ValueError:
-        raise UserError(
-            f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5."
-        ) from None
-
-
-def _folder(text: str) -> str:
-    if not text:
-        raise UserError('--log-dir "": expected a folder.')
-    return text
+        expected = "expected all, none, or ranks such as 0,5"
+        raise UserError(f"--log-ranks {shown(text)}: {expected}.") from None
 
 
 # What the values of options are, by what the help calls them. Others are texts.
@@ -58,7 +51,6 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "K": whole(0),
     "TIME": duration,
     "RANKS": _ranks,
-    "DIR": _folder,
 }
 
 
@@ -69,8 +61,6 @@ def _option(text: str, default: Any = None, group: str = "") -> Any:
     "{values}" to choose from; a switch has none. After two blanks, its help. default: () for an option that
     may be repeated. group: of the help, which begins with this option.
     """
-    is_switch = text.partition("  ")[0].split()[-1].startswith("-")
-    default = bool(default) if is_switch else default
     return field(default=default, metadata={"text": text, "group": group})
 
 
@@ -102,7 +92,8 @@ class LaunchOptions:
     exclude: str | None = _option("--exclude HOSTS  hosts to leave out: node3,node4")
     push: bool = _option(
         "--push  first make this folder and its environment the same on every host, as mpiddp "
-        "hosts push does"
+        "hosts push does",
+        False,
     )
     bind: str = _option(
         "--bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the "
@@ -178,11 +169,12 @@ class LaunchOptions:
         "DIR on its host",
     )
     dry_run: bool = _option(
-        "--dry-run  print the command with a reason for each flag; start nothing"
+        "--dry-run  print the command with a reason for each flag; start nothing", False
     )
-    quiet: bool = _option("-q --quiet  print only errors from mpiddp: no hints, no status")
+    quiet: bool = _option("-q --quiet  print only errors from mpiddp: no hints, no status", False)
     verbose: bool = _option(
-        "-v --verbose  print each choice and its reason, and the host and device of every rank"
+        "-v --verbose  print each choice and its reason, and the host and device of every rank",
+        False,
     )
 
     @property
@@ -297,19 +289,13 @@ def option_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def options_of_launch(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The options of `parser` that are fields of LaunchOptions."""
-    names_of_fields = LaunchOptions.__dataclass_fields__
-    return [action for action in parser._actions if action.dest in names_of_fields]
-
-
 class _Help(argparse.Action):
     """Print the help of the parser, or its short form, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        if rest[-1] != "--help-all":
-            for action in options_of_launch(parser):
-                action.help = action.help if action.dest in _COMMON else _HIDDEN
+        rare = LaunchOptions.__dataclass_fields__.keys() - {*_COMMON}
+        for action in parser._actions if rest[-1] != "--help-all" else ():
+            action.help = _HIDDEN if action.dest in rare else action.help
         parser.print_help()
         raise SystemExit(0)
 
@@ -328,6 +314,8 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
+    if given["log_dir"] == "":
+        raise UserError('--log-dir "": expected a folder.')
     if None not in (given["hostfile"], given["host_list"]):
         raise UserError("--hostfile and -H both name the hosts. Give one.")
     given["mpi_args"] = parse_mpi_args(given["mpi_args"])
