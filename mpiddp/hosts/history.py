@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts.hostfile import Host
 from mpiddp.text import align_columns, counted, escaped
 
 ENDING = ".history.jsonl"
@@ -28,6 +29,7 @@ FLAKY = 2  # so many failures among them are more than bad luck
 _OUTDATED_S = 30 * 86400.0  # a host that is left out cannot show that it was fixed
 _MOST_READ = 1 << 18  # bytes: 100 jobs a day write 7 MB a year
 _LONGEST_REASON = 300  # characters
+_JOB = os.urandom(4).hex()  # this launch
 
 VERBS = {
     "history": "Print what earlier jobs have shown of each host, or of one",
@@ -125,6 +127,18 @@ def parse(line: bytes) -> Event | None:
         return None
     words = [event.job, *hosts, *failed, *failed.values()]
     return event if all(isinstance(word, str) for word in words) and event.concerned else None
+
+
+def doubts(path: Path, hosts: Sequence[Host]) -> dict[str, str]:
+    """Why a job would do better without some of the hosts, by their keys."""
+    events = read(path)
+    found = {host: record_of(host.key, events).doubt for host in hosts}
+    return {host.key: f"{host.name} {doubt}" for host, doubt in found.items() if doubt}
+
+
+def note(path: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:
+    """Write down what this launch has shown, see `Event`."""
+    append(path, Event(time.time(), _JOB, tuple(used), dict(failed)))
 
 
 def append(path: Path | None, event: Event) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.hosts import history
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
@@ -23,7 +24,7 @@ from mpiddp.launch.control import ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.place import Past, key_of, remember
+from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
@@ -100,7 +101,7 @@ class Job:
         # Else its user or its input ended it.
         if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
             used = [key_of(host.name, named) for host in plan.request.hosts.hosts]
-            remember(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
+            history.note(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:
             doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault

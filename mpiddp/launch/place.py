@@ -10,17 +10,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import history
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.interfaces import Interface, interfaces
@@ -32,7 +29,6 @@ from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.variables import forwarded
 from mpiddp.text import counted, listed, shown
 
-_JOB = os.urandom(4).hex()  # this launch
 _Route = tuple[str, str]  # this machine's address and the host's, as a connection would have them
 
 
@@ -297,21 +293,6 @@ def _route(name: str) -> _Route | None:
         packet.connect((found[0][0], 9))  # an error: there is no address, or no route
         return str(packet.getsockname()[0]), str(packet.getpeername()[0])
     return None
-
-
-# --- the memory of earlier jobs ---
-
-
-def doubts_of(memory: Path, named: Hosts) -> dict[str, str]:
-    """What the history says against some hosts, see `Past.doubts`."""
-    events = history.read(memory)
-    doubts = {host: history.record_of(host.key, events).doubt for host in named.usable}
-    return {host.key: f"{host.name} {doubt}" for host, doubt in doubts.items() if doubt}
-
-
-def remember(memory: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:
-    """Write down what a preflight or an attempt has shown, see `history.Event`."""
-    history.append(memory, history.Event(time.time(), _JOB, tuple(used), dict(failed)))
 
 
 def key_of(name: str, named: Hosts) -> str:

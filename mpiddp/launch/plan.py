@@ -81,12 +81,12 @@ def make_plan(
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
     has_memory = not (_is_local(named) or names.DRILL in env)
     memory = history.file_of(options.hostfile) if has_memory else None
-    past = past or (Past(place.doubts_of(memory, named)) if memory else Past())
+    past = past or (Past(history.doubts(memory, named.usable)) if memory else Past())
     # The first attempt may wait for hosts; a restart has pauses of its own.
     wait_s = options.wait_s if is_first and options.wait_s else 0.0
     checked = run_preflight(options, named, starter, env, wait_s=wait_s)
     if checked.silent:
-        place.remember(memory, (), {host.key: why for host, why in checked.silent.items()})
+        history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
     with_counts = place.with_slots(chosen, checked.infos, options)
     if not options.names_hosts:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts import history
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import place as places
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.place import doubts_of, key_of, remember
+from mpiddp.launch.place import key_of
 from mpiddp.launch.plan import make_plan
 from tests.support.machine import an_mpirun
 
@@ -131,12 +131,12 @@ def test_a_job_on_this_machine_has_no_memory(tmp_path: Path, slots: int, has_one
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "history"
-    assert doubts_of(file, LISTED) == {}
+    assert history.doubts(file, LISTED.usable) == {}
     used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
     for job in "abcd":
-        monkeypatch.setattr(places, "_JOB", job)
-        remember(file, used, failed)
-    (doubt,) = doubts_of(file, LISTED).items()
+        monkeypatch.setattr(history, "_JOB", job)
+        history.note(file, used, failed)
+    (doubt,) = history.doubts(file, LISTED.usable).items()
     assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
 
 
