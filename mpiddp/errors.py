@@ -6,8 +6,12 @@ Any other exception is a bug or a failed job and keeps its traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import stat
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +24,12 @@ FAILED = 1
 BAD_INPUT = 2
 STOPPED = 75  # EX_TEMPFAIL: stopped on request, after should_stop(); the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+
+# The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
+_WRONG = {
+    *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
+}
 
 # package that an import may miss: the extra of this distribution that installs it
 EXTRA_OF = {
@@ -141,3 +151,55 @@ def print_error(error: str | Exception) -> None:
 def print_line(line: str, stream: TextIO) -> None:
     """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
     print(f"{line}\n", end="", file=stream, flush=True)
+
+
+# --- paths that a user names ---
+
+
+def cause_of(error: OSError) -> type[UserError] | type[JobFailed]:
+    """UserError if the path or the command is wrong, JobFailed if a machine failed."""
+    return UserError if error.errno in _WRONG else JobFailed
+
+
+@contextlib.contextmanager
+def named_by(option: str) -> Iterator[None]:
+    """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
+
+    UserError and JobFailed are raised as by `cause_of`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.strerror is None:  # not an error of a file
+            raise
+        sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
+        raise cause_of(error)(sentence.lstrip()) from None
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The contents of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read, or is larger, or is a pipe or a device, which may never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return content
+
+
+def check_program(name: str, path: str | None) -> None:
+    """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
+    import shutil  # takes 5 ms, and a script needs none of it
+
+    if shutil.which(name, path=path) is not None:
+        return
+    if os.sep not in name:
+        raise UserError(f'"{escaped(name)}" is not a program on PATH.')
+    with named_by(""):
+        is_file = stat.S_ISREG(Path(name).stat().st_mode)
+    hint = " It may not be executed: chmod +x would allow it." if is_file else ""
+    raise UserError(f"{escaped(name)} is not a program.{hint}")

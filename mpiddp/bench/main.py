@@ -25,12 +25,11 @@ from mpiddp.arguments import DefaultsShown, OneSentenceParser, as_arguments, dur
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_options
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
 from mpiddp.launch.options import HOW, WHERE, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
-from mpiddp.paths import named_by
 from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
 

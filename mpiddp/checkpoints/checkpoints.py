@@ -29,8 +29,7 @@ from mpiddp.checkpoints.resume import Found, bring, find
 from mpiddp.checkpoints.run import Run, RunDir, from_here
 from mpiddp.checkpoints.save import Saver, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import check_entries
-from mpiddp.errors import FAILED, JobFailed, UserError, print_from_one_rank
-from mpiddp.paths import named_by
+from mpiddp.errors import FAILED, JobFailed, UserError, named_by, print_from_one_rank
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of

@@ -35,8 +35,7 @@ from mpiddp.checkpoints.state import (
     unpacked,
     write_tensors,
 )
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of
 
 FACTS = "state.json"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of, read_limited
+from mpiddp.errors import JobFailed, cause_of, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"

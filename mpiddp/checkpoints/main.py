@@ -18,8 +18,7 @@ from pathlib import Path
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint, find_checkpoints
-from mpiddp.errors import UserError
-from mpiddp.paths import named_by
+from mpiddp.errors import UserError, named_by
 from mpiddp.text import listed
 
 

@@ -21,8 +21,7 @@ from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, send_files
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import named_by
+from mpiddp.errors import JobFailed, UserError, named_by
 from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.log import log
 from mpiddp.text import counted

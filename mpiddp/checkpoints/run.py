@@ -21,8 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log

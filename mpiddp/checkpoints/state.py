@@ -21,8 +21,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of
 
 Keys = tuple[Any, ...]  # the path to a value
 

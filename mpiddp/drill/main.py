@@ -22,9 +22,8 @@ from mpiddp.drill.command import OUT, Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Drill, Rehearsal
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
-from mpiddp.errors import DONE, FAILED, UserError, print_error
+from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
 from mpiddp.launch.options import LaunchOptions, option_parser
-from mpiddp.paths import named_by
 from mpiddp.text import align_columns, counted
 
 _HEAD = (

@@ -16,9 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, cause_of
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.paths import cause_of
 from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: node1 slots=4"

@@ -24,12 +24,11 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.errors import DONE, FAILED, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options
-from mpiddp.paths import named_by
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")

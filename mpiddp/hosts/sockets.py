@@ -15,9 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts.interfaces import interfaces
-from mpiddp.paths import cause_of
 from mpiddp.text import parse_whole, shown
 
 # The answers of a name server that knows the name to be wrong. Any other is a failure of the network.

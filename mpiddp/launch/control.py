@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from mpiddp.errors import cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import UNIX, VALUE_LIMIT, encode, value_mac
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET

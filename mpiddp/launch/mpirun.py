@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mpiddp.errors import cause_of
 from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
@@ -25,7 +26,6 @@ from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.verdict import MpirunEnd
-from mpiddp.paths import cause_of
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import JobFailed, UserError, cause_of, check_program
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import hides_all_gpus
@@ -28,7 +28,6 @@ from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
 from mpiddp.launch.starters import find_starter
 from mpiddp.launch.variables import forwarded, gpu_table
-from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 

@@ -25,10 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, print_error
+from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
-from mpiddp.paths import named_by
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import STOPPED, UserError
+from mpiddp.errors import STOPPED, UserError, cause_of, check_program, named_by, read_limited
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
-from mpiddp.paths import cause_of, check_program, named_by, read_limited
 from mpiddp.protocol.channel import LINE_LIMIT, Lines
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.runtime.job.ending import Ending, ending_of_process
