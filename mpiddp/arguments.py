@@ -31,13 +31,7 @@ VERBS = {
 }
 
 # The groups of `mpiddp --help`, by their first verbs.
-HEADS = {
-    "launch": "run",
-    "ps": "watch",
-    "hosts": "hosts",
-    "explain": "after a run",
-    "drill": "more",
-}
+HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a run", "drill": "more"}
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpiddp import errors
-from mpiddp.arguments import HEADS, INTERNAL_VERBS, RANK_VERBS, VERBS
+from mpiddp.arguments import HEAD, INTERNAL_VERBS, RANK_VERBS, VERBS
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
@@ -87,7 +87,7 @@ def _hint(verb: str, args: list[str]) -> str:
 def _usage() -> str:
     lines = []
     for verb, (_, purpose) in VERBS.items():
-        lines += [f"\n{HEADS[verb]}:"] if verb in HEADS else []
+        lines += [f"\n{HEAD[verb]}:"] if verb in HEAD else []
         lines.append(f"  {verb:<12} {purpose}")
     table = "\n".join(lines)
     return (

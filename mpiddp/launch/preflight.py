@@ -157,11 +157,8 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
     if interface and not any(each.matches(interface) for each in info.interfaces):
         present = all_of([each.name for each in info.interfaces])
         return f'interface "{interface}" is not on {name}, which has {present}.'
-    for what, own, same in (
-        ("torch", "torch", "version"),
-        ("mpi4py", "mpi4py", "version"),
-        (needs.mpirun, "mpirun", "MPI"),
-    ):
+    for own in ("torch", "mpi4py", "mpirun"):
+        what, same = (needs.mpirun, "MPI") if own == "mpirun" else (own, "version")
         here, there = (getattr(each, own) or "missing" for each in (first, info))
         if here != there:
             versions = f"{here} on {first.host.name}, {there} on {name}"
