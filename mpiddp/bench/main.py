@@ -26,8 +26,8 @@ from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_options
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
-from mpiddp.launch.options import HOW, WHERE, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
+from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
 from mpiddp.train.options import OF_RUN
@@ -148,7 +148,7 @@ def _parser(
         formatter_class=DefaultsShown,
         conflict_handler="resolve",  # --timeout is the job's here
     )
-    where = add_launch_options(parser, WHERE, HOW) if row.takes_hosts else []
+    where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
     add = parser.add_argument_group("the benchmark")
     add_options(add, module.Options)
     limit = "time limit of one job"

@@ -1,4 +1,4 @@
-"""The options of `mpiddp launch`: each is one field of a record, with its flags, parser, default and help.
+"""The options of `mpiddp launch`: a record with a field for each, and a table with spellings and help.
 
     mpiddp launch --help-all
 
@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import parse_whole, shown
 
-WHERE = "where (default: the scheduler's allocation, or this machine)"
-HOW = "how"
 _HIDDEN = argparse.SUPPRESS
 
 
@@ -54,16 +52,6 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _option(text: str, default: Any = None, group: str = "") -> Any:
-    """A field of LaunchOptions that an option sets.
-
-    text: the spellings, those of other launchers in parentheses, what the help calls the value, or the
-    "{values}" to choose from; a switch has none. After two blanks, its help. default: () for an option that
-    may be repeated. group: of the help, which begins with this option.
-    """
-    return field(default=default, metadata={"text": text, "group": group})
-
-
 @dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given".
@@ -79,103 +67,34 @@ class LaunchOptions:
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "auto"
 
-    hostfile: str | None = _option(
-        "--hostfile (--machinefile) FILE  file of hosts and slots, one host per line", group=WHERE
-    )
-    host_list: str | None = _option(
-        "-H (--host) (--hosts) HOSTS  hosts and slots on the command line: node1:2,node2:4"
-    )
-    n: int | None = _option("-n (-np) N  number of ranks (default: all slots)")
-    npernode: int | None = _option(
-        "--npernode (--nproc-per-node) N  number of ranks on each host (default: all slots)"
-    )
-    exclude: str | None = _option("--exclude HOSTS  hosts to leave out: node3,node4")
-    push: bool = _option(
-        "--push  first make this folder and its environment the same on every host, as mpiddp "
-        "hosts push does",
-        False,
-    )
-    bind: str = _option(
-        "--bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the "
-        "cores near its GPU (default: none)",
-        "none",
-    )
-    mpirun: str | None = _option(
-        "--mpirun PATH  mpirun of the MPI to use (its library is used too)", group=HOW
-    )
-    master_addr: str | None = _option(
-        "--master-addr ADDR  rank 0's address, as the other ranks reach it"
-    )
-    interface: str | None = _option(
-        "--interface NAME  network interface for the job: a name, an address or a network"
-    )
-    exports: tuple[str, ...] = _option(
-        "-x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)", ()
-    )
-    env_files: tuple[str, ...] = _option(
-        "--env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)",
-        (),
-    )
-    mpi_args: tuple[str, ...] = _option(
-        "--mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
-        (),
-    )
-    check: bool = _option("--no-check  skip the preflight checks of the hosts", True)
-    wait_s: float | None = _option(
-        "--wait-for-hosts TIME  wait up to this long until all names resolve and all hosts "
-        "answer (default: not at all)",
-    )
-    timeout_s: float | None = _option(
-        "--timeout TIME  time in which all ranks must join (default: 60)"
-    )
-    max_restarts: int = _option(
-        "--max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)",
-        0,
-        "when something fails",
-    )
-    min_hosts: int | None = _option(
-        "--min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain"
-    )
-    spares: int = _option(
-        "--spares K  keep the last K hosts in reserve; each takes the place of a host that fails "
-        "the preflight",
-        0,
-    )
-    grow_s: float | None = _option(
-        "--grow TIME  how often to look for hosts that are back or new in the hostfile, to save "
-        "and restart on them (default: they join at the next restart)",
-    )
-    stop_after_s: float | None = _option(
-        "--stop-after TIME  after this time, stop as on Ctrl-C: a script that calls should_stop "
-        "may save, and the exit code is 75",
-        group="when to stop",
-    )
-    grace_s: float = _option(
-        "--grace TIME  time that the ranks have to stop before they are killed; one that is "
-        "saving has up to 10 minutes (default: 30 s)",
-        30.0,
-    )
-    hang_timeout_s: float | None = _option(
-        "--hang-timeout TIME  end the job if no rank makes a step for this long (default: never)"
-    )
-    log_ranks: str = _option(
-        "--log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 "
-        "(default: stdout of rank 0, stderr of all ranks)",
-        DEFAULT_RANKS,
-        "output",
-    )
-    log_dir: str | None = _option(
-        "--log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in "
-        "DIR on its host",
-    )
-    dry_run: bool = _option(
-        "--dry-run  print the command with a reason for each flag; start nothing", False
-    )
-    quiet: bool = _option("-q --quiet  print only errors from mpiddp: no hints, no status", False)
-    verbose: bool = _option(
-        "-v --verbose  print each choice and its reason, and the host and device of every rank",
-        False,
-    )
+    hostfile: str | None = None
+    host_list: str | None = None
+    n: int | None = None
+    npernode: int | None = None
+    exclude: str | None = None
+    push: bool = False
+    bind: str = "none"
+    mpirun: str | None = None
+    master_addr: str | None = None
+    interface: str | None = None
+    exports: tuple[str, ...] = ()
+    env_files: tuple[str, ...] = ()
+    mpi_args: tuple[str, ...] = ()
+    check: bool = True
+    wait_s: float | None = None
+    timeout_s: float | None = None
+    max_restarts: int = 0
+    min_hosts: int | None = None
+    spares: int = 0
+    grow_s: float | None = None
+    stop_after_s: float | None = None
+    grace_s: float = 30.0
+    hang_timeout_s: float | None = None
+    log_ranks: str = DEFAULT_RANKS
+    log_dir: str | None = None
+    dry_run: bool = False
+    quiet: bool = False
+    verbose: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -187,25 +106,66 @@ class LaunchOptions:
         return (self.hostfile, self.host_list) != (None, None)
 
 
-# The options of the short help.
-_COMMON = (
-    *("hostfile", "host_list", "n", "interface", "exports", "env_files"),
-    *("max_restarts", "min_hosts", "log_dir", "dry_run"),
-)
+# The help: its groups, and in each the options. An option has the name of its field, its spellings, those of
+# other launchers in parentheses, what the help calls the value, or the {values} to choose from, and after two
+# blanks its help. A switch has no value. The short help has those with a star.
+_OPTIONS = """\
+where (default: the scheduler's allocation, or this machine)
+* hostfile --hostfile (--machinefile) FILE  file of hosts and slots, one host per line
+* host_list -H (--host) (--hosts) HOSTS  hosts and slots on the command line: node1:2,node2:4
+* n -n (-np) N  number of ranks (default: all slots)
+  npernode --npernode (--nproc-per-node) N  number of ranks on each host (default: all slots)
+  exclude --exclude HOSTS  hosts to leave out: node3,node4
+  push --push  first make this folder and its environment the same on every host, as mpiddp hosts push does
+  bind --bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the cores near its \
+GPU (default: none)
+how
+  mpirun --mpirun PATH  mpirun of the MPI to use (its library is used too)
+  master_addr --master-addr ADDR  rank 0's address, as the other ranks reach it
+* interface --interface NAME  network interface for the job: a name, an address or a network
+* exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
+* env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
+  mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
+  check --no-check  skip the preflight checks of the hosts
+  wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
+not at all)
+  timeout_s --timeout TIME  time in which all ranks must join (default: 60)
+when something fails
+* max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)
+* min_hosts --min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain
+  spares --spares K  keep the last K hosts in reserve; each takes the place of a host that fails the preflight
+  grow_s --grow TIME  how often to look for hosts that are back or new in the hostfile, to save and restart \
+on them (default: they join at the next restart)
+when to stop
+  stop_after_s --stop-after TIME  after this time, stop as on Ctrl-C: a script that calls should_stop may \
+save, and the exit code is 75
+  grace_s --grace TIME  time that the ranks have to stop before they are killed; one that is saving has up \
+to 10 minutes (default: 30 s)
+  hang_timeout_s --hang-timeout TIME  end the job if no rank makes a step for this long (default: never)
+output
+  log_ranks --log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 (default: \
+stdout of rank 0, stderr of all ranks)
+* log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
+host
+* dry_run --dry-run  print the command with a reason for each flag; start nothing
+  quiet -q --quiet  print only errors from mpiddp: no hints, no status
+  verbose -v --verbose  print each choice and its reason, and the host and device of every rank
+"""
 
 
 def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Action]:
-    """Add the options, each with all of its spellings. `only`: groups of the help, or names of fields."""
+    """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
     added = []
-    for each in fields(LaunchOptions):
-        if each.metadata.get("group"):
-            group = parser.add_argument_group(each.metadata["group"])
-        if not each.metadata or (only and not {group.title, each.name} & {*only}):
+    for line in _OPTIONS.splitlines():
+        if not line.startswith(("* ", "  ")):
+            group = parser.add_argument_group(line)
             continue
-        flags, _, help = each.metadata["text"].partition("  ")
-        *spellings, value = flags.split()
-        default, more = each.default, dict[str, Any]()
+        flags, _, help = line[2:].partition("  ")
+        name, *spellings, value = flags.split()
+        if only and not {group.title.split()[0], name} & {*only}:
+            continue
+        default, more = LaunchOptions.__dataclass_fields__[name].default, dict[str, Any]()
         if isinstance(default, bool):
             spellings.append(value)
             more["action"] = "store_false" if default else "store_true"
@@ -215,11 +175,11 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             more |= {"metavar": value, "type": _PARSERS.get(value)}
             if default == ():
                 default, more["action"] = [], "append"
-        if each.name == "log_ranks":
+        if name == "log_ranks":
             default = os.environ.get(names.LOG_RANKS) or default
         every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
-        action = group.add_argument(*every, dest=each.name, default=default, help=help, **more)
+        action = group.add_argument(*every, dest=name, default=default, help=help, **more)
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
         added.append(action)
@@ -293,9 +253,9 @@ class _Help(argparse.Action):
     """Print the help of the parser, or its short form, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        rare = LaunchOptions.__dataclass_fields__.keys() - {*_COMMON}
         for action in parser._actions if rest[-1] != "--help-all" else ():
-            action.help = _HIDDEN if action.dest in rare else action.help
+            if f"\n  {action.dest} " in _OPTIONS:
+                action.help = _HIDDEN
         parser.print_help()
         raise SystemExit(0)
 
