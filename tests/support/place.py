@@ -275,7 +275,7 @@ class Here(Place):
     def train(self, *options: Arg, env: Mapping[str, str] | None = None) -> Done:
         """Run `mpiddp train OPTIONS…` without a launcher, in a fork of a process that has imported torch."""
         out, err = self.folder / ".train.out", self.folder / ".train.err"
-        arguments = ["train", *map(os.fspath, options)]
+        arguments = ["train", *(os.fspath(each) for each in options)]
         code = forked.train(arguments, clean_env(env), self.folder, out, err)
         return Done(code, _text(out), _text(err))
 
