@@ -87,12 +87,13 @@ def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _sources(function: Callable[..., Any]) -> dict[str, str]:
-    """The lines of the function's file or cell, for tracebacks on hosts that do not have it."""
+def _sources(function: Callable[..., Any]) -> dict[str, Any]:
+    """The lines of the function's file or cell, as an entry of linecache that no check of files removes."""
     code = getattr(inspect.unwrap(_inner(function)), "__code__", None)
     if code is None:
         return {}
-    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
+    file, lines = code.co_filename, linecache.getlines(code.co_filename)
+    return {file: (sum(map(len, lines)), None, lines, file)}
 
 
 def _own_modules() -> list[ModuleType]:
@@ -148,10 +149,9 @@ def main() -> None:
         try:
             with coordinator.all_or_none():
                 facts, body = received_function(coordinator)
-                for file, text in facts["sources"].items():
+                for file, entry in facts["sources"].items():
                     if not Path(file).exists():  # a notebook's cell: tracebacks show its lines
-                        lines = text.splitlines(keepends=True)
-                        linecache.cache[file] = (len(text), None, lines, file)
+                        linecache.cache[file] = entry
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
                 function, args = unpickled_function(facts, body, host)

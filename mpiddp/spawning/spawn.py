@@ -223,9 +223,7 @@ def _launched(
 
 def _is_own(stream: Any, number: int) -> bool:
     """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
-    with suppress(
-        OSError, ValueError, AttributeError
-    ):  # that of a cell, of a test, a closed one, None
+    with suppress(OSError, ValueError, AttributeError):  # of a cell, of a test, closed, None
         return bool(stream.fileno() == number)
     return False
 

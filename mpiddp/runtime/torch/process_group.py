@@ -58,10 +58,10 @@ def process_group(
         with coordinator.all_or_none():
             backend = choose_backend(backend)
             device = device_of(coordinator.world, backend)
-        backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
         with coordinator.all_or_none():
-            if len(set(backends)) > 1:
-                ranks = {each: coordinator.name(backends.index(each)) for each in backends}
+            backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
+            ranks = {each: coordinator.name(backends.index(each)) for each in backends}
+            if len(ranks) > 1:
                 shown = ", ".join(f"{each} ({rank})" for each, rank in ranks.items())
                 raise UserError(
                     f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
