@@ -22,7 +22,6 @@ ARCHS = (
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 SCHEDULES = ("one-cycle", "cosine", "step", "constant")
 SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
-CHECKED_STEPS = 10  # of --check-determinism
 
 # A resume may not change these: they decide what the steps of the checkpoint have done.
 FIXED = (
@@ -152,7 +151,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("--per-rank-log", action="store_true", help="print the lines of mpirun tutorials, on every rank")
     add("--stop-at-step", **count(1, "STEP"), help="save after this step and exit with code 75")
     add = parser.add_argument_group("checks").add_argument
-    add("--check-determinism", nargs="?", const=CHECKED_STEPS, **count(1), help="compare two runs")
+    add("--check-determinism", nargs="?", const=10, **count(1), help="compare two runs of 10 steps, or N")
     add("--check-divergence", **count(1, "STEPS"), help="compare the ranks so often")
     # fmt: on
     # torch.distributed.launch passes it to every script. The value comes from the environment.
@@ -162,7 +161,9 @@ def option_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> Namespace:
     """The options as written; None where the user has set none. Raises UserError."""
-    options = option_parser().parse_args([_dashed(argument) for argument in argv])
+    # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), each) for each in argv]
+    options = option_parser().parse_args(dashed)
     del options.local_rank
     _refuse_contradictions(options)
     return options
@@ -174,32 +175,18 @@ def check_options(argv: list[str]) -> tuple[str, bool]:
     return options.backend or "auto", bool(options.per_rank_log)
 
 
-def _dashed(argument: str) -> str:
-    """--use_syn=1 to --use-syn=1; the value keeps its underscores."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
 def _refuse_contradictions(options: Namespace) -> None:
-    sharded = f"--parallel {options.parallel}"
-    pairs = {
-        ("--batch-size", "--global-batch-size"): options.batch_size and options.global_batch_size,
-        ("--check-determinism", "--resume PATH"): (
-            options.check_determinism and options.resume not in ("auto", "never")
-        ),
-    }
-    if options.parallel != "ddp":
-        pairs |= {
-            ("--compile", sharded): options.compile != "off",
-            ("--grad-compression", sharded): options.grad_compression != "off",
-            ("--optimizer muon", sharded): options.optimizer == "muon",
-            ("--sync-bn", sharded): options.sync_bn,
-        }
-    if options.parallel == "fsdp":
-        pairs["--check-divergence", sharded] = options.check_divergence
-    for (one, other), are_given in pairs.items():
+    sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
+    goes_back = options.resume not in ("auto", "never")
+    for one, other, are_given in (
+        ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
+        ("--check-determinism", "--resume PATH", options.check_determinism and goes_back),
+        ("--compile", sharded, is_sharded and options.compile != "off"),
+        ("--grad-compression", sharded, is_sharded and options.grad_compression != "off"),
+        ("--optimizer muon", sharded, is_sharded and options.optimizer == "muon"),
+        ("--sync-bn", sharded, is_sharded and options.sync_bn),
+        ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
+    ):
         if are_given:
             raise UserError(f"{one} and {other} are mutually exclusive. Leave one out.")
     if options.image_size and options.dataset != "image-folder":
