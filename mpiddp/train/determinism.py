@@ -22,7 +22,6 @@ from mpiddp.train.config import gathered
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import counted
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.step import State, learning_rate, train_step
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -87,7 +86,6 @@ def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace |
             step += 1
             loss = train_step(state, recorded(images_of_epoch), lr, config)
             trace += [(step, name, digest(tensor)) for name, tensor in _tensors(state, loss)]
-            clear_gradients(state.ddp, config)
             if mpiddp.should_stop():
                 return None
     return [(step, name, int(value)) for step, name, value in trace]

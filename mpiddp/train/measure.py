@@ -34,15 +34,20 @@ class StepTimer:
 
     def resume(self, pause: str = "") -> None:
         """Start the clock of the next step now. The pause since the last step was for this."""
-        self._marks.append((pause, self._mark()))
+        self.phase_ends(pause)
         self.read()
 
     def phase_ends(self, phase: str) -> None:
-        self._marks.append((phase, self._mark()))
+        if self._on_gpu:
+            end: Any = torch.Event(self._device, enable_timing=True)
+            end.record()
+        else:
+            end = time.perf_counter()
+        self._marks.append((phase, end))
 
     def tick(self) -> None:
         """The step ends."""
-        self._marks.append(("optimizer", self._mark()))
+        self.phase_ends("optimizer")
 
     def read(self) -> list[float]:
         """Return the seconds of all steps so far. On a GPU this waits for the last one."""
@@ -58,13 +63,6 @@ class StepTimer:
                 self._step_s = 0.0
         del self._marks[:-1]
         return self._seconds
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 _MOMENTUM, _RELATIVE_LR = 0.6, 0.5
 # Newton and Schulz's iteration, with Jordan's coefficients of x, x³ and x⁵.
 _ROUNDS, _FIRST, _THIRD, _FIFTH = 3, 3.4445, -4.7750, 2.0315
-Group = dict[str, Any]  # of parameters
 
 
 class Muon(torch.optim.Optimizer):
@@ -30,20 +29,15 @@ class Muon(torch.optim.Optimizer):
 
     Each rank computes the new weights of some convolutions, and an all-gather gives them to all. So the work
     is shared, and all ranks have the same bits, even if their processors round differently.
-
-    Args:
-        convolutions: each followed by a BatchNorm, [C_out, C_in, height, width].
-        others: groups of the other parameters, each with its "weight_decay".
-        momentum: of the other parameters.
     """
 
     def __init__(
         self,
-        convolutions: list[nn.Parameter],
-        others: Iterable[Group],
+        convolutions: list[nn.Parameter],  # [C_out, C_in, height, width], each before a BatchNorm
+        others: Iterable[dict[str, Any]],  # groups of the other parameters, with "weight_decay"
         *,
         lr: float,
-        momentum: float,
+        momentum: float,  # of the other parameters
     ) -> None:
         groups = [{"params": convolutions, "weight_decay": 0.0}, *others]
         super().__init__(groups, {"lr": lr, "momentum": momentum})

@@ -112,7 +112,7 @@ def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
 
 
 def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
-    """Clear the gradients between two steps."""
+    """Clear the gradients of the last step."""
     # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
     keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
     ddp.zero_grad(set_to_none=not keeps)
@@ -133,10 +133,9 @@ def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.M
     from torch.nn.modules.batchnorm import _BatchNorm
 
     device = next(model.parameters()).device
-    if len(copies) == 1:
-        mesh = DeviceMesh(device.type, copies[0], mesh_dim_names=("shard",))
-    else:
-        mesh = DeviceMesh(device.type, copies, mesh_dim_names=("replicate", "shard"))
+    ranks = torch.tensor(copies).squeeze(0)  # [ranks] of one copy, else [copies, ranks]
+    names = ("replicate", "shard")[-ranks.ndim :]
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     if config.amp != "off":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.amp], reduce_dtype=torch.float32)
@@ -147,9 +146,8 @@ def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.M
     for module in model.modules():
         if isinstance(module, (BasicBlock, Bottleneck)):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    if config.amp != "off":
-        policy = replace(policy, output_dtype=torch.float32)  # of the logits
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    of_logits = replace(policy, output_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=of_logits)
     return model
 
 

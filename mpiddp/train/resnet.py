@@ -84,23 +84,21 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ResNet. `stem` and `num_classes` default to those of the data set it was designed for."""
+    """A ResNet. One with ImageNet's stem was designed for ImageNet, all others for CIFAR-10."""
 
     block: type[BasicBlock] | type[Bottleneck]
     depths: tuple[int, ...]  # blocks in each stage
     widths: tuple[int, ...]  # channels of each stage before the block's expansion
     stem: str
-    num_classes: int
-    pad_shortcuts: bool  # option A of He et al., without parameters; else B, a 1×1 convolution
     optimizer: str = "sgd"  # the default of --optimizer
 
 
 def _imagenet(block: type[BasicBlock] | type[Bottleneck], *depths: int) -> Architecture:
-    return Architecture(block, depths, (64, 128, 256, 512), "imagenet", 1000, pad_shortcuts=False)
+    return Architecture(block, depths, (64, 128, 256, 512), "imagenet")
 
 
 def _cifar(depth: int) -> Architecture:
-    return Architecture(BasicBlock, (depth,) * 3, (16, 32, 64), "cifar", 10, pad_shortcuts=True)
+    return Architecture(BasicBlock, (depth,) * 3, (16, 32, 64), "cifar")
 
 
 # resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
@@ -119,9 +117,7 @@ ARCHITECTURES = {
     "resnet44": _cifar(7),
     "resnet56": _cifar(9),
     "resnet110": _cifar(18),
-    "wide_resnet14_2": Architecture(
-        BasicBlock, (2, 2, 2), (32, 64, 128), "half", 10, pad_shortcuts=True, optimizer="muon"
-    ),
+    "wide_resnet14_2": Architecture(BasicBlock, (2, 2, 2), (32, 64, 128), "half", "muon"),
 }
 
 
@@ -165,7 +161,9 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
 
-        shortcut_of = PadShortcut if architecture.pad_shortcuts else _projection
+        is_for_imagenet = architecture.stem == "imagenet"
+        # He et al. use option B, a 1×1 convolution, for ImageNet, and A, without parameters, for CIFAR-10.
+        shortcut_of = _projection if is_for_imagenet else PadShortcut
         channels = widths[0]
         self.num_stages = len(depths)
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True), start=1):
@@ -178,7 +176,7 @@ class ResNet(nn.Module):
                 blocks.append(block(channels, width, stride, shortcut))
                 channels = out
             self.add_module(f"layer{stage}", nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, num_classes or architecture.num_classes)
+        self.fc = nn.Linear(channels, num_classes or (1000 if is_for_imagenet else 10))
 
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

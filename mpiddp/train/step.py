@@ -21,7 +21,7 @@ from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data, Dataset
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import share_of
-from mpiddp.train.parallel import DTYPES, is_sharded, reducing, wrap
+from mpiddp.train.parallel import DTYPES, clear_gradients, is_sharded, reducing, wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_bn import synchronized
 
@@ -175,6 +175,7 @@ def backward(
     over all ranks. Shards and --sync-bn wait within the passes, and have no such phase. Returns the sum of
     the losses of this rank's images: a scalar on the device.
     """
+    clear_gradients(state.ddp, config)
     loss_sum = torch.zeros((), device=next(state.model.parameters()).device)
     waits_last = not (is_sharded(state.ddp) or config.sync_bn)
     # The ranks take the mean of their gradients; this makes it the mean over all images.
@@ -213,10 +214,9 @@ def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
     body this rank's own statistics, for `restore_buffers`.
     """
     own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
-    mean = own.clone()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    restore_buffers(model, mean)
+    total = own.clone()
+    dist.all_reduce(total)
+    restore_buffers(model, total / dist.get_world_size())
     try:
         yield own
     finally:
@@ -226,8 +226,8 @@ def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
 def restore_buffers(model: nn.Module, own: Tensor) -> None:
     """Give the model the statistics that `averaged_buffers` has given: one after another, [elements]."""
     buffers = _statistics(model)
-    sizes = [buffer.numel() for buffer in buffers]
-    for buffer, values in zip(buffers, own.split(sizes), strict=True):
+    parts = own.split([buffer.numel() for buffer in buffers])
+    for buffer, values in zip(buffers, parts, strict=True):
         buffer.copy_(values.view_as(buffer))
 
 

@@ -39,7 +39,7 @@ from mpiddp.train.determinism import check_determinism
 from mpiddp.train.measure import PHASES, StepTimer, counted, measured, table
 from mpiddp.train.options import FIXED
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import clear_gradients, find_copies, ranks_with_same_shards
+from mpiddp.train.parallel import find_copies, ranks_with_same_shards
 from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
 from mpiddp.train.step import (
     State,
@@ -186,7 +186,6 @@ def fit(
         while step < (epoch + 1) * order.steps_per_epoch:
             lr = learning_rate(step, order.steps_per_epoch, config)
             loss_sum += train_step(state, images_of_epoch, lr, config, phase_ends=timer.phase_ends)
-            clear_gradients(state.ddp, config)
             timer.tick()
             step, num_images = step + 1, num_images + config.global_batch_size
             ends_epoch = step % order.steps_per_epoch == 0
@@ -261,7 +260,6 @@ def fit(
         "num_parameters": sum(p.numel() for p in state.model.parameters()),
         "world_size": world.world_size,
         "num_nodes": world.num_nodes,
-        "hosts": {},
         "global_batch_size": config.global_batch_size,
         "epochs": config.epochs,
         "steps": step,

@@ -13,7 +13,6 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.scaling import Options
 from mpiddp.train.datasets import batches
 from mpiddp.train.measure import StepTimer, slowest
-from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.step import backward
 from mpiddp.world import World
 
@@ -31,7 +30,6 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
             backward(state, images, job.config)
             state.scaler.step(state.optimizer)
             state.scaler.update()
-            clear_gradients(state.ddp, job.config)
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
