@@ -27,8 +27,8 @@ def main() -> None:
     with synthetic_job(World.from_env(), sys.argv[2:]) as job:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
-        (step,) = synthetic_order(job, data, 1).steps(epoch=0)
-        images = list(batches(data.train, step, config, device, epoch=0))
+        steps = synthetic_order(job, data, 1).steps(epoch=0)
+        images = list(batches(data.train, steps, config, device, epoch=0))
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
         state = build(job, data)

@@ -45,8 +45,7 @@ PY = {
     "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
 }
 IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
-# uint8 [N, 32, 32, 3], int64 [N]
-Images = tuple[NDArray[np.uint8], NDArray[np.int64]]
+Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, 32, 32, 3], and labels [N]
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"

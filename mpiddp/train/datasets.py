@@ -1,7 +1,7 @@
 """The data of a training: an ordered stream of batches on the device, whatever the source.
 
-    data = open_data(config, world)
-    for images, labels in batches(data.train, order_of_an_epoch, config, device, epoch=0): …
+    data = open_data(config, world, device)
+    for images, labels in batches(data.train, order.steps(epoch=0), config, device, epoch=0): …
 
 CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops,
 flips and normalizes a whole batch at once, so a step waits for neither workers nor copies. The caller
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,18 +114,19 @@ def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> D
 
 def batches(
     dataset: Dataset,
-    order: Sequence[Tensor],
+    steps: Iterable[Sequence[Tensor]],
     config: Namespace,
     device: torch.device,
     *,
     epoch: int,
 ) -> Iterator[Batch]:
-    """The images of an epoch in this order, on the device: a batch for each backward pass.
+    """The images of these steps of an epoch, on the device: a batch for each backward pass.
 
     The first epochs of --low-res-epochs have 3/4 of the height and width: a model learns the same shapes in
     less time. Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
     """
-    found = prefetched(dataset.batches(order, epoch=epoch), device)
+    indices = [numbers for micro_batches in steps for numbers in micro_batches]
+    found = prefetched(dataset.batches(indices, epoch=epoch), device)
     if epoch >= config.low_res_epochs:
         return found
     size = max(1, config.image_size * 3 // 4)

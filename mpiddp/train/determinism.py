@@ -79,8 +79,7 @@ def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace |
 
     for epoch in range(config.epochs):
         steps = list(islice(order.steps(epoch), num_steps - step))
-        numbers = [images for micro_batches in steps for images in micro_batches]
-        images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
+        images_of_epoch = batches(data.train, steps, config, device, epoch=epoch)
         for _ in steps:
             lr = learning_rate(step, order.steps_per_epoch, config)
             step += 1

@@ -16,7 +16,7 @@ import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,18 +93,14 @@ class ImageFolder:
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)
-        self._keeps_workers = augment and config.num_workers > 0  # evaluations are rare
-        self._order: list[list[Key]] = []  # of the epoch, for a loader that is kept for several
-        self._loader: DataLoader[Any] | None = None
+        self._order: list[list[Key]] = []  # of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images, float [N, C, H, W], and labels, int64 [N], decoded by the workers."""
         if not indices:
             return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
-        loader = self._loader or self._start()
-        self._loader = loader if self._keeps_workers else None
-        for images, labels, problem in loader:
+        for images, labels, problem in self._loader:
             if problem is not None:
                 raise problem
             images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
@@ -113,7 +109,8 @@ class ImageFolder:
             )
             yield images, labels.to(self._device, non_blocking=True)
 
-    def _start(self) -> DataLoader[Any]:
+    @cached_property
+    def _loader(self) -> DataLoader[Any]:
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         method = "fork" if self._device.type == "cpu" else "forkserver"
         multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
@@ -122,7 +119,8 @@ class ImageFolder:
             batch_sampler=self._order,
             collate_fn=tuple,  # the decoder delivers whole batches
             num_workers=self._num_workers,
-            persistent_workers=self._keeps_workers,
+            # Evaluations are rare.
+            persistent_workers=self._decoder.augment and self._num_workers > 0,
             multiprocessing_context=method if self._num_workers else None,
             worker_init_fn=partial(_leave_stops_to, os.getpid()),
             pin_memory=self._device.type != "cpu",

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -81,10 +82,8 @@ def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> 
     own = timer.read()
     own = own[STARTUP_STEPS if len(own) > 2 * STARTUP_STEPS else 0 :]
     *times, total = slowest([*own, sum(own)], device)
-    middle = high = None
-    if times:  # else the run resumed after its last step
-        percents = torch.tensor([0.5, 0.95], dtype=torch.float64)
-        middle, high = torch.tensor(times, dtype=torch.float64).quantile(percents).tolist()
+    # Without a time, the run has resumed after its last step.
+    middle, high = np.percentile(times, (50, 95)).tolist() if times else (None, None)
     seconds = torch.tensor(
         [timer.spent[each] for each in SPENT], dtype=torch.float64, device=device
     )

@@ -51,8 +51,3 @@ class Order:
         ]:
             share = torch.tensor_split(batch, self.world_size)[self.rank]
             yield torch.tensor_split(share, self.grad_accum_steps)
-
-
-def share_of(num_samples: int, rank: int, world_size: int) -> range:
-    """The images that a rank evaluates. Each image is on exactly one rank; shares differ by at most one."""
-    return range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)

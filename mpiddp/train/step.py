@@ -20,7 +20,6 @@ from mpiddp.errors import UserError
 from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data, Dataset
 from mpiddp.train.muon import Muon
-from mpiddp.train.order import share_of
 from mpiddp.train.parallel import DTYPES, clear_gradients, is_sharded, reducing, wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sync_bn import synchronized
@@ -46,8 +45,10 @@ def build_state(model: nn.Module, config: Namespace, copies: list[list[int]]) ->
     """The state of a training with this model, over `copies` of `parallel.find_copies`. A collective."""
     ddp = wrap(model, config, copies)
     torch.manual_seed(config.seed + 1 + dist.get_rank())
-    device = next(model.parameters()).device
-    return State(model, ddp, build_optimizer(model, config), build_scaler(config, device))
+    device = next(model.parameters()).device.type
+    # Unless --amp is fp16, it passes gradients through unscaled.
+    scaler = torch.amp.GradScaler(device, enabled=config.amp == "fp16")
+    return State(model, ddp, build_optimizer(model, config), scaler)
 
 
 def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Module:
@@ -119,11 +120,6 @@ def build_optimizer(model: nn.Module, config: Namespace) -> torch.optim.Optimize
         for parameter in (*matrices, *vectors):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def build_scaler(config: Namespace, device: torch.device) -> torch.amp.GradScaler:
-    """The gradient scaler. It passes gradients through unscaled unless --amp is fp16."""
-    return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
 
 def learning_rate(step: int, steps_per_epoch: int, config: Namespace) -> float:
@@ -247,9 +243,9 @@ def evaluate(
     its mean cross-entropy, and the number of images.
     """
     batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
-    world_size = dist.get_world_size()
-    share = share_of(dataset.num_images, dist.get_rank(), world_size)
-    indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    first, end = (dataset.num_images * each // world_size for each in (rank, rank + 1))
+    indices = list(torch.arange(first, end).split(batch_size)) if end > first else []
     num_counted = len(indices)
     if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
         most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)

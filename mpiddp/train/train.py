@@ -97,8 +97,9 @@ def main(options: Namespace) -> int:
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
-            automatic = "the automatic choice of settings"
-            require_equal(automatic, choice, "Set --backend, --arch, --amp.")
+            require_equal(
+                "the automatic choice of settings", choice, "Set --backend, --arch, --amp."
+            )
             require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
             copies = find_copies(config, world)
             refuse_existing_run(out, config)
@@ -177,8 +178,7 @@ def fit(
     for epoch in range(step // order.steps_per_epoch, config.epochs):
         first = step
         steps = order.steps(epoch, step % order.steps_per_epoch)
-        numbers = [images for micro_batches in steps for images in micro_batches]
-        images_of_epoch = batches(data.train, numbers, config, device, epoch=epoch)
+        images_of_epoch = batches(data.train, steps, config, device, epoch=epoch)
         loss_sum, num_images = torch.zeros((), device=device), 0
         say(config, f"Local Rank: {world.local_rank}, Epoch: {epoch}, Training ...")
         timer.resume()
@@ -346,8 +346,7 @@ def say(config: Namespace, line: str) -> None:
 
 def refuse_existing_run(out: Path, config: Namespace) -> None:
     """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    restarts = ("MPIDDP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    is_restart = any(os.environ.get(name, "0") != "0" for name in restarts)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # mpiddp sets it too
     if config.resume == "never" and not is_restart and (out / "checkpoints").exists():
         raise UserError(
             f"--resume never, but --out {out} already holds a run (checkpoints). Name another --out, or omit "

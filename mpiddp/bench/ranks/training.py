@@ -25,7 +25,6 @@ from mpiddp.train.step import (
     autocast,
     build_model,
     build_optimizer,
-    build_scaler,
     build_state,
     choose_kernels,
 )
@@ -96,8 +95,8 @@ def build_bare(job: Job, data: Data) -> State:
     """Build the same without DDP. All ranks must call this."""
     with job.coordinator.all_or_none():
         model = build_model(job.config, data, job.device)
-    optimizer, scaler = build_optimizer(model, job.config), build_scaler(job.config, job.device)
-    return State(model, model, optimizer, scaler)
+    scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
+    return State(model, model, build_optimizer(model, job.config), scaler)
 
 
 def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpiddp.train.order import Order, share_of
+from mpiddp.train.order import Order
 
 
 def orders(num_samples: int, batch_size: int, accum: int, world_size: int) -> list[Order]:
@@ -73,10 +73,3 @@ def test_resuming_after_any_step_is_exact_with_any_number_of_ranks():
             ranks = orders(num_samples, *split)
             assert global_steps(ranks, epoch=4)[:done] == whole[:done]
             assert global_steps(ranks, epoch=4, first=done) == whole[done:]
-
-
-def test_evaluation_shares_have_every_image_once_and_differ_by_one():
-    for num_samples, world_size in itertools.product((0, 1, 2, 3, 10, 37, 10_000), range(1, 10)):
-        shares = [share_of(num_samples, rank, world_size) for rank in range(world_size)]
-        assert [number for share in shares for number in share] == list(range(num_samples))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -30,7 +30,6 @@ from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import (
     State,
     build_optimizer,
-    build_scaler,
     learning_rate,
     mark_last_gradient,
     train_step,
@@ -62,7 +61,7 @@ def test_the_phases_of_a_step(options, phases):
     config = configured("--use-syn", "--batch-size=2", *options)
     batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-    scaler = build_scaler(config, torch.device("cpu"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = State(model, DistributedDataParallel(model), build_optimizer(model, config), scaler)
     ends: list[str] = []
     mark_last_gradient(state.ddp, ends.append)
