@@ -28,7 +28,7 @@ def main() -> None:
         coordinator, config, device = job.coordinator, job.config, job.device
         data = open_source(job)
         steps = synthetic_order(job, data, 1).steps(epoch=0)
-        images = list(batches(data.train, steps, config, device, epoch=0))
+        images = list(batches(data.train, steps, config, epoch=0))
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
         state = build(job, data)

@@ -1,7 +1,7 @@
 """The data of a training: an ordered stream of batches on the device, whatever the source.
 
-    data = open_data(config, world, device)
-    for images, labels in batches(data.train, order.steps(epoch=0), config, device, epoch=0): …
+    data = open_data(config, device)
+    for images, labels in batches(data.train, order.steps(epoch=0), config, epoch=0): …
 
 CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops,
 flips and normalizes a whole batch at once, so a step waits for neither workers nor copies. The caller
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train import cifar10
 from mpiddp.train.config import memory_format
@@ -32,9 +32,10 @@ POOL_BATCHES = 4  # of synthetic images
 
 
 class Dataset(Protocol):
-    """Labelled images, numbered from 0 to num_images - 1."""
+    """Labelled images, numbered from 0 to num_images - 1, which it delivers on the device."""
 
     num_images: int
+    device: torch.device
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
@@ -92,12 +93,12 @@ def prepare(config: Namespace) -> None:
         cifar10.fetch(data_dir(config), functools.partial(print, flush=True))
 
 
-def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> Data:
+def open_data(config: Namespace, device: torch.device) -> Data:
     """Open the data set on the device. Raises UserError if it is missing or invalid."""
     is_folder = config.dataset == "image-folder"
     if config.use_syn:
         num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
-        images = SyntheticImages(config, world.rank, device, num_images, num_classes)
+        images = SyntheticImages(config, device, num_images, num_classes)
         return Data(f"synthetic {config.dataset}", num_classes, images, None)
     if is_folder:
         from mpiddp.train.image_folder import open_folder  # takes Pillow along
@@ -113,12 +114,7 @@ def open_data(config: Namespace, world: mpiddp.World, device: torch.device) -> D
 
 
 def batches(
-    dataset: Dataset,
-    steps: Iterable[Sequence[Tensor]],
-    config: Namespace,
-    device: torch.device,
-    *,
-    epoch: int,
+    dataset: Dataset, steps: Iterable[Sequence[Tensor]], config: Namespace, *, epoch: int
 ) -> Iterator[Batch]:
     """The images of these steps of an epoch, on the device: a batch for each backward pass.
 
@@ -126,7 +122,7 @@ def batches(
     less time. Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
     """
     indices = [numbers for micro_batches in steps for numbers in micro_batches]
-    found = prefetched(dataset.batches(indices, epoch=epoch), device)
+    found = prefetched(dataset.batches(indices, epoch=epoch), dataset.device)
     if epoch >= config.low_res_epochs:
         return found
     size = max(1, config.image_size * 3 // 4)
@@ -141,7 +137,7 @@ class DeviceImages:
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
         self.augment, self.seed, self.max_shift = augment, config.seed, config.max_shift
-        self.memory_format = memory_format(config)
+        self.device, self.memory_format = device, memory_format(config)
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
         mean, std = (torch.tensor(each, device=device) for each in (cifar10.MEAN, cifar10.STD))
@@ -152,7 +148,6 @@ class DeviceImages:
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         if not indices:
             return
-        device = self._pixels.device
         # Every image's row shift, column shift and flip: int64 [num_images, 3].
         draws = torch.tensor([self.max_shift, self.max_shift, 0]).expand(self.num_images, 3)
         if self.augment:
@@ -160,14 +155,14 @@ class DeviceImages:
             shifts = 2 * self.max_shift + 1
             uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
             draws = (uniform * torch.tensor([shifts, shifts, 2])).long()
-        draws = draws.to(device)
+        draws = draws.to(self.device)
         # Copy the indices once per epoch, because each copy waits for the device.
-        for numbers in torch.cat(list(indices)).to(device).split([len(i) for i in indices]):
+        for numbers in torch.cat(list(indices)).to(self.device).split([len(i) for i in indices]):
             yield self._images(numbers, draws), self._labels[numbers]
 
     def _images(self, numbers: Tensor, draws: Tensor) -> Tensor:
         """The images of `numbers` [N]: float [N, C, H, W], normalized."""
-        height, width, device = self.height, self.width, numbers.device
+        height, width, device = self.height, self.width, self.device
         down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
         rows = self._rows[torch.arange(height, device=device) + down]
         columns = torch.arange(width, device=device)
@@ -196,11 +191,9 @@ class SyntheticImages:
     it, so a run that resumes in mid-epoch gets the same batches as an uninterrupted run.
     """
 
-    def __init__(
-        self, config: Namespace, rank: int, device: torch.device, num_images: int, num_classes: int
-    ) -> None:
-        self.num_images, self.num_classes, self._config = num_images, num_classes, config
-        self._generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + rank)
+    def __init__(self, config: Namespace, device: torch.device, num_images: int, num_classes: int):
+        self.num_images, self.num_classes, self.device = num_images, num_classes, device
+        self._config = config
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         images, labels = self._pool
@@ -212,10 +205,11 @@ class SyntheticImages:
     @functools.cached_property
     def _pool(self) -> Batch:
         """Created at first use, after the sizes have been checked."""
-        config, draw = self._config, self._generator
+        config, device = self._config, self.device
+        draw = torch.Generator(device).manual_seed(config.seed * 1_000_003 + dist.get_rank())
         number, size = POOL_BATCHES * config.batch_size, config.image_size
-        images = torch.randn((number, 3, size, size), generator=draw, device=draw.device)
-        labels = torch.randint(self.num_classes, (number,), generator=draw, device=draw.device)
+        images = torch.randn((number, 3, size, size), generator=draw, device=device)
+        labels = torch.randint(self.num_classes, (number,), generator=draw, device=device)
         return images.contiguous(memory_format=memory_format(config)), labels
 
 

@@ -67,7 +67,6 @@ def check_determinism(
 def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
     num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
-    device = next(state.model.parameters()).device
     trace: list[tuple[int, str, Tensor]] = []
     step = 0
 
@@ -79,7 +78,7 @@ def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace |
 
     for epoch in range(config.epochs):
         steps = list(islice(order.steps(epoch), num_steps - step))
-        images_of_epoch = batches(data.train, steps, config, device, epoch=epoch)
+        images_of_epoch = batches(data.train, steps, config, epoch=epoch)
         for _ in steps:
             lr = learning_rate(step, order.steps_per_epoch, config)
             step += 1

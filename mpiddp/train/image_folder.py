@@ -64,9 +64,7 @@ def open_folder(
 class ImageFolder:
     """One split of the folder, as a `mpiddp.train.datasets.Dataset`."""
 
-    def __init__(
-        self, folder: Path, config: Namespace, device: torch.device, *, augment: bool
-    ) -> None:
+    def __init__(self, folder: Path, config: Namespace, device: torch.device, *, augment: bool):
         if not folder.is_dir():
             raise UserError(
                 f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
@@ -88,11 +86,11 @@ class ImageFolder:
                 f"({', '.join(sorted(FORMATS))}). Each folder there is a class."
             )
         self.num_images = len(self.samples)
-        self._device, self._num_workers = device, config.num_workers
+        self.device, self._num_workers = device, config.num_workers
         self._memory_format = memory_format(config)
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment=augment)
+        self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment)
         self._order: list[list[Key]] = []  # of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -103,16 +101,16 @@ class ImageFolder:
         for images, labels, problem in self._loader:
             if problem is not None:
                 raise problem
-            images = images.to(self._device, non_blocking=True).permute(0, 3, 1, 2)
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             images = (images * self._scale + self._shift).contiguous(
                 memory_format=self._memory_format
             )
-            yield images, labels.to(self._device, non_blocking=True)
+            yield images, labels.to(self.device, non_blocking=True)
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
-        method = "fork" if self._device.type == "cpu" else "forkserver"
+        method = "fork" if self.device.type == "cpu" else "forkserver"
         multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
         return DataLoader(
             self._decoder,
@@ -123,7 +121,7 @@ class ImageFolder:
             persistent_workers=self._decoder.augment and self._num_workers > 0,
             multiprocessing_context=method if self._num_workers else None,
             worker_init_fn=partial(_leave_stops_to, os.getpid()),
-            pin_memory=self._device.type != "cpu",
+            pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
         )
 
@@ -153,9 +151,7 @@ class _Decoder(Dataset[Any]):
     would lose its type.
     """
 
-    def __init__(
-        self, samples: tuple[tuple[str, int], ...], size: int, seed: int, *, augment: bool
-    ) -> None:
+    def __init__(self, samples: tuple[tuple[str, int], ...], size: int, seed: int, augment: bool):
         self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, Exception | None]:

@@ -1,8 +1,4 @@
-"""`mpiddp train`: train as one rank of a job, or alone.
-
-The command is the same under mpirun, srun and torchrun. This module parses the options without torch, so
---help and option errors appear at once. `mpiddp.train.train` does the rest.
-"""
+"""`mpiddp train`: train alone, or as one rank of a job under mpiddp launch, mpirun, srun or torchrun."""
 
 from __future__ import annotations
 
@@ -12,10 +8,7 @@ from mpiddp.train.options import parse
 
 
 def main(argv: list[str]) -> int:
-    """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
-
-    With bad input, of several ranks all exit, and rank 0 prints the sentence.
-    """
+    """Train, and return the exit code. With bad input all ranks exit, and rank 0 prints the sentence."""
     try:
         options = parse(argv)
     except UserError as error:
@@ -23,6 +16,6 @@ def main(argv: list[str]) -> int:
             raise
         with mpiddp.process_group(backend="gloo"), mpiddp.together():
             raise error from None
-    from mpiddp.train.train import main as train
+    from mpiddp.train.train import main as train  # only now: it imports torch
 
     return train(options)

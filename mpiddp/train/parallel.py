@@ -25,7 +25,6 @@ from mpiddp.errors import UserError
 from mpiddp.train.config import gathered
 from mpiddp.train.resnet import BasicBlock, Bottleneck
 
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -83,16 +82,10 @@ def freeze_buckets(ddp: DistributedDataParallel, config: Namespace) -> None:
 
 
 def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """A hook that averages the gradients in bf16, with half the bytes of fp32.
+    """torch's own hook, which DDP would refuse by its name without NCCL. gloo supports it too."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    It supports gloo as well; torch's own hook requires NCCL.
-    """
-    rounded = bucket.buffer().to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(rounded, group=group, async_op=True)
-    mean: Future[Tensor] = work.get_future().then(
-        lambda done: bucket.buffer().copy_(done.value()[0])
-    )
-    return mean
+    return bf16_compress_hook(group, bucket)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -114,7 +107,7 @@ def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
 def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
     """Clear the gradients of the last step."""
     # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
-    keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
+    keeps = config.compile not in ("off", "default") and config.grad_accum_steps > 1
     ddp.zero_grad(set_to_none=not keeps)
 
 

@@ -107,16 +107,14 @@ def commit_of(folder: Path) -> str:
 # --log-to: the tools in which people look at runs, each through its own package. A thread of rank 0 sends the
 # records to each tool. An error of a package, which may be anything, becomes one warning, and the training
 # goes on. RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
+#
+# Each tool gets the folder of the run, its configuration, the id that the tool gave it at its first start
+# ("" then), and the first step: it gets no record of earlier steps, and later ones anew.
 
 Config = Mapping[str, Any]  # config.json
 Records = SimpleQueue[tuple[int, dict[str, float]] | None]  # step, numbers by name; None at the end
-
-
 # A run that is open in a tool: its id there, what logs the numbers of a step, and what finishes.
 Sink = tuple[str, Callable[[int, dict[str, float]], object], Callable[[], object]]
-
-# Each tool gets the folder of the run, its configuration, the id that the tool gave it at its first start
-# ("" then), and the first step: it gets no record of earlier steps, and later ones anew.
 
 
 def _tensorboard(folder: Path, config: Config, run_id: str, first_step: int) -> Sink:

@@ -233,14 +233,12 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, dataset: Dataset, config: Namespace, device: torch.device
-) -> tuple[float, float, int]:
+def evaluate(model: nn.Module, dataset: Dataset, config: Namespace) -> tuple[float, float]:
     """Score the bare model on all images of the data set. A collective: every rank must call it.
 
     Each image is on exactly one rank, and the ranks add sums, not means. The batch size does not change the
     result, because BatchNorm uses its running statistics. Returns the fraction of images that it classifies,
-    its mean cross-entropy, and the number of images.
+    and its mean cross-entropy.
     """
     batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -250,19 +248,18 @@ def evaluate(
     if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
         most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)
         indices += [torch.tensor([0])] * (most - num_counted)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
+    totals = torch.zeros(2, dtype=torch.float64, device=dataset.device)  # correct, loss
     model.eval()
-    with averaged_buffers(model), autocast(config, device):
+    with averaged_buffers(model), autocast(config, dataset.device):
         for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
             logits = model(images)
             if index < num_counted:
                 totals[0] += (logits.argmax(1) == labels).sum()
                 totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
-                totals[2] += len(labels)
     model.train()
     for module in model.modules():
         if is_sharded(module):  # free what a forward pass without a backward pass has gathered
             module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
-    correct, loss, count = totals.tolist()
-    return correct / count, loss / count, int(count)
+    correct, loss = (totals / dataset.num_images).tolist()
+    return correct, loss

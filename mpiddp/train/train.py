@@ -73,7 +73,7 @@ def main(options: Namespace) -> int:
             if world.local_rank == 0:
                 prepare(config)  # downloads the data set
         with mpiddp.together():
-            data = open_data(config, world, device)
+            data = open_data(config, device)
             order = Order(
                 num_samples=data.train.num_images,
                 global_batch_size=config.global_batch_size,
@@ -167,18 +167,18 @@ def fit(
     `step` is the number of steps that it has made. `record` takes a step, and values by name.
     """
     started_at = time.monotonic()
-    device = next(state.model.parameters()).device
+    device = data.train.device
     total_steps = order.steps_per_epoch * config.epochs
     timer = StepTimer(device)
     mark_last_gradient(state.ddp, timer.phase_ends)
     epochs_s: list[float] = []
     train_loss: float | None = None
-    accuracy = test_images = None
+    accuracy: float | None = None
 
     for epoch in range(step // order.steps_per_epoch, config.epochs):
         first = step
         steps = order.steps(epoch, step % order.steps_per_epoch)
-        images_of_epoch = batches(data.train, steps, config, device, epoch=epoch)
+        images_of_epoch = batches(data.train, steps, config, epoch=epoch)
         loss_sum, num_images = torch.zeros((), device=device), 0
         say(config, f"Local Rank: {world.local_rank}, Epoch: {epoch}, Training ...")
         timer.resume()
@@ -220,7 +220,7 @@ def fit(
                 # After an epoch on smaller images, the accuracy on whole ones tells little.
                 is_full_size = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
                 if data.test is not None and is_full_size:
-                    accuracy, loss, test_images = evaluate(state.model, data.test, config, device)
+                    accuracy, loss = evaluate(state.model, data.test, config)
                     record(step, epoch=epoch, test_accuracy=accuracy, test_loss=loss)
                     log.info(f"epoch {epoch + 1}/{config.epochs}  test accuracy {accuracy:.2%}")
                     timer.resume("evaluation")
@@ -253,7 +253,7 @@ def fit(
         # As in the guides, the first epoch is left out, unless it is the only one.
         say(config, f"Average epoch time: {mean(epochs_s[1:] or epochs_s):.4f}")
     if accuracy is None and data.test is not None:  # resumed after the last step
-        accuracy, _, test_images = evaluate(state.model, data.test, config, device)
+        accuracy, _ = evaluate(state.model, data.test, config)
     return {
         "dataset": data.name,
         "arch": config.arch,
@@ -265,7 +265,7 @@ def fit(
         "steps": step,
         "train_loss": train_loss,
         "test_accuracy": accuracy,
-        "test_images": test_images,
+        "test_images": data.test.num_images if data.test is not None else None,
         "parallel": config.parallel,
         **measured(timer, config.global_batch_size, device),
         "wall_s": time.monotonic() - started_at,

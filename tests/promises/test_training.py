@@ -219,7 +219,7 @@ def test_images_of_a_training():
 
     def images(epoch: int) -> torch.Tensor:
         source = DeviceImages(*data, augment=True)
-        ((found, _),) = batches(source, [[order]], config, device, epoch=epoch)
+        ((found, _),) = batches(source, [[order]], config, epoch=epoch)
         return found
 
     assert images(0).shape[2:] == (24, 24)

@@ -22,7 +22,7 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
         data = open_source(job)
         state = build(job, data)
         steps = list(synthetic_order(job, data, options.warmup + options.steps).steps(epoch=0))
-        images = batches(data.train, steps, job.config, job.device, epoch=0)
+        images = batches(data.train, steps, job.config, epoch=0)
         timer = StepTimer(job.device)
         timer.resume()
         for _ in steps:

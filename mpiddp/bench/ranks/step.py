@@ -39,7 +39,7 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
     with synthetic_job(world, [*training, "--grad-accum-steps", "1"]) as job:
         data = open_source(job)
         order = synthetic_order(job, data, count)
-        tensors = list(batches(data.train, order.steps(epoch=0), job.config, job.device, epoch=0))
+        tensors = list(batches(data.train, order.steps(epoch=0), job.config, epoch=0))
         summaries: list[dict[str, Any]] = []
         with _scratch_folder(job) as folder:
             blocks: dict[str, Callable[[Path], float]] = {

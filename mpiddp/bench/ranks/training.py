@@ -80,7 +80,7 @@ def open_source(job: Job, **changed: object) -> Data:
     """Open the data of the configuration, with these changes. All ranks must call this."""
     config = Namespace(**{**vars(job.config), **changed})
     with job.coordinator.all_or_none():
-        return open_data(config, job.coordinator.world, job.device)
+        return open_data(config, job.device)
 
 
 def build(job: Job, data: Data) -> State:
