@@ -7,7 +7,6 @@ checkpoint contain the result, and a run that resumes is compared with it.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.errors import UserError
-from mpiddp.train.options import NOTED
 from mpiddp.train.resnet import ARCHITECTURES, stem_of
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
@@ -99,15 +97,6 @@ def _computes_in_bf16(device: torch.device) -> bool:
     with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
-
-
-def noted_changes(saved: Mapping[str, Any], config: Namespace) -> list[str]:
-    """The options with other values than in `saved`, a config.json, that a resume may change."""
-    return [
-        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
-        for name in NOTED
-        if saved.get(name) != getattr(config, name)
-    ]
 
 
 def gathered(value: Any) -> list[Any]:

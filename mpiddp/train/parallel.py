@@ -72,11 +72,10 @@ def freeze_buckets(ddp: DistributedDataParallel, config: Namespace) -> None:
     device = next(ddp.parameters()).device
     images = torch.zeros(2, 3, config.image_size, config.image_size, device=device)
     buffers = [buffer.clone() for buffer in ddp.buffers()]
-    cpu_rng = torch.get_rng_state()
-    for _ in range(2):
-        ddp(images).sum().backward()
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(2):
+            ddp(images).sum().backward()
     clear_gradients(ddp, config)
-    torch.set_rng_state(cpu_rng)
     for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
         buffer.copy_(saved)
 

@@ -59,9 +59,8 @@ def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Modul
         load_weights(model, config.weights)
     if config.sync_bn:
         model = synchronized(model, device)
-    return model.to(  # type: ignore[call-overload, no-any-return]
-        device, memory_format=memory_format(config)
-    )
+    model.to(device, memory_format=memory_format(config))  # type: ignore[call-overload]
+    return model
 
 
 def load_weights(model: nn.Module, path: str) -> None:

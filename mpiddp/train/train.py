@@ -15,7 +15,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,18 +26,11 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.train.config import (
-    IMAGES_PER_PASS,
-    gathered,
-    noted_changes,
-    require_equal,
-    resolve,
-    resume_args,
-)
+from mpiddp.train.config import IMAGES_PER_PASS, gathered, require_equal, resolve, resume_args
 from mpiddp.train.datasets import Data, batches, open_data, prepare
 from mpiddp.train.determinism import check_determinism
 from mpiddp.train.measure import PHASES, StepTimer, counted, measured, table
-from mpiddp.train.options import FIXED
+from mpiddp.train.options import FIXED, NOTED
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import find_copies, ranks_with_same_shards
 from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
@@ -90,9 +83,7 @@ def main(options: Namespace) -> int:
                 )
             choose_kernels(config)
             model = build_model(config, data, device)
-        choice = (
-            f"{world.backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank"
-        )
+        choice = f"{world.backend}, {config.arch}, amp {config.amp}, batch size {config.batch_size}"
         hosts = gathered(world.hostname)
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
@@ -320,6 +311,15 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # numpy's largest
     return saved.step if saved else 0
+
+
+def noted_changes(saved: Mapping[str, Any], config: Namespace) -> list[str]:
+    """The options with other values than in `saved`, a config.json, that a resume may change."""
+    return [
+        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
+        for name in NOTED
+        if saved.get(name) != getattr(config, name)
+    ]
 
 
 def load(saved: mpiddp.Resumed, state: State) -> None:

@@ -13,9 +13,10 @@ import pytest
 from mpiddp import Announced
 from mpiddp.errors import UserError
 from mpiddp.train import parallel
-from mpiddp.train.config import _keep_global_batch, noted_changes, resume_args
+from mpiddp.train.config import _keep_global_batch, resume_args
 from mpiddp.train.options import FIXED, NOTED, OF_RUN, parse
 from mpiddp.train.parallel import find_copies
+from mpiddp.train.train import noted_changes
 from mpiddp.world import World
 from tests.support.training import configured
 
