@@ -43,9 +43,8 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Namesp
     config.image_size = (options.image_size or 224) if is_folder else 32
     config.stem = stem_of(config.arch, options.stem, config.image_size)
     is_usual = device.type == "cpu" and options.parallel == "ddp" and options.amp != "fp16"
-    config.optimizer = options.optimizer or (
-        ARCHITECTURES[config.arch].optimizer if is_usual else "sgd"
-    )
+    own = ARCHITECTURES[config.arch].optimizer if is_usual else "sgd"
+    config.optimizer = options.optimizer or own
     if options.amp == "auto":
         config.amp = "bf16" if _computes_in_bf16(device) else "off"
     config.channels_last = options.parallel == "ddp"  # fully_shard accepts contiguous ones only

@@ -98,19 +98,17 @@ def open_data(config: Namespace, device: torch.device) -> Data:
     is_folder = config.dataset == "image-folder"
     if config.use_syn:
         num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
-        images = SyntheticImages(config, device, num_images, num_classes)
-        return Data(f"synthetic {config.dataset}", num_classes, images, None)
+        synthetic = SyntheticImages(config, device, num_images, num_classes)
+        return Data(f"synthetic {config.dataset}", num_classes, synthetic, None)
     if is_folder:
         from mpiddp.train.image_folder import open_folder  # takes Pillow along
 
         folder = data_dir(config)
         split, other, digest = open_folder(folder, config, device)
         return Data(folder.resolve().name, len(split.classes), split, other, digest)
-    train, test = (
-        DeviceImages(*arrays, config, device, augment=augment)
-        for arrays, augment in zip(cifar10.read(data_dir(config)), (True, False), strict=True)
-    )
-    return Data("cifar10", 10, train, test)
+    train, test = cifar10.read(data_dir(config))
+    images = DeviceImages(*train, config, device, augment=True)
+    return Data("cifar10", 10, images, DeviceImages(*test, config, device, augment=False))
 
 
 def batches(

@@ -84,9 +84,8 @@ def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> 
     *times, total = slowest([*own, sum(own)], device)
     # Without a time, the run has resumed after its last step.
     middle, high = np.percentile(times, (50, 95)).tolist() if times else (None, None)
-    seconds = torch.tensor(
-        [timer.spent[each] for each in SPENT], dtype=torch.float64, device=device
-    )
+    spent = [timer.spent[each] for each in SPENT]
+    seconds = torch.tensor(spent, dtype=torch.float64, device=device)
     dist.all_reduce(seconds)
     means = (seconds / dist.get_world_size()).tolist()
     return {

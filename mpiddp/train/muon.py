@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
             _gather(shares, rank)
 
     def _add_to_momentum(
-        self, parameter: nn.Parameter, gradient: Tensor | None, momentum: float
+        self, parameter: Tensor, gradient: Tensor | None, momentum: float
     ) -> Tensor:
         """The momentum of this parameter, after this gradient."""
         assert gradient is not None

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from mpiddp.errors import UserError
 from mpiddp.train.config import memory_format
 from mpiddp.train.datasets import Batch, Data, Dataset
+from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import Muon
 from mpiddp.train.parallel import DTYPES, clear_gradients, is_sharded, reducing, wrap
 from mpiddp.train.resnet import ARCHS
@@ -33,22 +34,27 @@ BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, when the training batch 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a step changes: the model, its optimizer and the gradient scaler of fp16."""
+    """Everything that a step changes: the model, its optimizer, the gradient scaler of fp16, the clock."""
 
     model: nn.Module  # the bare one
     ddp: nn.Module  # the one to call
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    timer: StepTimer
 
 
 def build_state(model: nn.Module, config: Namespace, copies: list[list[int]]) -> State:
     """The state of a training with this model, over `copies` of `parallel.find_copies`. A collective."""
     ddp = wrap(model, config, copies)
     torch.manual_seed(config.seed + 1 + dist.get_rank())
-    device = next(model.parameters()).device.type
+    first = next(model.parameters())
+    timer = StepTimer(first.device)
+    if not is_sharded(ddp):
+        # A backward pass ends with the gradient of the first parameter. Then DDP waits for the other ranks.
+        first.register_post_accumulate_grad_hook(lambda parameter: timer.phase_ends("backward"))
     # Unless --amp is fp16, it passes gradients through unscaled.
-    scaler = torch.amp.GradScaler(device, enabled=config.amp == "fp16")
-    return State(model, ddp, build_optimizer(model, config), scaler)
+    scaler = torch.amp.GradScaler(first.device.type, enabled=config.amp == "fp16")
+    return State(model, ddp, build_optimizer(model, config), scaler, timer)
 
 
 def build_model(config: Namespace, data: Data, device: torch.device) -> nn.Module:
@@ -143,16 +149,11 @@ def learning_rate(step: int, steps_per_epoch: int, config: Namespace) -> float:
     return peak
 
 
-PhaseEnd = Callable[[str], object]
-
-
-def train_step(
-    state: State, batches: Iterator[Batch], lr: float, config: Namespace, phase_ends: PhaseEnd = str
-) -> Tensor:
+def train_step(state: State, batches: Iterator[Batch], lr: float, config: Namespace) -> Tensor:
     """One step of the optimizer over this rank's next batches, see `backward`. It leaves its gradients."""
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    loss_sum = backward(state, batches, config, phase_ends)
+    loss_sum = backward(state, batches, config)
     if config.clip_grad_norm is not None:  # the norm of all parameters, over all shards
         state.scaler.unscale_(state.optimizer)
         clip_grad_norm_(state.model.parameters(), config.clip_grad_norm)
@@ -161,14 +162,12 @@ def train_step(
     return loss_sum
 
 
-def backward(
-    state: State, batches: Iterator[Batch], config: Namespace, phase_ends: PhaseEnd = str
-) -> Tensor:
+def backward(state: State, batches: Iterator[Batch], config: Namespace) -> Tensor:
     """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
 
-    `phase_ends` is called at the end of each phase: "data", "forward", "backward", and "waiting" for the sum
-    over all ranks. Shards and --sync-bn wait within the passes, and have no such phase. Returns the sum of
-    the losses of this rank's images: a scalar on the device.
+    The timer's phases are "data", "forward", "backward", and "waiting" for the sum over all ranks. Shards
+    and --sync-bn wait within the passes, and have no such phase. Returns the sum of the losses of this rank's
+    images: a scalar on the device.
     """
     clear_gradients(state.ddp, config)
     loss_sum = torch.zeros((), device=next(state.model.parameters()).device)
@@ -177,22 +176,15 @@ def backward(
     weight = dist.get_world_size() / config.global_batch_size
     for left in reversed(range(config.grad_accum_steps)):
         images, labels = next(batches)
-        phase_ends("data")
+        state.timer.phase_ends("data")
         with reducing(state.ddp, left == 0):
             with autocast(config, images.device):
                 loss = F.cross_entropy(state.ddp(images), labels, reduction="sum")
-            phase_ends("forward")
+            state.timer.phase_ends("forward")
             state.scaler.scale(loss * weight).backward()
-            phase_ends("waiting" if waits_last and left == 0 else "backward")
+            state.timer.phase_ends("waiting" if waits_last and left == 0 else "backward")
         loss_sum += loss.detach()
     return loss_sum
-
-
-def mark_last_gradient(model: nn.Module, phase_ends: PhaseEnd) -> None:
-    """Let "backward" end with the gradient of the first parameter. Then DDP waits for the other ranks."""
-    if not is_sharded(model):
-        first = next(model.parameters())
-        first.register_post_accumulate_grad_hook(lambda parameter: phase_ends("backward"))
 
 
 def autocast(config: Namespace, device: torch.device) -> torch.autocast:

@@ -29,7 +29,7 @@ from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.train.config import IMAGES_PER_PASS, gathered, require_equal, resolve, resume_args
 from mpiddp.train.datasets import Data, batches, open_data, prepare
 from mpiddp.train.determinism import check_determinism
-from mpiddp.train.measure import PHASES, StepTimer, counted, measured, table
+from mpiddp.train.measure import PHASES, counted, measured, table
 from mpiddp.train.options import FIXED, NOTED
 from mpiddp.train.order import Order
 from mpiddp.train.parallel import find_copies, ranks_with_same_shards
@@ -42,7 +42,6 @@ from mpiddp.train.step import (
     choose_kernels,
     evaluate,
     learning_rate,
-    mark_last_gradient,
     restore_buffers,
     train_step,
 )
@@ -88,9 +87,8 @@ def main(options: Namespace) -> int:
         started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
         out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
         with mpiddp.together():
-            require_equal(
-                "the automatic choice of settings", choice, "Set --backend, --arch, --amp."
-            )
+            automatic = "the automatic choice of settings"
+            require_equal(automatic, choice, "Set --backend, --arch, --amp.")
             require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
             copies = find_copies(config, world)
             refuse_existing_run(out, config)
@@ -160,8 +158,7 @@ def fit(
     started_at = time.monotonic()
     device = data.train.device
     total_steps = order.steps_per_epoch * config.epochs
-    timer = StepTimer(device)
-    mark_last_gradient(state.ddp, timer.phase_ends)
+    timer = state.timer
     epochs_s: list[float] = []
     train_loss: float | None = None
     accuracy: float | None = None
@@ -176,7 +173,7 @@ def fit(
 
         while step < (epoch + 1) * order.steps_per_epoch:
             lr = learning_rate(step, order.steps_per_epoch, config)
-            loss_sum += train_step(state, images_of_epoch, lr, config, phase_ends=timer.phase_ends)
+            loss_sum += train_step(state, images_of_epoch, lr, config)
             timer.tick()
             step, num_images = step + 1, num_images + config.global_batch_size
             ends_epoch = step % order.steps_per_epoch == 0

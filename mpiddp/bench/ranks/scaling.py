@@ -12,7 +12,7 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.scaling import Options
 from mpiddp.train.datasets import batches
-from mpiddp.train.measure import StepTimer, slowest
+from mpiddp.train.measure import slowest
 from mpiddp.train.step import backward
 from mpiddp.world import World
 
@@ -23,7 +23,7 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
         state = build(job, data)
         steps = list(synthetic_order(job, data, options.warmup + options.steps).steps(epoch=0))
         images = batches(data.train, steps, job.config, epoch=0)
-        timer = StepTimer(job.device)
+        timer = state.timer
         timer.resume()
         for _ in steps:
             backward(state, images, job.config)

@@ -18,6 +18,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import choose_backend, default_group, device_of
 from mpiddp.train.config import resolve
 from mpiddp.train.datasets import Data, open_data
+from mpiddp.train.measure import StepTimer
 from mpiddp.train.options import parse
 from mpiddp.train.order import Order
 from mpiddp.train.step import (
@@ -96,7 +97,7 @@ def build_bare(job: Job, data: Data) -> State:
     with job.coordinator.all_or_none():
         model = build_model(job.config, data, job.device)
     scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
-    return State(model, model, build_optimizer(model, job.config), scaler)
+    return State(model, model, build_optimizer(model, job.config), scaler, StepTimer(job.device))
 
 
 def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:

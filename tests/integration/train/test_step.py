@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.train.cifar10 import MEAN, STD
 from mpiddp.train.datasets import DeviceImages
+from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.step import (
     State,
     build_optimizer,
+    build_state,
     learning_rate,
-    mark_last_gradient,
     train_step,
 )
 from mpiddp.train.train import load
@@ -57,16 +57,13 @@ PASS = ["data", "forward", "backward"]
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_the_phases_of_a_step(options, phases):
+def test_the_phases_of_a_step(options, phases, monkeypatch):
     config = configured("--use-syn", "--batch-size=2", *options)
     batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = State(model, DistributedDataParallel(model), build_optimizer(model, config), scaler)
-    ends: list[str] = []
-    mark_last_gradient(state.ddp, ends.append)
-    of_passes = iter([batch] * config.grad_accum_steps)
-    train_step(state, of_passes, 0.1, config, phase_ends=ends.append)
+    state, ends = build_state(model, config, []), list[str]()
+    monkeypatch.setattr(state.timer, "phase_ends", ends.append)
+    train_step(state, iter([batch] * config.grad_accum_steps), 0.1, config)
     assert [phase for phase, _ in groupby(ends)] == phases
 
 
@@ -96,7 +93,8 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters():
         model = model.to(memory_format=later)
         resumed = build_optimizer(model, configured("--lr=0.1"))
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
-        load(Resumed(1, saved), State(model, model, resumed, torch.amp.GradScaler("cpu")))
+        scaler, timer = torch.amp.GradScaler("cpu"), StepTimer(torch.device("cpu"))
+        load(Resumed(1, saved), State(model, model, resumed, scaler, timer))
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
